@@ -1,0 +1,67 @@
+# Everything that a person or a CI machine does with Quartet; `make` alone lists it.
+
+PYTHON ?= python3
+BUNDLE ?= bundles/quartet-mini
+HOST    = $(or $(QUARTET_HOST),127.0.0.1)
+PORT   ?= $(or $(QUARTET_PORT),8000)
+
+VENV := .venv
+RUN  := $(VENV)/bin/python
+PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test check format bench clean
+
+help: ## List what make can do here
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "Variables: BUNDLE=$(BUNDLE) HOST=$(HOST) PORT=$(PORT) PYTHON=$(PYTHON)"
+
+serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs (no torch)
+	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
+	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
+
+test: check ## Run everything that CI runs: make check, then every test (ARGS="-k ..." for some)
+	@echo "Running the tests"
+	@$(RUN) -m pytest $(ARGS)
+
+check: $(VENV)/.test ## Check format, lint, types and layers
+	@echo "Checking format, lint, types and layers"
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+	@$(RUN) -m pytest --quiet tests/test_layers.py
+
+format: $(VENV)/.test ## Format the code and mend what the linter can mend
+	@$(RUN) -m ruff format .
+	@$(RUN) -m ruff check --fix .
+
+bench: $(VENV)/.test ## Measure the service: a table, then one JSON line
+	@$(RUN) -m benchmarks.bench $(ARGS)
+
+clean: ## Remove the environment and everything that tools left behind
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: an environment is brought up to date when what it was made from has changed.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Quartet needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt deploy/requirements.py
+	@echo "Installing the serving requirements (about half a minute)"
+	@$(RUN) deploy/requirements.py cpu > $(VENV)/serve.txt
+	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/serve.txt
+	@touch $@
+
+# Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
+$(VENV)/.test: $(VENV)/.serve
+	@echo "Installing what training, export and the tests need (some minutes; torch is large)"
+	@$(RUN) deploy/requirements.py cpu train test > $(VENV)/test.txt
+	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
+	@touch $@
