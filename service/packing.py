@@ -1,0 +1,109 @@
+"""Packed batches: one flat axis of real tokens, and the layout that tells attention where sequences begin.
+
+A batch of B sequences with T tokens in all is never a padded rectangle. Everything but attention works on
+`[T, ...]`; attention gathers to `[B, S]` slots (S: the longest sequence) and back, by index arrays that follow
+from the lengths alone.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.encode import Encoding
+
+Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of B packed sequences stand in a padded `[B, S]` rectangle.
+
+    unpack        [B, S]  packed index of each padded slot; a padding slot holds its own sequence's first token,
+                          so that nothing of another sequence is ever gathered beside it
+    pack          [T]     flat padded slot (row * S + column) of each packed token
+    cu_seqlens    [B + 1] where each sequence starts; the last entry is T
+    """
+
+    lengths: Ints
+    unpack: Ints
+    pack: Ints
+    cu_seqlens: Int32s
+
+    @property
+    def longest(self) -> int:
+        """S, the length of the longest sequence."""
+        return int(self.unpack.shape[1])
+
+    def token_offset(self) -> Int32s:
+        """`[B, S]` flat slots: those of the real tokens first, then the padding (CUDA's packed attention)."""
+        slots = np.arange(self.unpack.size, dtype=np.int32)
+        padding = np.ones(slots.size, dtype=bool)
+        padding[self.pack] = False
+        return np.concatenate([self.pack.astype(np.int32), slots[padding]]).reshape(
+            self.unpack.shape
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One batch: `input_ids`, `token_type_ids`, `position_ids` are `[T]` int64."""
+
+    input_ids: Ints
+    token_type_ids: Ints
+    position_ids: Ints
+    layout: Layout
+
+    @property
+    def lengths(self) -> Ints:
+        return self.layout.lengths
+
+
+def make_layout(lengths: Iterable[int]) -> Layout:
+    """The layout of sequences of these lengths. Raises ValueError when there is none, or an empty one."""
+    sizes = np.asarray(list(lengths), dtype=np.int64)
+    if sizes.size == 0 or sizes.min() < 1:
+        raise ValueError(
+            f"a batch needs sequences of at least one token, got lengths {sizes.tolist()}"
+        )
+    cu_seqlens = np.concatenate([[0], np.cumsum(sizes)])
+    columns = np.arange(sizes.max())
+    real = columns < sizes[:, None]  # [B, S]
+    unpack = np.where(real, cu_seqlens[:-1, None] + columns, cu_seqlens[:-1, None])
+    return Layout(sizes, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
+
+
+def positions(layout: Layout) -> Ints:
+    """`[T]` the position of each token in its own sequence, from 0."""
+    return layout.pack % layout.longest
+
+
+def pack(encodings: Sequence[Encoding]) -> Packed:
+    """Concatenate encodings, in order, into one packed batch."""
+    layout = make_layout(len(encoding) for encoding in encodings)
+    return Packed(
+        np.concatenate([encoding.input_ids for encoding in encodings]),
+        np.concatenate([encoding.token_type_ids for encoding in encodings]),
+        positions(layout),
+        layout,
+    )
+
+
+def split(
+    outputs: Mapping[str, NDArray[np.float32]], layout: Layout, per_token: Iterable[str]
+) -> list[dict[str, NDArray[np.float32]]]:
+    """Each sequence's own rows of every output, by name.
+
+    outputs holds `[T, ...]` for the names in `per_token` and `[B, ...]` for all others; the answer has B items.
+    """
+    token_outputs = set(per_token)
+    starts = layout.cu_seqlens
+    return [
+        {
+            name: value[starts[row] : starts[row + 1]] if name in token_outputs else value[row]
+            for name, value in outputs.items()
+        }
+        for row in range(len(layout.lengths))
+    ]
