@@ -1,0 +1,344 @@
+"""The contract between training and serving: a bundle directory and its manifest.
+
+The format is specified in `docs/bundle.md`. This file reads and writes it, checks every hash, and knows nothing of
+how a bundle is made or served.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+Task = Literal["classification", "ner", "qa", "embedding"]
+Precision = Literal["fp32", "fp16", "int8"]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+PER_TOKEN: frozenset[str] = frozenset({"ner", "qa"})  # tasks with an output row per token
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+SHA256 = r"^[0-9a-f]{64}$"
+
+
+class BundleError(Exception):
+    """A bundle that must not be served: `path` names it, the message says what disagrees."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = Path(path)
+        self.reason = reason
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Head(_Record):
+    """What one output of the graph means."""
+
+    task: Task
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+    pooling: Literal["mean", "cls"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+    normalize: bool = True
+    null_threshold: float = 0.0
+    max_answer_tokens: int = Field(default=30, ge=1)
+    max_query_tokens: int = Field(default=64, ge=1)
+    demo: bool = False
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.task in ("classification", "ner") and not self.labels:
+            raise ValueError(f"a {self.task} head needs labels")
+        if self.task == "embedding" and self.pooling is None:
+            raise ValueError("an embedding head needs its pooling")
+        return self
+
+    @property
+    def per_token(self) -> bool:
+        return self.task in PER_TOKEN
+
+
+class File(_Record):
+    file: str = Field(pattern=FILE)
+    sha256: str = Field(pattern=SHA256)
+
+
+class Graph(File):
+    """One ONNX graph; `weights` is the external weight file that it shares with others, if any."""
+
+    precision: Precision
+    layout: Literal["packed", "portable"]
+    provider: Literal["cpu", "cuda", "any"]
+    opset: int
+    weights: File | None = None
+
+
+class Vocabulary(File):
+    """The tokenizer's file and the number of rows in the embedding table."""
+
+    size: int = Field(ge=1)
+
+
+class Goldens(File):
+    """Inputs with PyTorch's outputs.
+
+    tolerance: per precision, the largest absolute difference (`max_difference`) or the smallest cosine per head
+    (`min_cosine`) that the served outputs may show against them.
+    """
+
+    tolerance: dict[Precision, "Tolerance"]
+
+
+class Tolerance(_Record):
+    max_difference: float | None = None
+    min_cosine: dict[str, float] = {}
+
+
+class DataSet(_Record):
+    name: str
+    origin: str
+    terms: str
+    commercial_use: Literal["yes", "no", "unclear"]
+    used_for: str = ""
+
+
+class Provenance(_Record):
+    datasets: tuple[DataSet, ...] = ()
+    recipe: str = ""
+    commit: str = ""
+    seed: int | None = None
+    runtime: str = ""  # what the goldens were verified with at export
+
+
+class Manifest(_Record):
+    """`manifest.json`. The order of `heads` matters: the first of a task is its default."""
+
+    format_version: Literal[1]
+    name: str = Field(pattern=NAME)
+    version: str = Field(pattern=NAME)
+    heads: dict[str, Head] = Field(min_length=1)
+    default_precision: Precision
+    max_length: int = Field(ge=8)
+    vocabulary: Vocabulary
+    graphs: tuple[Graph, ...] = Field(min_length=1)
+    goldens: Goldens
+    metrics: dict[str, dict[Precision, dict[str, float]]] = {}
+    embedding_space: str | None = None
+    provenance: Provenance = Provenance()
+    weights_license: str = "unknown"
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.default_precision not in self.precisions:
+            raise ValueError(f"default_precision {self.default_precision} has no graph")
+        missing = set(self.precisions) - set(self.goldens.tolerance)
+        if missing:
+            raise ValueError(f"no golden tolerance for {sorted(missing)}")
+        return self
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        return tuple(dict.fromkeys(graph.precision for graph in self.graphs))
+
+    def files(self) -> dict[str, str]:
+        """Every file that the manifest answers for, with its SHA-256."""
+        weights = [graph.weights for graph in self.graphs if graph.weights]
+        parts: list[File] = [self.vocabulary, self.goldens, *self.graphs, *weights]
+        return {part.file: part.sha256 for part in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Goldens as one packed batch: inputs `[T]`, `lengths` `[B]`, and each head's expected output."""
+
+    input_ids: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    outputs: dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle on disk whose manifest, hashes and goldens were read and agree."""
+
+    path: Path
+    manifest: Manifest
+    sha256: str  # of the manifest, which pins all else
+    golden: Golden
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+
+def load(path: Path | str) -> Bundle:
+    """Read a bundle and check everything that can be checked without running it.
+
+    Raises BundleError, saying what is missing or disagrees.
+    """
+    folder = Path(path)
+    text = _read_manifest(folder)
+    manifest = _parse(folder, text)
+    for name, expected in manifest.files().items():
+        _check_file(folder, name, expected)
+    golden = _read_golden(folder, manifest)
+    return Bundle(folder, manifest, hashlib.sha256(text).hexdigest(), golden)
+
+
+def _read_manifest(folder: Path) -> bytes:
+    if not folder.is_dir():
+        raise BundleError(folder, "no such bundle directory")
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise BundleError(folder, f"not a bundle: it has no {MANIFEST}") from None
+
+
+def _parse(folder: Path, text: bytes) -> Manifest:
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'manifest'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise BundleError(folder, f"{MANIFEST} is not valid: {problems}") from None
+
+
+def _check_file(folder: Path, name: str, expected: str) -> None:
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise BundleError(folder, f"{name} is missing or not a plain file")
+    found = hash_file(path)
+    if found != expected:
+        raise BundleError(
+            folder, f"{name} has SHA-256 {found[:12]}..., the manifest says {expected[:12]}..."
+        )
+
+
+def _read_golden(folder: Path, manifest: Manifest) -> Golden:
+    try:
+        with np.load(folder / manifest.goldens.file, allow_pickle=False) as arrays:
+            golden = Golden(
+                arrays["input_ids"],
+                arrays["token_type_ids"],
+                arrays["lengths"],
+                {head: arrays[f"output.{head}"] for head in manifest.heads},
+            )
+    except (KeyError, ValueError, OSError) as error:
+        raise BundleError(folder, f"{manifest.goldens.file} cannot be read: {error}") from None
+    if len(golden.input_ids) != golden.lengths.sum():
+        raise BundleError(folder, f"{manifest.goldens.file}: lengths and input_ids disagree")
+    return golden
+
+
+def save_golden(path: Path, golden: Golden) -> None:
+    outputs: dict[str, Any] = {f"output.{head}": value for head, value in golden.outputs.items()}
+    np.savez_compressed(
+        path,
+        input_ids=golden.input_ids,
+        token_type_ids=golden.token_type_ids,
+        lengths=golden.lengths,
+        **outputs,
+    )
+
+
+def check_goldens(
+    bundle: Bundle, precision: Precision, outputs: Mapping[str, NDArray[np.float32]], runtime: str
+) -> None:
+    """Compare outputs computed here with the goldens. Raises BundleError naming head, figure and both runtimes."""
+    tolerance = bundle.manifest.goldens.tolerance[precision]
+    for head, expected in bundle.golden.outputs.items():
+        problem = _disagreement(head, expected, outputs[head], tolerance)
+        if problem:
+            was = bundle.manifest.provenance.runtime
+            changed = f" (exported with {was}, running {runtime})" if was != runtime else ""
+            raise BundleError(bundle.path, f"goldens disagree at {precision}: {problem}{changed}")
+
+
+def _disagreement(
+    head: str, expected: NDArray[np.float32], found: NDArray[np.float32], tolerance: Tolerance
+) -> str | None:
+    if found.shape != expected.shape:
+        return f"{head} has shape {found.shape}, expected {expected.shape}"
+    if tolerance.max_difference is not None:
+        difference = float(np.abs(found - expected).max())
+        if not difference <= tolerance.max_difference:
+            return f"{head} differs by {difference:.2e}, allowed {tolerance.max_difference:.0e}"
+    if head in tolerance.min_cosine:
+        found_cosine = cosine(found, expected)
+        if not found_cosine >= tolerance.min_cosine[head]:
+            return f"{head} has cosine {found_cosine:.4f}, at least {tolerance.min_cosine[head]}"
+    return None
+
+
+def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """The cosine of two arrays of one shape, as flat vectors."""
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.vdot(a, b)) / norms if norms else float(np.array_equal(a, b))
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, str]:
+    """The manifest's record of a file: its name and hash."""
+    return {"file": path.name, "sha256": hash_file(path)}
+
+
+@contextmanager
+def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary directory beside `path` that becomes it on success, and vanishes on failure.
+
+    Raises FileExistsError when `path` exists and is not to be replaced.
+    """
+    target = Path(path)
+    if target.exists() and not replace:
+        raise FileExistsError(
+            f"{target} exists; give another name, or say that it is to be replaced"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        _settle(folder)
+        _swap(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _settle(folder: Path) -> None:
+    folder.chmod(0o755)
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _swap(folder: Path, target: Path) -> None:
+    if not target.exists():
+        folder.rename(target)
+        return
+    old = folder.with_name(f"{folder.name}.old")
+    target.rename(old)
+    folder.rename(target)
+    shutil.rmtree(old)

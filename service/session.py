@@ -1,0 +1,186 @@
+"""One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from service.bundle import Bundle, BundleError, Graph, Precision, check_goldens
+from service.packing import Packed, make_layout, positions
+
+Provider = Literal["auto", "cpu", "cuda"]
+Outputs = dict[str, NDArray[np.float32]]
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+RUNTIME = f"onnxruntime {ort.__version__}"
+
+
+class ProviderError(Exception):
+    """The provider that was asked for is not to be had; the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """threads: of this session; spin: whether its idle threads keep looking for work."""
+
+    threads: int
+    spin: bool = False
+
+
+class Session:
+    """A graph of a bundle, loaded. `run` may be called from any one thread at a time."""
+
+    def __init__(
+        self, bundle: Bundle, graph: Graph, provider: str, options: SessionOptions
+    ) -> None:
+        self.graph = graph
+        self.provider = provider
+        self.heads = bundle.manifest.heads
+        self._session = _open(bundle.file(graph.file), provider, options)
+        self._outputs = [output.name for output in self._session.get_outputs()]
+        self._inputs = {value.name for value in self._session.get_inputs()}
+
+    def run(self, packed: Packed) -> Outputs:
+        """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
+        if self.graph.layout == "portable":
+            return self._run_padded(packed)
+        layout = packed.layout
+        feeds = {
+            "input_ids": packed.input_ids,
+            "token_type_ids": packed.token_type_ids,
+            "position_ids": packed.position_ids,
+            "lengths": layout.lengths,
+            "unpack": layout.unpack,
+            "pack": layout.pack,
+        }
+        return self._run(feeds)
+
+    def _run_padded(self, packed: Packed) -> Outputs:
+        layout = packed.layout
+        mask = np.zeros(layout.unpack.size, dtype=np.int64)
+        mask[layout.pack] = 1
+        feeds = {
+            "input_ids": packed.input_ids[layout.unpack],
+            "token_type_ids": packed.token_type_ids[layout.unpack],
+            "attention_mask": mask.reshape(layout.unpack.shape),
+        }
+        outputs = self._run(feeds)
+        return {
+            name: value.reshape(mask.size, -1)[layout.pack] if self.heads[name].per_token else value
+            for name, value in outputs.items()
+        }
+
+    def _run(self, feeds: dict[str, NDArray[np.int64]]) -> Outputs:
+        # A graph of a model without segments, say, has dropped the inputs that it does not need.
+        needed = {name: value for name, value in feeds.items() if name in self._inputs}
+        values = self._session.run(self._outputs, needed)
+        return dict(zip(self._outputs, values, strict=True))
+
+    def check(self, bundle: Bundle) -> None:
+        """Recompute the goldens here. Raises BundleError when they disagree."""
+        golden = bundle.golden
+        layout = make_layout(golden.lengths)
+        packed = Packed(golden.input_ids, golden.token_type_ids, positions(layout), layout)
+        check_goldens(bundle, self.graph.precision, self.run(packed), RUNTIME)
+
+
+def open_session(
+    bundle: Bundle,
+    *,
+    precision: Literal["auto"] | Precision = "auto",
+    provider: Provider = "auto",
+    layout: Literal["auto", "packed", "portable"] = "auto",
+    options: SessionOptions,
+) -> Session:
+    """Open the best graph that the provider takes, and check the goldens on it.
+
+    Raises ProviderError when a provider that was named is not to be had, BundleError when the bundle lacks the
+    precision or its goldens disagree here.
+    """
+    name = find_provider(provider)
+    graphs = [g for g in _candidates(bundle, name, precision) if layout in ("auto", g.layout)]
+    if not graphs:
+        raise BundleError(
+            bundle.path, f"no graph for precision {precision}, layout {layout} on {name}"
+        )
+    for graph in graphs[:-1]:
+        try:
+            return _checked(bundle, graph, name, options)
+        except Exception:  # the provider may lack an operator; the next graph needs less
+            continue
+    return _checked(bundle, graphs[-1], name, options)
+
+
+def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOptions) -> Session:
+    session = Session(bundle, graph, provider, options)
+    session.check(bundle)
+    return session
+
+
+def _candidates(bundle: Bundle, provider: str, precision: str) -> Iterator[Graph]:
+    """Graphs of the wanted precision that may run there, the packed ones first."""
+    manifest = bundle.manifest
+    wanted = precision
+    if precision == "auto":
+        on_gpu = provider == CUDA and "fp32" in manifest.precisions
+        wanted = "fp32" if on_gpu else manifest.default_precision
+    if wanted not in manifest.precisions:
+        has = ", ".join(manifest.precisions)
+        raise BundleError(bundle.path, f"it has no {wanted} graph, only {has}")
+    device = "cuda" if provider == CUDA else "cpu"
+    fits = [g for g in manifest.graphs if g.precision == wanted and g.provider in (device, "any")]
+    yield from sorted(fits, key=lambda graph: graph.layout != "packed")
+
+
+def find_provider(wanted: Provider) -> str:
+    """The provider to run on. Raises ProviderError when CUDA is asked for and cannot be loaded."""
+    if wanted == "cpu":
+        return CPU
+    problem = cuda_problem()
+    if problem is None:
+        return CUDA
+    if wanted == "cuda":
+        raise ProviderError(f"CUDA was asked for, but {problem}")
+    return CPU
+
+
+def cuda_problem() -> str | None:
+    """Why CUDA cannot be used here, or None when it can."""
+    if CUDA not in ort.get_available_providers():
+        return "this onnxruntime has no CUDA provider: install onnxruntime-gpu"
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(library))
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"a library is missing: {error}"
+    return None
+
+
+def unused_gpu() -> str | None:
+    """What to warn of when the GPU build of the runtime is here and its GPU cannot be used."""
+    return cuda_problem() if CUDA in ort.get_available_providers() else None
+
+
+def _open(path: Path, provider: str, options: SessionOptions) -> Any:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    settings.enable_mem_pattern = False  # shapes differ from batch to batch: patterns would pile up
+    settings.log_severity_level = 3
+    providers = [provider] if provider == CPU else [provider, CPU]
+    session = ort.InferenceSession(str(path), settings, providers=providers)
+    if session.get_providers()[0] != provider:
+        raise ProviderError(
+            f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"
+        )
+    return session
