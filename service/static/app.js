@@ -1,0 +1,365 @@
+// The playground: four boxes, each an ordinary call to the API it is served from.
+// Data reaches the page through textContent only, never as markup.
+
+import { call, post, problem } from "./client.js";
+import { EXAMPLES } from "./examples.js";
+
+const TASKS = {
+  classify: {
+    task: "classification",
+    path: "classify",
+    empty: "Labels and their scores will appear here.",
+    request: ({ inputs }) => ({ inputs }),
+    show: showLabels,
+  },
+  entities: {
+    task: "ner",
+    path: "ner",
+    empty: "The text will appear here with its names marked.",
+    request: ({ inputs }) => ({ inputs }),
+    show: showEntities,
+  },
+  answers: {
+    task: "qa",
+    path: "qa",
+    empty: "The best answers will appear here, marked in the context.",
+    request: (fields) => ({ ...fields, top_k: 3 }),
+    show: showAnswers,
+  },
+  similarity: {
+    task: "embedding",
+    path: "embed",
+    empty: "Each sentence's closeness to the first will appear here.",
+    request: ({ inputs }) => ({ inputs: inputs?.split("\n").filter((line) => line.trim()) }),
+    show: showSimilarity,
+  },
+};
+
+const DEMO = "A demo head: it shows the task at work. Do not rely on its answers.";
+const HUES = { PER: 1, PERSON: 1, ORG: 2, LOC: 3, GPE: 3, MISC: 4 };
+const MANY_LABELS = 8;
+
+// ---- small tools
+
+function node(tag, properties = {}, ...children) {
+  const { dataset, aria, ...rest } = properties;
+  const element = Object.assign(document.createElement(tag), rest);
+  Object.assign(element.dataset, dataset);
+  for (const [name, value] of Object.entries(aria ?? {})) element.setAttribute(`aria-${name}`, value);
+  element.append(...children);
+  return element;
+}
+
+const count = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+const tokens = (n) => count(n, "token");
+const score = (value) => value.toFixed(3);
+const milliseconds = (value) => `${value.toFixed(value < 100 ? 1 : 0)} ms`;
+
+// Offsets are code points, but a JavaScript string counts UTF-16 units: an emoji would shift what follows.
+function highlight(text, spans, mark) {
+  const points = Array.from(text);
+  const parts = [];
+  let at = 0;
+  for (const span of [...spans].sort((a, b) => a.start - b.start)) {
+    if (span.start < at || span.end <= span.start) continue;
+    parts.push(points.slice(at, span.start).join(""), mark(points.slice(span.start, span.end).join(""), span));
+    at = span.end;
+  }
+  return [...parts, points.slice(at).join("")];
+}
+
+function bar(value) {
+  const fill = node("span", { className: "bar-fill" });
+  fill.style.width = `${100 * Math.min(1, Math.max(0, value))}%`;
+  return node("span", { className: "bar", aria: { hidden: "true" } }, fill);
+}
+
+function scored(tag, properties, label, value) {
+  return node(tag, properties, node("span", { className: "bar-label" }, label),
+    node("span", { className: "bar-score" }, score(value)), bar(value));
+}
+
+function bars(rows) {
+  return node("ol", { className: "bars" },
+    ...rows.map(([label, value]) => scored("li", { className: "bar-row" }, label, value)));
+}
+
+// ---- results of each task
+
+function showLabels({ results: [labels] }) {
+  const rows = labels.map(({ label, score: value }) => [label, value]);
+  const rest = rows.slice(MANY_LABELS);
+  const more = node("details", {}, node("summary", {}, count(rest.length, "more label")), bars(rest));
+  return [bars(rows.slice(0, MANY_LABELS)), ...(rest.length ? [more] : [])];
+}
+
+function hue(label) {
+  const spread = Array.from(label).reduce((sum, letter) => sum + letter.codePointAt(0), 0);
+  return `hue-${HUES[label] ?? 5 + spread % 3}`;
+}
+
+function entityMark(text, entity) {
+  const label = (entity.entity_group ?? entity.entity).replace(/^[BI]-/, "");
+  const title = `${label}, score ${score(entity.score)}`;
+  const value = node("span", { className: "entity-score" }, entity.score.toFixed(2));
+  return node("mark", { className: `entity ${hue(label)}`, title, dataset: { label } },
+    node("span", { className: "entity-text" }, text),
+    node("span", { className: "entity-tag" }, label, value));
+}
+
+function showEntities({ results: [entities] }, { inputs }) {
+  const summary = entities.length ? `Entities found: ${entities.length}` : "No entities in this text";
+  return [node("p", { className: "summary" }, summary),
+    node("p", { className: "prose" }, ...highlight(inputs, entities, entityMark))];
+}
+
+function showAnswers({ results: [answers] }, { context }) {
+  const prose = node("p", { className: "prose" });
+  const buttons = answers.map(({ answer, score: value }) =>
+    scored("button", { type: "button", className: "choice" }, answer || "No answer in this context", value));
+  const choose = (chosen) => {
+    buttons.forEach((button, index) => button.setAttribute("aria-pressed", index === chosen));
+    const mark = (text) => node("mark", { className: "answer" }, text);
+    prose.replaceChildren(...highlight(context, answers.slice(chosen, chosen + 1), mark));
+  };
+  buttons.forEach((button, index) => button.addEventListener("click", () => {
+    choose(index);
+    prose.querySelector("mark")?.scrollIntoView({ block: "nearest" });
+  }));
+  choose(0);
+  const summary = answers.length ? [] : [node("p", { className: "summary" }, "No answer in this context")];
+  const choices = buttons.map((button) => node("li", {}, button));
+  return [...summary, node("ol", { className: "choices" }, ...choices), prose];
+}
+
+function cosine(a, b) {
+  const dot = (x, y) => x.reduce((sum, value, index) => sum + value * y[index], 0);
+  return dot(a, b) / (Math.sqrt(dot(a, a) * dot(b, b)) || 1);
+}
+
+function showSimilarity({ embeddings: [first, ...others] }, { inputs }) {
+  const rows = others.map((vector, index) => [inputs[index + 1], cosine(first, vector)]);
+  const ranked = rows.sort((a, b) => b[1] - a[1]);
+  const alone = node("p", { className: "notice" }, "Write a second sentence to compare it with the first.");
+  return [node("p", { className: "summary" }, `Cosine similarity in ${first.length} dimensions to`),
+    node("p", { className: "reference" }, inputs[0]), ranked.length ? bars(ranked) : alone];
+}
+
+// ---- what is said about a call
+
+function notices(answer, sent, demo) {
+  const many = Array.isArray(sent.inputs) && sent.inputs.length > 1;
+  const cut = (answer.usage?.truncated ?? []).map((index) =>
+    `${many ? `Sentence ${index + 1}` : "The text"} is longer than the model reads: its end was cut off.`);
+  return [...cut, ...(demo ? [DEMO] : [])].map((text) => node("p", { className: "notice" }, text));
+}
+
+function fact(name, label, value) {
+  return node("div", { dataset: { fact: name } }, node("dt", {}, label), node("dd", {}, value));
+}
+
+function facts({ answer, roundTrip, timing, batch }) {
+  const { usage } = answer;
+  return node("dl", { className: "facts" },
+    fact("round-trip", "Round trip", milliseconds(roundTrip)),
+    ...(timing ? [fact("service", "Service", milliseconds(timing.total))] : []),
+    ...(batch ? [fact("batch", "Batch", `size ${batch.size} · ${tokens(Number(batch.tokens))}`)] : []),
+    ...(usage ? [fact("read", "Read", `${tokens(usage.tokens)} · ${count(usage.windows, "window")}`)] : []),
+    fact("model", "Model", [answer.model, answer.head].filter(Boolean).join(" · ")));
+}
+
+function timeline({ roundTrip, timing }) {
+  if (!timing) return [];
+  const whole = Math.max(roundTrip, timing.total);
+  const segments = timing.parts.map(({ duration }, index) => {
+    const segment = node("span", { className: `segment segment-${index % 4}` });
+    segment.style.width = `${100 * duration / whole}%`;
+    return segment;
+  });
+  const legend = timing.parts.map(({ name, duration }, index) =>
+    node("span", { className: `key segment-${index % 4}` }, `${name} ${duration.toFixed(1)}`));
+  legend.push(node("span", { className: "key" }, `network ${(whole - timing.total).toFixed(1)} ms`));
+  return [node("div", { className: "timeline", aria: { hidden: "true" } }, ...segments),
+    node("p", { className: "keys-of-time" }, ...legend)];
+}
+
+function showError(place, error, ...more) {
+  const seconds = Number(error.retryAfter);
+  const wait = seconds > 0 ? ` Try again in ${count(seconds, "second")}.` : "";
+  const details = [error.status, error.code, error.param && `at ${error.param}`].filter(Boolean).join(" · ");
+  place.replaceChildren(node("div", { className: "error" },
+    node("p", {}, error.message, wait), node("p", { className: "mono" }, details), ...more));
+}
+
+// ---- one box
+
+function fields(form) {
+  // A blank field is left out, so that the service itself says what is missing.
+  const named = [...form.elements].filter((element) => element.name && element.name !== "head");
+  return Object.fromEntries(named.map(({ name, type, value, checked }) =>
+    [name, type === "checkbox" ? checked : value.trim() ? value : undefined]));
+}
+
+function fill(panel, values) {
+  for (const element of panel.form.elements) {
+    if (element.type === "checkbox") element.checked = values[element.name] ?? false;
+    else if (element.name in values) element.value = values[element.name];
+  }
+  panel.form.dispatchEvent(new Event("input"));
+}
+
+function body(panel) {
+  const several = panel.heads.length > 1;
+  const head = several ? panel.head.value : undefined;
+  return { ...panel.request(fields(panel.form)), model: panel.model?.id, head };
+}
+
+function isDemo(panel) {
+  return Boolean(panel.heads.find(([name]) => name === panel.head.value)?.[1].demo);
+}
+
+function refresh(panel) {
+  const quoted = JSON.stringify(body(panel)).replaceAll("'", String.raw`'\''`);
+  panel.command.textContent = [
+    `curl -sS ${new URL(panel.path, document.baseURI)}`,
+    "-H 'Content-Type: application/json'",
+    `-d '${quoted}'`,
+  ].join(" \\\n  ");
+  panel.badge.hidden = !isDemo(panel);
+}
+
+function markInvalid(panel, param) {
+  const path = (param ?? "").split(/[.[\]]+/);
+  for (const element of panel.form.elements) {
+    if (element.name && path.includes(element.name)) element.setAttribute("aria-invalid", "true");
+    else element.removeAttribute("aria-invalid");
+  }
+}
+
+async function run(panel) {
+  panel.flight?.abort();
+  const flight = panel.flight = new AbortController();
+  const sent = body(panel);
+  const demo = isDemo(panel);
+  panel.results.setAttribute("aria-busy", "true");
+  try {
+    const reply = await post(panel.path, sent, flight.signal);
+    if (flight.signal.aborted) return; // a newer run owns the box
+    markInvalid(panel);
+    panel.results.replaceChildren(...panel.show(reply.answer, sent), ...notices(reply.answer, sent, demo));
+    panel.measures.replaceChildren(facts(reply), ...timeline(reply));
+  } catch (error) {
+    if (flight.signal.aborted) return;
+    markInvalid(panel, error.param);
+    showError(panel.results, error);
+    panel.measures.replaceChildren();
+  }
+  panel.results.removeAttribute("aria-busy");
+}
+
+async function copy(panel, button) {
+  try {
+    await navigator.clipboard.writeText(panel.command.textContent);
+    button.textContent = "Copied";
+  } catch { // not allowed, or not a secure page: leave it selected for the keyboard
+    getSelection().selectAllChildren(panel.command);
+    button.textContent = "Selected";
+  }
+  setTimeout(() => { button.textContent = "Copy"; }, 1600);
+}
+
+function build(name, settings) {
+  const section = document.getElementById(name);
+  const form = section.querySelector("form");
+  form.querySelector("fieldset").append(document.getElementById("controls").content.cloneNode(true));
+  section.append(document.getElementById("outcome").content.cloneNode(true));
+  const badge = node("span", { className: "badge", title: DEMO, hidden: true }, "demo");
+  section.querySelector("h2").after(badge);
+  const find = (selector) => section.querySelector(selector);
+  return {
+    ...settings, name, section, form, badge, heads: [], model: null,
+    head: find("[name=head]"), command: find(".curl code"),
+    results: find(".results"), measures: find(".measures"),
+  };
+}
+
+function rest(panel, text) {
+  panel.measures.replaceChildren();
+  if (panel.results.textContent === text) return; // what is read out loud need not be said twice
+  panel.results.replaceChildren(node("p", { className: "empty" }, text));
+}
+
+function wire(panel) {
+  const examples = Object.entries(EXAMPLES[panel.name]).map(([label, values]) => {
+    const button = node("button", { type: "button", className: "example" }, label);
+    button.addEventListener("click", () => fill(panel, values));
+    return button;
+  });
+  panel.section.querySelector(".examples").append(...examples);
+  panel.form.addEventListener("input", () => refresh(panel));
+  panel.form.addEventListener("submit", (event) => { event.preventDefault(); run(panel); });
+  panel.form.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    panel.form.requestSubmit();
+  });
+  const button = panel.section.querySelector(".copy");
+  button.addEventListener("click", () => copy(panel, button));
+  rest(panel, panel.empty);
+  fill(panel, Object.values(EXAMPLES[panel.name])[0]);
+}
+
+// ---- models
+
+function applyModel(panel, model) {
+  const offered = Object.entries(model.heads ?? {}).filter(([, head]) => head.task === panel.task);
+  const options = offered.map(([name, { demo }]) =>
+    node("option", { value: name }, demo ? `${name} (demo)` : name));
+  panel.flight?.abort();
+  panel.results.removeAttribute("aria-busy");
+  Object.assign(panel, { model, heads: offered });
+  panel.head.replaceChildren(...options);
+  panel.section.querySelector(".head-choice").hidden = offered.length < 2;
+  const missing = Boolean(model.heads) && !offered.length;
+  panel.form.querySelector("fieldset").disabled = missing;
+  panel.section.classList.toggle("off", missing);
+  markInvalid(panel);
+  rest(panel, missing ? `${model.id} has no head for this task.` : panel.empty);
+  refresh(panel);
+}
+
+function describe({ precision, provider, max_length: length }) {
+  const device = provider?.replace("ExecutionProvider", "");
+  return [precision, device, length && `${length} tokens`].filter(Boolean).join(" · ");
+}
+
+async function loadModels(panels) {
+  const place = document.getElementById("models-error");
+  const select = document.getElementById("model");
+  try {
+    const { models = [] } = (await call("models")).answer;
+    if (!models.length) throw problem("The service lists no models.");
+    select.replaceChildren(...models.map(({ id }) => node("option", { value: id }, id)));
+    select.onchange = () => {
+      const model = models.find(({ id }) => id === select.value);
+      document.getElementById("model-facts").textContent = describe(model);
+      panels.forEach((panel) => applyModel(panel, model));
+    };
+    select.value = (models.find((model) => model.default) ?? models[0]).id;
+    select.onchange();
+    select.disabled = false;
+    place.replaceChildren();
+  } catch (error) {
+    const retry = node("button", { type: "button" }, "Try again");
+    retry.addEventListener("click", () => loadModels(panels));
+    select.replaceChildren(node("option", {}, "Not available"));
+    showError(place, error, retry);
+  }
+}
+
+const panels = Object.entries(TASKS).map(([name, settings]) => build(name, settings));
+panels.forEach(wire);
+if (/Mac|iP(hone|ad)/.test(navigator.platform)) {
+  for (const key of document.querySelectorAll(".keys kbd:first-child")) key.textContent = "⌘";
+}
+loadModels(panels);

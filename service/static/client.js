@@ -1,0 +1,53 @@
+// One call to the service: its answer, what it cost, or an Error that says what went wrong.
+
+export const problem = (message, details) => Object.assign(new Error(message), details);
+
+export async function call(path, init) {
+  const started = performance.now();
+  let response, text;
+  try {
+    response = await fetch(path, init);
+    text = await response.text();
+  } catch (cause) {
+    if (cause.name === "AbortError") throw cause;
+    throw problem("The service could not be reached. Check that it is running, then try again.");
+  }
+  const roundTrip = performance.now() - started;
+  const answer = parse(text);
+  if (!response.ok || answer === undefined) throw failure(response, answer);
+  return { answer, roundTrip, timing: serverTiming(response), batch: batchHeader(response) };
+}
+
+export function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+function parse(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return undefined; // a proxy's own page, most likely
+  }
+}
+
+function failure(response, answer) {
+  const message = response.ok ? "The answer was not JSON." : `The service answered ${response.status}.`;
+  const retryAfter = response.headers.get("Retry-After");
+  return problem(message, { status: response.status, retryAfter, ...answer?.error });
+}
+
+function serverTiming(response) {
+  const header = response.headers.get("Server-Timing") ?? "";
+  const metrics = [...header.matchAll(/([^\s,;]+)[^,]*?;\s*dur="?([\d.]+)/g)]
+    .map(([, name, duration]) => ({ name, duration: Number(duration) }));
+  const parts = metrics.filter(({ name }) => name !== "total");
+  const sum = parts.reduce((soFar, { duration }) => soFar + duration, 0);
+  const total = metrics.find(({ name }) => name === "total")?.duration ?? sum;
+  return metrics.length ? { total, parts } : null;
+}
+
+function batchHeader(response) {
+  const header = response.headers.get("X-Quartet-Batch");
+  return header && Object.fromEntries(header.split(";").map((pair) => pair.trim().split("=")));
+}

@@ -1,0 +1,49 @@
+// Texts to try, by box and by the name on the button.
+
+export const EXAMPLES = {
+  classify: {
+    "A happy guest": {
+      inputs: "We only stopped for coffee and stayed for three hours. The bread was still warm, and nobody hurried us out. I would drive back tomorrow.",
+    },
+    "A broken kettle": {
+      inputs: "The kettle leaked on its second morning, and the shop now wants me to pay for the parcel back. I regret buying it.",
+    },
+    "From the news": {
+      inputs: "Shares in the shipping company fell by a tenth on Thursday after it warned that higher fuel prices would halve its profit this year.",
+    },
+  },
+  entities: {
+    "A laboratory": {
+      inputs: "Marie Curie left Warsaw for Paris in 1891 and later taught at the Sorbonne. With Pierre Curie she shared the Nobel Prize, which the Swedish Academy of Sciences gave them in 1903.",
+    },
+    "An engine": {
+      inputs: "Ada Lovelace met Charles Babbage in London in 1833. Her notes on his engine are kept today at Oxford, and the Science Museum shows a part of the machine.",
+    },
+    "With emoji": {
+      inputs: "🚀🎉 Sally Ride flew with NASA from Florida in 1983, and 👩‍🚀 she came home to California six days later.",
+    },
+  },
+  answers: {
+    "A lighthouse": {
+      question: "When was the lamp lit by electricity for the first time?",
+      context: "The lighthouse at Saint Orlan was finished in 1861 after nine years of work on the reef. It burned whale oil at first and paraffin from 1874. Electricity came in 1923, by a cable from the mainland, and the last keeper left his post in 1987.",
+    },
+    "A bridge": {
+      question: "Who designed the bridge?",
+      context: "The town had argued about a crossing for thirty years. In the end the council chose a plan by Ines Valdor, a young engineer who had never built in stone, and the mason Peter Hult carried it out with forty men. Farmers paid for half of it in grain.",
+    },
+    "No answer": {
+      question: "How many people live on the island?",
+      context: "The island has one road, two farms and a chapel. The ferry calls on Tuesdays when the sea allows it.",
+      handle_impossible_answer: true,
+    },
+  },
+  similarity: {
+    "A power cut": {
+      inputs: "The storm left the village without electricity.\nAfter the gale, houses in the hamlet had no power.\nStrong winds are expected along the coast tonight.\nShe pays her electricity bill once a year.\nThe bakery sells rye bread on Fridays.",
+    },
+    "A question": {
+      inputs: "How do I change my password?\nWhere can I reset my login details?\nMy parcel has not arrived.\nThe password was written on a yellow note.\nWhich payment methods do you accept?",
+    },
+  },
+};

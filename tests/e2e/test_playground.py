@@ -1,0 +1,235 @@
+"""The playground in a real browser, against a real service.
+
+What the page shows is compared with what the service answered to that very call, so the tests
+hold for any bundle that has all four tasks, however well it was trained.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+MEASURES = {
+    "round-trip": r"\d+(\.\d)? ms",
+    "service": r"\d+(\.\d)? ms",
+    "batch": r"size \d+ · \d+ tokens?",
+    "read": r"\d+ tokens? · \d+ windows?",
+    "model": r"[^@]+@\S+( · \S+)?",
+}
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server_url: str) -> Iterator[Page]:
+    """The playground, its models loaded."""
+    context = browser.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    page.goto(server_url)
+    expect(page.locator("#model")).to_be_enabled()
+    yield page
+    context.close()
+
+
+def run(page: Page, box: str, **fields: str) -> Any:
+    """Fills fields of a box, runs it, and returns the service's JSON answer once it is shown."""
+    for name, text in fields.items():
+        page.fill(f"#{box} [name={name}]", text)
+    with page.expect_response(lambda response: response.request.method == "POST") as caught:
+        page.click(f"#{box} .run")
+    expect(page.locator(f"#{box} .results:not([aria-busy])")).to_be_visible()
+    return caught.value.json()
+
+
+def answer_with(page: Page, path: str, **reply: Any) -> None:
+    page.route(f"**/{path}", lambda route: route.fulfill(**reply))
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return page.locator(selector).all_text_contents()
+
+
+def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> None:
+    """Loading the page asks no other origin for anything and logs no error or violation."""
+    page = browser.new_page()
+    requested: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(server_url)
+    expect(page.locator("#model")).to_be_enabled()
+    run(page, "classify")
+    page.close()
+    origins = {urlsplit(url)[:2] for url in requested}
+    assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
+
+
+def test_classify_draws_a_bar_for_every_label(page: Page) -> None:
+    """Each label of the answer has a row whose bar is as long as its score, best first."""
+    labels = run(page, "classify", inputs="A warm and generous film.")["results"][0]
+    widths = page.locator("#classify .bar-fill").evaluate_all(
+        "bars => bars.map(bar => parseFloat(bar.style.width))"
+    )
+    assert texts(page, "#classify .bar-label") == [label["label"] for label in labels]
+    assert widths == pytest.approx([100 * label["score"] for label in labels], abs=0.01)
+
+
+@pytest.mark.parametrize("box", ["classify", "entities", "answers", "similarity"])
+def test_measures_follow_each_call(page: Page, box: str) -> None:
+    """Latency, the service's share, the batch, the tokens read and the model are shown."""
+    run(page, box)
+    shown = page.locator(f"#{box} .facts > div").evaluate_all(
+        "facts => facts.map(fact => [fact.dataset.fact, fact.querySelector('dd').textContent])"
+    )
+    unlike = [name for name, text in shown if not re.fullmatch(MEASURES[name], text)]
+    assert ([name for name, _ in shown], unlike) == (list(MEASURES), [])
+
+
+def test_entities_are_marked_within_the_text(page: Page) -> None:
+    """The whole text is shown, and the marks hold exactly the spans that the service named."""
+    text = "Angela Merkel met the board of Siemens in Berlin."
+    entities = run(page, "entities", inputs=text)["results"][0]
+    page.eval_on_selector_all("#entities .entity-tag", "tags => tags.forEach(tag => tag.remove())")
+    spans = [text[entity["start"] : entity["end"]] for entity in entities]
+    assert spans
+    assert texts(page, "#entities .entity-text") == spans
+    assert texts(page, "#entities .prose") == [text]
+
+
+def test_emoji_before_an_entity_do_not_shift_its_mark(page: Page) -> None:
+    """Offsets count code points, of which an astral character is one and a family is five."""
+    text = "🚀👨‍👩‍👧 Ada Lovelace 🎉 came to London."
+    entities = [
+        {
+            "entity_group": group,
+            "score": 0.9,
+            "word": word,
+            "start": text.index(word),
+            "end": text.index(word) + len(word),
+        }
+        for word, group in [("Ada Lovelace", "PER"), ("London", "LOC")]
+    ]
+    answer_with(page, "ner", json={"model": "canned@1", "head": "ner", "results": [entities]})
+    run(page, "entities", inputs=text)
+    assert texts(page, "#entities .entity-text") == ["Ada Lovelace", "London"]
+
+
+def test_service_and_page_agree_on_offsets_after_emoji(page: Page) -> None:
+    """What the real service finds after emoji is marked as the words it says it found."""
+    text = "🚀👨‍👩‍👧 Angela Merkel 🎉 came to Berlin."
+    entities = run(page, "entities", inputs=text)["results"][0]
+    spans = [text[entity["start"] : entity["end"]] for entity in entities]
+    assert spans
+    assert texts(page, "#entities .entity-text") == spans
+
+
+def test_best_answer_is_marked_in_the_context(page: Page) -> None:
+    """Answers are listed best first, the first is marked in its context."""
+    context = "🌊 The harbour was dug in 1850. The lighthouse was built in 1861 by Ines Valdor."
+    question = "When was the lighthouse built?"
+    answers = run(page, "answers", question=question, context=context)["results"][0]
+    assert texts(page, "#answers .choice .bar-label") == [answer["answer"] for answer in answers]
+    assert texts(page, "#answers .prose") == [context]
+    assert texts(page, "#answers mark.answer") == [answers[0]["answer"]]
+
+
+def test_choosing_another_answer_moves_the_mark(page: Page) -> None:
+    """Answers may overlap, so the context marks one at a time: the one that is pressed."""
+    answers = run(page, "answers")["results"][0]
+    page.locator("#answers .choice").last.click()
+    pressed = page.locator("#answers .choice[aria-pressed=true] .bar-label")
+    assert pressed.all_text_contents() == [answers[-1]["answer"]]
+    assert texts(page, "#answers mark.answer") == [answers[-1]["answer"]]
+
+
+def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
+    """Every sentence but the first has a bar; a copy of the first comes out on top, at one."""
+    sentences = ["The sea is calm.", "Bread is baked at dawn.", "The sea is calm."]
+    run(page, "similarity", inputs="\n".join(sentences))
+    assert texts(page, "#similarity .reference") == sentences[:1]
+    assert texts(page, "#similarity .bar-label") == [sentences[2], sentences[1]]
+    assert texts(page, "#similarity .bar-score")[0] == "1.000"
+
+
+def test_missing_question_is_answered_in_place(page: Page) -> None:
+    """The service's own error is shown in the box, and the field at fault is marked."""
+    error = run(page, "answers", question="")["error"]
+    shown = page.locator("#answers .error")
+    expect(shown).to_contain_text(error["message"])
+    expect(shown).to_contain_text(f"422 · {error['code']}")
+    expect(page.locator("#answers-question")).to_have_attribute("aria-invalid", "true")
+
+
+def test_overload_says_when_to_retry(page: Page) -> None:
+    """`Retry-After` becomes a sentence."""
+    error = {"code": "overloaded", "message": "The queue is full.", "param": None}
+    body = json.dumps({"error": error})
+    answer_with(page, "classify", status=429, headers={"Retry-After": "3"}, body=body)
+    run(page, "classify")
+    expected = "The queue is full. Try again in 3 seconds."
+    expect(page.locator("#classify .error")).to_contain_text(expected)
+
+
+def test_unreachable_service_is_said_in_place(page: Page) -> None:
+    """A failed connection is an error like any other."""
+    page.route("**/embed", lambda route: route.abort())
+    page.click("#similarity .run")
+    expect(page.locator("#similarity .error")).to_contain_text("could not be reached")
+
+
+def test_control_enter_runs_the_box(page: Page) -> None:
+    """The keyboard is enough."""
+    page.locator("#classify-inputs").press("Control+Enter")
+    expect(page.locator("#classify .bar-row").first).to_be_visible()
+
+
+def test_example_fills_the_fields_and_the_curl_command(page: Page) -> None:
+    """One click fills a box; the command shown is the request that Run would send."""
+    page.locator("#answers .example").nth(1).click()
+    question = page.input_value("#answers-question")
+    page.click("#answers .curl summary")
+    expect(page.locator("#answers .command code")).to_contain_text(json.dumps(question))
+    with page.expect_request("**/qa") as sent:
+        page.click("#answers .run")
+    command = page.inner_text("#answers .command code")
+    assert f"-d '{sent.value.post_data}'" in command
+
+
+def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> None:
+    """A model offers the tasks of its heads; the other boxes say that it has none."""
+    heads = {
+        "sentiment": {"task": "classification"},
+        "topic": {"task": "classification", "demo": True},
+    }
+    page = browser.new_page()
+    answer_with(page, "models", json={"models": [{"id": "labels@1", "heads": heads}]})
+    page.goto(server_url)
+    expect(page.locator("#entities .results")).to_have_text("labels@1 has no head for this task.")
+    expect(page.locator("#entities .run")).to_be_disabled()
+    expect(page.locator("#classify .run")).to_be_enabled()
+    expect(page.locator("#classify .badge")).to_be_hidden()
+    page.select_option("#classify [name=head]", "topic")
+    expect(page.locator("#classify .badge")).to_be_visible()
+    page.close()
