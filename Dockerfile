@@ -1,0 +1,85 @@
+# The serving images: `cpu`, the default, and `gpu`, which brings CUDA and cuDNN as pinned wheels and so
+# needs nothing of the host but the NVIDIA driver.
+#
+#     docker build -t quartet .
+#     docker build -t quartet:gpu --target gpu --build-arg DEVICE=gpu .
+#
+# PYTHON_IMAGE may be any Debian-based image with Python 3.11 or newer as python3, BUNDLE any directory
+# under bundles/. Nothing here is known to only one of BuildKit and the classic builder.
+
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+# --- build: an environment without pip for the images, and a pip beside it to fill it
+
+FROM ${PYTHON_IMAGE} AS build
+# A plain Debian image has python3 but may lack its venv module.
+RUN python3 -m venv /opt/pip || { \
+        apt-get update && apt-get install --yes --no-install-recommends python3-venv \
+        && python3 -m venv --clear /opt/pip; \
+    }
+RUN python3 -m venv --without-pip /opt/quartet
+WORKDIR /build
+COPY pyproject.toml constraints.txt ./
+COPY deploy/requirements.py deploy/
+
+FROM build AS build-gpu
+ARG PIP_INDEX_URL
+ARG TARGETARCH
+ARG DEVICE
+# The classic builder runs every stage above its target, and it alone leaves TARGETARCH empty: there, only
+# DEVICE=gpu fills this environment, so that a CPU image does not wait for gigabytes of CUDA.
+RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
+        python3 deploy/requirements.py gpu > requirements.txt \
+        && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
+            --only-binary :all: --constraint constraints.txt --requirement requirements.txt; \
+    else \
+        echo "Leaving out CUDA: with this builder, the gpu target needs --build-arg DEVICE=gpu"; \
+    fi
+
+FROM build AS build-cpu
+ARG PIP_INDEX_URL
+RUN python3 deploy/requirements.py cpu > requirements.txt \
+    && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
+        --only-binary :all: --constraint constraints.txt --requirement requirements.txt
+
+# --- app: the service and its bundle, readable by any user whatever the checkout's modes were
+
+FROM ${PYTHON_IMAGE} AS app
+ARG BUNDLE=bundles/quartet-mini
+COPY service/ /app/service/
+COPY ${BUNDLE}/ /bundles/default/
+# Byte code that never looks at the sources' times: the images write none, and layers may change times.
+RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app \
+    && chmod -R a+rX /app /bundles
+
+# --- runtime: how both images run; no package but the base image's own, no root, nothing written
+
+FROM ${PYTHON_IMAGE} AS runtime
+LABEL org.opencontainers.image.title="Quartet" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    QUARTET_HOST=0.0.0.0 \
+    QUARTET_PORT=8000
+WORKDIR /app
+USER 10001:10001
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+# http.client rather than urllib: a proxy in the environment must not come between.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["/opt/quartet/bin/python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['QUARTET_PORT']), timeout=4); c.request('GET', '/health/ready'); raise SystemExit(c.getresponse().status != 200)"]
+ENTRYPOINT ["/opt/quartet/bin/python", "-m", "service"]
+CMD ["/bundles/default"]
+
+FROM runtime AS gpu
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-gpu /opt/quartet /opt/quartet
+COPY --from=app /app /app
+COPY --from=app /bundles /bundles
+
+# Last, and so the default.
+FROM runtime AS cpu
+COPY --from=build-cpu /opt/quartet /opt/quartet
+COPY --from=app /app /app
+COPY --from=app /bundles /bundles

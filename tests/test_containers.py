@@ -1,0 +1,289 @@
+"""The container files, checked without an engine; and what the image runs, run without one."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy.requirements import requirements
+from service.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SCHEMA = Path(sys.prefix, "compose/compose/config/compose_spec.json")
+TARGETS = ["cpu", "gpu"]
+SERVICES = ["quartet", "quartet-gpu"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One `FROM ... AS name` of the Dockerfile with its (keyword, arguments) lines."""
+
+    name: str
+    base: str
+    lines: list[tuple[str, str]]
+
+    def all(self, keyword: str) -> list[str]:
+        return [arguments for word, arguments in self.lines if word == keyword]
+
+
+def read_instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (keyword, arguments), without comments and with continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    split = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
+    return [(keyword, arguments) for keyword, arguments in split]
+
+
+def read_stages(instructions: list[tuple[str, str]]) -> dict[str, Stage]:
+    """The stages by name, in the order of the file."""
+    stages: dict[str, Stage] = {}
+    for keyword, arguments in instructions:
+        if keyword == "FROM":
+            base, _, name = arguments.split()
+            stages[name] = Stage(name, base, [])
+        elif stages:
+            stages[name].lines.append((keyword, arguments))
+    return stages
+
+
+INSTRUCTIONS = read_instructions()
+STAGES = read_stages(INSTRUCTIONS)
+DEFAULTS = dict(text.split("=", 1) for word, text in INSTRUCTIONS if word == "ARG" and "=" in text)
+
+
+def image(target: str) -> Stage:
+    """A target with all that it inherits from the stages under it, lowest first."""
+    stage = STAGES[target]
+    below = image(stage.base).lines if stage.base in STAGES else []
+    return Stage(target, stage.base, below + stage.lines)
+
+
+def environment(target: str) -> dict[str, str]:
+    pairs = [pair for line in image(target).all("ENV") for pair in shlex.split(line)]
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def command(text: str) -> list[str]:
+    """An exec form as a list, for this machine: its own interpreter for the image's."""
+    assert text.startswith("["), f"not in exec form: {text}"
+    return [word.replace("/opt/quartet/bin/python", sys.executable) for word in json.loads(text)]
+
+
+def copied_from_checkout(stage: Stage) -> list[str]:
+    """What a stage copies from the checkout, with the default arguments put in."""
+    lines = [shlex.split(line)[:-1] for line in stage.all("COPY") if "--from=" not in line]
+    return [
+        re.sub(r"\$\{(\w+)\}", lambda match: DEFAULTS[match[1]], source).rstrip("/")
+        for sources in lines
+        for source in sources
+    ]
+
+
+def test_compose_file_is_what_compose_1_29_accepts():
+    """The Compose file satisfies the schema that Compose 1.29 checks it against."""
+    if not SCHEMA.exists():
+        pytest.skip("no schema: `make test` installs the one that Compose 1.29 ships")
+    validator = jsonschema.Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+    assert [] == [error.message for error in validator.iter_errors(COMPOSE)]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_compose_hands_on_every_setting(name):
+    """A container gets every setting of the service but those that the image itself fixes."""
+    fixed = {"bundles", "host", "port"}
+    settings = {f"QUARTET_{field.upper()}" for field in Settings.model_fields.keys() - fixed}
+
+    assert dict.fromkeys(settings) == COMPOSE["services"][name]["environment"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_compose_locks_the_container_down(name):
+    """The container has a read-only root, no capabilities and no way to new privileges."""
+    service = COMPOSE["services"][name]
+
+    assert service["read_only"] is True
+    assert ["ALL"] == service["cap_drop"]
+    assert ["no-new-privileges:true"] == service["security_opt"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_compose_leaves_time_to_drain(name):
+    """The container is killed only after the service had its own time to finish requests."""
+    grace = COMPOSE["services"][name]["stop_grace_period"]
+
+    assert int(grace.removesuffix("s")) > Settings.model_fields["drain_s"].default
+
+
+@pytest.mark.parametrize(("name", "target"), [*zip(SERVICES, TARGETS, strict=True)])
+def test_compose_builds_a_stage_with_arguments_that_it_knows(name, target):
+    """Each service builds its target, and the Dockerfile declares every argument handed to it."""
+    build = COMPOSE["services"][name]["build"]
+    arguments = {text.partition("=")[0] for word, text in INSTRUCTIONS if word == "ARG"}
+
+    assert target == build["target"]
+    assert set() == build["args"].keys() - arguments
+
+
+def test_services_never_want_the_same_port():
+    """Both services can run at once, each at its own port of the host."""
+    ports = [port for name in SERVICES for port in COMPOSE["services"][name]["ports"]]
+
+    assert ["${QUARTET_PORT:-8000}:8000", "${QUARTET_GPU_PORT:-8001}:8000"] == ports
+
+
+def test_default_target_is_the_cpu_image():
+    """The last stage, which is what a build without a target gives, is the CPU image."""
+    assert "cpu" == [*STAGES][-1]
+
+
+def test_dockerfile_needs_no_particular_builder():
+    """No instruction is known to BuildKit alone."""
+    newer = re.compile(r"--(mount|link|chmod|network|security)\b|<<")
+
+    assert [] == [line for _, line in INSTRUCTIONS if newer.search(line)]
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES.keys())
+def test_everything_copied_is_there(stage):
+    """What a stage copies is in the checkout and let through, or in a stage above it."""
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    let_through = [Path(line[1:]) for line in ignore if line.startswith("!")]
+    above = [*STAGES][: [*STAGES].index(stage.name)]
+
+    for source in copied_from_checkout(stage):
+        assert (ROOT / source).exists(), source
+        assert any(Path(source).is_relative_to(path) for path in let_through), source
+    for line in stage.all("COPY"):
+        assert all(name in above for name in re.findall(r"--from=(\S+)", line))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_holds_the_service_and_a_bundle(target):
+    """Of our own files, an image gets the service and a bundle; all else is the environment."""
+    sources = [shlex.split(line)[:2] for line in image(target).all("COPY")]
+
+    assert [
+        [f"--from=build-{target}", "/opt/quartet"],
+        ["--from=app", "/app"],
+        ["--from=app", "/bundles"],
+    ] == sources
+    assert ["service", DEFAULTS["BUNDLE"]] == copied_from_checkout(STAGES["app"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_installs_nothing_of_training(target):
+    """The serving requirements share no library with the training and test extras."""
+    base = len(requirements([]))
+
+    assert set() == set(requirements([target])) & set(requirements(["train", "test"])[base:])
+    assert not any(line.startswith("torch") for line in requirements([target]))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_runs_as_nobody_in_particular(target):
+    """The image's user is a number, so that a platform can see that it is not root."""
+    user = image(target).all("USER")[-1]
+
+    assert all(int(number) > 0 for number in user.split(":"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_gets_signals_itself(target):
+    """The service is the container's first process, with no shell between it and SIGTERM."""
+    assert [sys.executable, "-m", "service"] == command(image(target).all("ENTRYPOINT")[-1])
+    assert ["/bundles/default"] == command(image(target).all("CMD")[-1])
+    assert "SIGTERM" == image(target).all("STOPSIGNAL")[-1]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_does_not_remember_the_package_index(target):
+    """The index is an argument of the build stages, and of no stage that an image is made of."""
+    assert not any("PIP_INDEX_URL" in arguments for _, arguments in image(target).lines)
+    assert "PIP_INDEX_URL" in image(f"build-{target}").all("ARG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fills"),
+    [({}, False), ({"DEVICE": "gpu"}, True), ({"TARGETARCH": "amd64"}, True)],
+    ids=["classic builder", "classic builder told so", "BuildKit"],
+)
+def test_cuda_is_installed_only_where_it_is_wanted(tmp_path, arguments, fills):
+    """The classic builder runs stages that nobody asked for, and does not fetch CUDA for them."""
+    (script,) = STAGES["build-gpu"].all("RUN")
+    fake = tmp_path / "python3"
+    fake.write_text("#!/bin/sh\necho called\n")
+    fake.chmod(0o755)
+    script = script.replace("python3", str(fake)).replace("/opt/pip/bin/pip", str(fake))
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, env=arguments, check=True)
+
+    assert fills == (tmp_path / "requirements.txt").exists()
+
+
+def test_health_check_fails_while_nothing_answers():
+    """The health check of an image whose service is not up ends with an error."""
+    assert 0 != check_health(environment("cpu") | {"QUARTET_PORT": str(free_port())})
+
+
+@pytest.mark.e2e
+def test_what_the_image_runs_is_healthy_and_writes_nothing(tmp_path):
+    """Only service/ and a bundle, started as in the image, get ready and leave no trace."""
+    bundle = ROOT / DEFAULTS["BUNDLE"]
+    if not bundle.exists():
+        pytest.skip(f"no {DEFAULTS['BUNDLE']} in this checkout")
+    shutil.copytree(ROOT / "service", tmp_path / "app/service", ignore=ignore_bytecode)
+    shutil.copytree(bundle, tmp_path / "bundle")
+    before = snapshot(tmp_path)
+    env = environment("cpu") | {"QUARTET_PORT": str(free_port()), "HOME": "/nonexistent"}
+    entrypoint = command(image("cpu").all("ENTRYPOINT")[-1])
+
+    with subprocess.Popen([*entrypoint, tmp_path / "bundle"], cwd=tmp_path / "app", env=env) as run:
+        try:
+            assert healthy(run, env, seconds=60)
+        finally:
+            run.send_signal(signal.SIGTERM)
+
+    assert run.returncode in (0, -signal.SIGTERM)
+    assert before == snapshot(tmp_path)
+
+
+def healthy(run: subprocess.Popen[bytes], env: dict[str, str], seconds: float) -> bool:
+    """Whether the image's health check passes in time, while the service runs."""
+    deadline = time.monotonic() + seconds
+    while run.poll() is None and time.monotonic() < deadline:
+        if check_health(env) == 0:
+            return True
+    return False
+
+
+def check_health(env: dict[str, str]) -> int:
+    """The exit status of the image's health check."""
+    (check,) = image("cpu").all("HEALTHCHECK")
+    words = command(check.partition("CMD ")[2])
+    return subprocess.run(words, env=env, capture_output=True, check=False).returncode
+
+
+def ignore_bytecode(directory: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == "__pycache__"]
+
+
+def snapshot(root: Path) -> dict[str, int]:
+    """Every file and directory under root with the time of its last change."""
+    return {str(path): path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
