@@ -1,0 +1,324 @@
+"""The queue in front of the replicas: requests in, batches out, one future per request.
+
+One task owns the queue. `submit` and the replica slots only send it messages; it takes them in
+order, then fills every idle slot. While all slots are busy the queue grows, and that is what
+makes batches: nothing waits for company unless `max_wait_ms` says so.
+
+Who is next and who rides along is one pure function, `plan`. A slot is one thread, and belongs to
+the device: the bundles take turns in it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Literal, NamedTuple
+
+from service import errors
+from service.cost import Cost, Estimator, Sample
+from service.slots import BatchStats, Result, Run, work
+from service.waiting import MAX_PASSED, Entry, Line, Outcome, Outputs, Queue, Request
+
+__all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Load", "Outcome", "Run", "plan"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = (1.0, 60.0)  # what a refused client may be told to wait
+CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
+
+
+class Budget(NamedTuple):
+    """What one batch may hold; a single entry of more tokens still runs, alone."""
+
+    tokens: int
+    size: int
+
+
+class Load(NamedTuple):
+    """Tokens queued (running ones not counted), their drain rate, and whether more may come."""
+
+    queue_tokens: int
+    tokens_per_second: float
+    ready: bool
+
+
+def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
+    """Choose the next batch, its head first; empty when no entry is left to run.
+
+    The head has the smallest virtual start, unless an entry was passed over too often. Companions
+    are entries of its bundle, nearest in length first, as few as make a token about as cheap as it
+    gets: more would gain nothing, and everyone in the batch would wait for them.
+    """
+    live = [entry for entry in entries if not entry.done and entry.deadline > now]
+    if not live:
+        return []
+    head = max(live, key=lambda entry: entry.passed)
+    if head.passed <= MAX_PASSED:
+        head = min(live, key=lambda entry: entry.start)
+    others = [entry for entry in live if entry is not head and entry.bundle == head.bundle]
+    others.sort(key=lambda entry: abs(entry.tokens - head.tokens))
+    return _cheapest(head, others, cost, budget)
+
+
+def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
+    batch, tokens, longest = [head], head.tokens, head.tokens
+    prices = [cost.seconds(tokens, 1, longest) / tokens]
+    for entry in others:
+        if len(batch) >= budget.size:
+            break
+        if tokens + entry.tokens > budget.tokens:
+            continue
+        batch.append(entry)
+        tokens += entry.tokens
+        longest = max(longest, entry.tokens)
+        prices.append(cost.seconds(tokens, len(batch), longest) / tokens)
+    enough = CHEAP_ENOUGH * min(prices)
+    size = next(size for size, price in enumerate(prices, 1) if price <= enough)
+    return batch[:size]
+
+
+class Batcher:
+    """Shares `slots` replica threads among the requests of all bundles.
+
+    `run(slot, bundle, encodings)` is called in the slot's own thread and returns one mapping per
+    encoding. `observe` is told of every batch, after its answers are on their way.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        slots: int = 1,
+        max_batch_tokens: int = 16_384,
+        max_batch_size: int = 64,
+        max_queue_tokens: int = 262_144,
+        max_wait_ms: float = 0.0,
+        observe: Callable[[BatchStats], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._budget = Budget(max_batch_tokens, max_batch_size)
+        self._max_queue_tokens = max_queue_tokens
+        self._max_wait_s = max_wait_ms / 1000
+        self._observe = observe
+        self._clock = clock
+        self._threads = [ThreadPoolExecutor(1, f"replica-{slot}") for slot in range(slots)]
+        self._idle = [*reversed(range(slots))]
+        self._state: Literal["new", "open", "draining", "failed"] = "new"
+        self._task: asyncio.Task[None] | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = asyncio.Event()
+        self._line = Line()
+        self._unanswered: set[Request] = set()
+
+    def add_bundle(self, bundle: str, estimator: Estimator) -> None:
+        """Serve a bundle whose batches cost what the estimator says."""
+        self._line.queues[bundle] = Queue(estimator)
+
+    def remove_bundle(self, bundle: str) -> None:
+        """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
+        self._post(partial(self._abandon, self._line.queues.pop(bundle), bundle))
+
+    async def start(self) -> None:
+        self._state = "open"
+        self._task = asyncio.create_task(self._serve(), name="batcher")
+        self._task.add_done_callback(self._ended)
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, answer those accepted, fail what is left after `drain_s` seconds.
+
+        A thread that is still busy then ends with its batch.
+        """
+        self._state = "draining"
+        self._wake.set()  # nobody is held for company any more
+        try:
+            if self._unanswered:
+                futures = [request.future for request in self._unanswered]
+                await asyncio.wait(futures, timeout=drain_s)
+        finally:
+            self._fail_all(partial(errors.Draining, "the server is shutting down"))
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
+            for slot, thread in enumerate(self._threads):
+                thread.shutdown(wait=slot in self._idle, cancel_futures=True)
+
+    async def submit(self, entries: Sequence[Entry]) -> list[Outcome]:
+        """Answer one request: entries of one bundle, in their order; admitted whole or refused.
+
+        Cancelling it drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or
+        Overloaded before anything is queued, DeadlineExceeded while it is, InferenceFailed after.
+        """
+        if not entries:
+            return []
+        request = self._admit(entries)
+        self._post(partial(self._line.enter, request))
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._post(partial(self._close, request))
+            raise
+
+    def load(self) -> Load:
+        """What waits, and how fast all slots together drain it by the measured cost.
+
+        The rate is of full batches, in the mix of bundles that waits, or an even one when idle.
+        """
+        queues = self._line.queues.values()
+        seconds = sum((queue.tokens + 1) / self._rate(queue) for queue in queues)
+        tokens = self._line.tokens
+        rate = (tokens + len(queues)) * len(self._threads) / seconds if seconds else 0.0
+        return Load(tokens, rate, self._state == "open")
+
+    def _rate(self, queue: Queue) -> float:
+        size = min(self._budget.size, self._budget.tokens // queue.mean_length)
+        return queue.estimator.tokens_per_second([queue.mean_length] * max(size, 1))
+
+    def _admit(self, entries: Sequence[Entry]) -> Request:
+        if self._state == "draining":
+            raise errors.Draining("the server is shutting down")
+        if self._state != "open":
+            raise errors.NotReady(f"the batcher is {self._state}")
+        bundle = entries[0].bundle
+        if bundle not in self._line.queues:
+            raise errors.UnknownModel(f"no model {bundle!r} is served here")
+        if any(entry.bundle != bundle for entry in entries):
+            raise ValueError("the entries of a request belong to one bundle")
+        self._check_room(sum(entry.tokens for entry in entries))
+        future = asyncio.get_running_loop().create_future()
+        request = Request(entries, self._line.queues[bundle], future)
+        request.queue.admit(entries)
+        self._unanswered.add(request)
+        return request
+
+    def _check_room(self, tokens: int) -> None:
+        limit = self._max_queue_tokens
+        if tokens > limit:
+            raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
+        queued = self._line.tokens
+        if queued + tokens > limit:
+            rate = self.load().tokens_per_second
+            shortest, longest = RETRY_S
+            raise errors.Overloaded(
+                f"{queued} tokens wait, and {tokens} more would pass the limit of {limit}",
+                retry_after_s=min(max(queued / rate, shortest), longest),
+            )
+
+    def _post(self, message: Callable[[], None]) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    async def _serve(self) -> None:
+        hold: float | None = None
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold):
+                    await self._wake.wait()
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            hold = self._fill(self._clock())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Only `stop` may end the task; however else it ends, nobody is left waiting."""
+        if task.cancelled() and self._state == "draining":
+            return
+        self._state = "failed"
+        error = None if task.cancelled() else task.exception()
+        logger.critical("the batcher's task ended; nothing is served any more", exc_info=error)
+        self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher's task ended"))
+
+    def _fill(self, now: float) -> float | None:
+        """Give idle slots their batches; return the seconds to hold one for company, if any."""
+        for request in self._line.late(now):
+            self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
+        while self._idle and self._line:
+            queue, pool = self._line.pool()
+            batch = plan(pool, queue.estimator.cost, self._share(), now)
+            if not batch:
+                break  # all cancelled, and the messages that drop them are on their way
+            if (hold := self._hold(queue, batch[0], now)) > 0:
+                return hold
+            self._launch(queue, batch)
+        return None
+
+    def _share(self) -> Budget:
+        """A batch's budget, cut so that every idle slot gets its part of what waits."""
+        share = math.ceil(self._line.tokens / len(self._idle))
+        return self._budget._replace(tokens=min(self._budget.tokens, share))
+
+    def _hold(self, queue: Queue, head: Entry, now: float) -> float:
+        full = queue.tokens >= self._budget.tokens or queue.size >= self._budget.size
+        if full or self._state != "open":
+            return 0.0
+        return min(self._max_wait_s, head.arrival + self._max_wait_s - now)
+
+    def _launch(self, queue: Queue, batch: Sequence[Entry]) -> None:
+        self._line.take(batch)
+        slot = self._idle.pop()
+        loop = asyncio.get_running_loop()
+        ran = loop.run_in_executor(self._threads[slot], work, self._run, slot, batch, self._clock)
+        ran.add_done_callback(
+            lambda ran: self._post(partial(self._finish, slot, queue, batch, ran))
+        )
+
+    def _finish(
+        self,
+        slot: int,
+        queue: Queue,
+        batch: Sequence[Entry],
+        ran: asyncio.Future[tuple[list[Result], BatchStats]],
+    ) -> None:
+        self._idle.append(slot)
+        results, stats = ran.result()
+        for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
+            if isinstance(result, errors.InferenceFailed):
+                self._fail(entry.owner, result)
+            else:
+                self._answer(entry, result, stats, index)
+        if not any(isinstance(result, errors.InferenceFailed) for result in results):
+            shape = (stats.tokens, stats.size, stats.longest)
+            queue.estimator.refine(Sample(*shape, stats.inference_s))
+        if self._observe is not None:
+            self._observe(stats)
+
+    def _answer(self, entry: Entry, outputs: Outputs, stats: BatchStats, index: int) -> None:
+        request = entry.owner
+        if request.future.done():
+            return
+        request.outcomes[entry] = Outcome(
+            outputs=outputs,
+            queue_s=stats.queue_s[index],
+            inference_s=stats.inference_s,
+            batch_size=stats.size,
+            batch_tokens=stats.tokens,
+            padding_ratio=stats.padding_ratio,
+        )
+        if len(request.outcomes) == len(request.entries):
+            request.future.set_result([request.outcomes[entry] for entry in request.entries])
+            self._close(request)
+
+    def _fail(self, request: Request, error: errors.QuartetError) -> None:
+        if not request.future.done():
+            request.future.set_exception(error)
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        self._line.leave(request)
+        self._unanswered.discard(request)
+        request.release()
+
+    def _abandon(self, queue: Queue, bundle: str) -> None:
+        for request in self._line.of(queue):
+            self._fail(request, errors.NotReady(f"{bundle} is served no longer"))
+
+    def _fail_all(self, error: Callable[[], errors.QuartetError]) -> None:
+        for request in self._unanswered:
+            if not request.future.done():
+                request.future.set_exception(error())
+        self._unanswered.clear()

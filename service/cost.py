@@ -1,0 +1,162 @@
+"""What a batch costs on this machine: a straight line through measured batches.
+
+    seconds = per_run + per_token * T + per_slot * B * S * S
+
+for B sequences of T real tokens together, the longest of S tokens. The middle term is every layer
+that works on packed tokens; the last one is attention, which on a CPU also works on padding. This
+one line plans batches, predicts how fast the queue drains, and fills `Retry-After`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Matrix = NDArray[np.float64]
+
+SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (8, 128))  # size, length; by number of tokens
+MEMORY = 0.98  # what a batch weighs when the next one has come: the last fifty count
+WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
+REFIT_EVERY = 8  # batches
+RIDGE = 1e-8
+CHOICES = ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2])  # of the three terms
+
+
+class Sample(NamedTuple):
+    """One measured batch."""
+
+    tokens: int
+    size: int
+    longest: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds per run, per token and per attention slot (B * S * S of them in a batch)."""
+
+    per_run: float
+    per_token: float
+    per_slot: float
+
+    def seconds(self, tokens: int, size: int, longest: int) -> float:
+        """Predict the time of a batch of `size` sequences, `tokens` in all, none over `longest`."""
+        slots = size * longest * longest
+        return self.per_run + self.per_token * tokens + self.per_slot * slots
+
+    def tokens_per_second(self, lengths: Sequence[int]) -> float:
+        """Predict the speed of one replica that runs batches of these lengths, back to back."""
+        tokens = sum(lengths)
+        return tokens / max(self.seconds(tokens, len(lengths), max(lengths)), 1e-9)
+
+
+GUESS = Cost(per_run=1e-3, per_token=2e-5, per_slot=0.0)  # before anything was measured
+
+
+def fit(samples: Iterable[Sample]) -> Cost:
+    """Fit by non-negative least squares on relative errors: short batches count like long ones.
+
+    What the samples leave open is split evenly: one sample alone gives a third of its time to each
+    term, and none gives `GUESS`.
+    """
+    return _solve(_evidence(samples))
+
+
+class Estimator:
+    """The cost of one bundle: known from warm-up, refined by the batches that really ran.
+
+    Older batches fade; the warm-up never quite does, so that shapes which traffic does not show
+    stay known. The state is two 3 x 4 matrices, however long it learns.
+    """
+
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+        self._warm = _evidence(samples)
+        self._recent = np.zeros_like(self._warm)
+        self._batches = 0
+        self.cost = _solve(self._warm)
+
+    def refine(self, sample: Sample) -> None:
+        """Learn from a real batch; one from a machine that stalled, or far too fast, counts little.
+
+        That is because an error is relative to the longer of the measured and the expected time.
+        """
+        if sample.seconds <= 0:
+            return
+        expected = self.cost.seconds(sample.tokens, sample.size, sample.longest)
+        self._recent = MEMORY * self._recent + _evidence([sample], at_least=expected)
+        self._batches += 1
+        if self._batches % REFIT_EVERY == 0:
+            self.cost = _solve(WARM_UP * self._warm + self._recent)
+
+    def tokens_per_second(self, lengths: Sequence[int]) -> float:
+        """Predict the speed of one replica that runs batches of these lengths, back to back."""
+        return self.cost.tokens_per_second(lengths)
+
+
+def measure(
+    run: Callable[[Sequence[T]], object],
+    build: Callable[[int], T],
+    *,
+    max_length: int,
+    budget_s: float = 0.3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Sample]:
+    """Time a model on at most five shapes, small ones first, and stop before `budget_s` is over.
+
+    `build` makes an input of so many tokens, `run` takes a batch of them. A shape counts with the
+    faster of two runs, because the first one allocates; the smallest runs once whatever it takes.
+    """
+    samples: list[Sample] = []
+    end = clock() + budget_s
+    shapes = dict.fromkeys((size, min(length, max_length)) for size, length in SHAPES)
+    for size, length in shapes:
+        tokens = size * length
+        if samples and clock() + samples[-1].seconds * tokens / samples[-1].tokens > end:
+            break
+        batch = [build(length) for _ in range(size)]
+        seconds = _time(run, batch, clock)
+        if clock() + seconds <= end:
+            seconds = min(seconds, _time(run, batch, clock))
+        samples.append(Sample(tokens, size, length, seconds))
+    return samples
+
+
+def _time(
+    run: Callable[[Sequence[T]], object], batch: Sequence[T], clock: Callable[[], float]
+) -> float:
+    began = clock()
+    run(batch)
+    return clock() - began
+
+
+def _evidence(samples: Iterable[Sample], at_least: float = 0.0) -> Matrix:
+    """The normal equations of the relative errors, [3, 4]; the last column is the right side."""
+    rows = [
+        np.array((1, s.tokens, s.size * s.longest**2, s.seconds)) / max(s.seconds, at_least)
+        for s in samples
+        if s.seconds > 0
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
+    evidence: Matrix = table[:, :3].T @ table
+    return evidence
+
+
+def _solve(evidence: Matrix) -> Cost:
+    """The best line without a negative term: of every choice of terms, the one with least error."""
+    if not evidence.any():
+        return GUESS
+    scale = 1 / np.sqrt(np.diagonal(evidence))  # the terms' units are ten powers of ten apart
+    matrix = evidence[:, :3] * np.outer(scale, scale) + RIDGE * np.eye(3)
+    target = evidence[:, 3] * scale
+    best, least = np.zeros(3), 0.0
+    for terms in CHOICES:
+        weights = np.zeros(3)
+        weights[terms] = np.linalg.solve(matrix[np.ix_(terms, terms)], target[terms])
+        error = float(weights @ matrix @ weights - 2 * target @ weights)
+        if weights.min() >= 0 and error < least:
+            best, least = weights, error
+    return Cost(*(best * scale).tolist())

@@ -1,0 +1,158 @@
+"""Every way a request can fail, one class each; a class knows its HTTP status and its code.
+
+    QuartetError
+      BadRequest 400 bad_request              the body is not JSON in UTF-8
+      Unauthorized 401 unauthorized           reserved for keys
+      Forbidden 403 forbidden                 reserved for keys
+      NotFound 404 not_found                  no such route
+        UnknownModel 404 unknown_model
+        UnknownHead 404 unknown_head
+      MethodNotAllowed 405 method_not_allowed
+      RequestTimeout 408 slow_body            the body did not arrive in time
+      TooLarge 413 too_large                  could not be served even by an empty queue
+      UnsupportedMediaType 415 unsupported_media_type
+      InvalidInput 422 invalid                well-formed JSON that says something impossible
+      Overloaded 429 overloaded               the queue is full; says when to retry
+      InternalError 500 internal              our bug
+        InferenceFailed 500 inference_failed  the session failed, or its result was not finite
+      NotReady 503 not_ready
+        Draining 503 draining
+        ReplicaLost 503 replica_lost
+      DeadlineExceeded 504 deadline_exceeded
+
+A bundle that cannot be opened is not here: it ends the process at start, not a request.
+"""
+
+import math
+from typing import ClassVar
+
+
+class QuartetError(Exception):
+    """A failure with an HTTP status, a stable code, a readable message and the field at fault."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+class RetryableError(QuartetError):
+    """A failure that time may mend; `Retry-After` holds whole seconds, at least 1."""
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+class BadRequest(QuartetError):
+    status = 400
+    code = "bad_request"
+
+
+class Unauthorized(QuartetError):
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(QuartetError):
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(QuartetError):
+    status = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    code = "unknown_model"
+
+
+class UnknownHead(NotFound):
+    code = "unknown_head"
+
+
+class MethodNotAllowed(QuartetError):
+    """The route exists, the method does not; `allow` names those that do."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Allow": self.allow}
+
+
+class RequestTimeout(QuartetError):
+    """The body did not arrive in time; the connection holds half a request, so it is closed."""
+
+    status = 408
+    code = "slow_body"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}
+
+
+class TooLarge(QuartetError):
+    status = 413
+    code = "too_large"
+
+
+class UnsupportedMediaType(QuartetError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class InvalidInput(QuartetError):
+    status = 422
+    code = "invalid"
+
+
+class Overloaded(RetryableError):
+    status = 429
+    code = "overloaded"
+
+
+class InternalError(QuartetError):
+    status = 500
+    code = "internal"
+
+
+class InferenceFailed(InternalError):
+    code = "inference_failed"
+
+
+class NotReady(RetryableError):
+    status = 503
+    code = "not_ready"
+
+
+class Draining(NotReady):
+    code = "draining"
+
+
+class ReplicaLost(NotReady):
+    code = "replica_lost"
+
+
+class DeadlineExceeded(QuartetError):
+    status = 504
+    code = "deadline_exceeded"

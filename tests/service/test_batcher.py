@@ -1,0 +1,973 @@
+"""Requests become batches in a fair order; each gets its own answer or its own error."""
+
+import asyncio
+import gc
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from service import errors
+from service.batcher import Batcher, BatchStats, Budget, Entry, Outcome, plan
+from service.cost import Cost, Estimator
+from service.encode import Encoding
+from service.waiting import MAX_PASSED, POOL, Queue, Request
+
+Answers = list[dict[str, NDArray[np.float32]]]
+
+FIXED = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)  # batching pays
+LINEAR = Cost(per_run=0.0, per_token=0.01, per_slot=0.0)  # batching gains nothing
+PADDED = Cost(per_run=1.0, per_token=0.01, per_slot=1e-5)  # padding is dear
+ROOMY = Budget(tokens=1_000_000, size=1_000)
+
+numbers = itertools.count(1)
+
+
+def encoding(tokens: int, number: int) -> Encoding:
+    """An encoding that carries its own number as its first id, and is answered with it."""
+    ids = np.zeros(tokens, np.int64)
+    ids[0] = number
+    return Encoding(
+        ids,
+        np.zeros(tokens, np.int64),
+        np.zeros((tokens, 2), np.int32),
+        np.zeros(tokens, np.int32),
+        np.zeros(tokens, np.int8),
+    )
+
+
+def text(
+    tokens: int = 10,
+    *,
+    bundle: str = "m@1",
+    number: int | None = None,
+    arrival: float = 0.0,
+    deadline: float = math.inf,
+    head: str | None = None,
+    start: float = 0.0,
+    passed: int = 0,
+) -> Entry:
+    number = next(numbers) if number is None else number
+    entry = Entry(bundle, encoding(tokens, number), "r", arrival, deadline, head=head)
+    entry.start, entry.passed = start, passed
+    return entry
+
+
+def texts(count: int, tokens: int = 10, *, bundle: str = "m@1") -> list[Entry]:
+    return [text(tokens, bundle=bundle) for _ in range(count)]
+
+
+def number(given: Entry | Encoding) -> int:
+    return int((given.encoding if isinstance(given, Entry) else given).input_ids[0])
+
+
+def lengths(entries: Sequence[Entry]) -> list[int]:
+    return [entry.tokens for entry in entries]
+
+
+def echo(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    """A model that answers each input with its own number."""
+    return [{"h": np.array([number(given)], np.float32)} for given in encodings]
+
+
+def echoed(outcomes: Sequence[Outcome]) -> list[int]:
+    return [int(outcome.outputs["h"][0]) for outcome in outcomes]
+
+
+def costing(cost: Cost) -> Estimator:
+    """An estimator that knows the cost and keeps to it, because its batches take no time."""
+    estimator = Estimator()
+    estimator.cost = cost
+    return estimator
+
+
+class Clock:
+    """Time as the test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Running(NamedTuple):
+    """A batch that has started."""
+
+    slot: int
+    bundle: str
+    numbers: list[int]
+    thread: str
+
+
+class Gate:
+    """A model whose batches report that they started, then wait until the test lets one through."""
+
+    def __init__(self, answer: Callable[[int, str, Sequence[Encoding]], Any] = echo) -> None:
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._running: asyncio.Queue[Running] = asyncio.Queue()
+        self._passes = threading.Semaphore(0)
+        self.started = 0
+
+    def __call__(self, slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        numbers = [number(given) for given in encodings]
+        running = Running(slot, bundle, numbers, threading.current_thread().name)
+        self.started += 1
+        self._loop.call_soon_threadsafe(self._running.put_nowait, running)
+        assert self._passes.acquire(timeout=30)
+        return self._answer(slot, bundle, encodings)  # type: ignore[no-any-return]
+
+    async def batch(self) -> Running:
+        """The next batch that starts."""
+        return await asyncio.wait_for(self._running.get(), 30)
+
+    def let(self, batches: int = 1) -> None:
+        self._passes.release(batches)
+
+
+@asynccontextmanager
+async def serving(
+    run: Callable[[int, str, Sequence[Encoding]], Any],
+    cost: Cost = FIXED,
+    *,
+    bundles: Sequence[str] = ("m@1",),
+    **options: Any,
+) -> AsyncIterator[Batcher]:
+    """A running batcher on a clock that stands at zero."""
+    batcher = Batcher(run, **{"clock": Clock(), **options})
+    for bundle in bundles:
+        batcher.add_bundle(bundle, costing(cost))
+    await batcher.start()
+    try:
+        yield batcher
+    finally:
+        if isinstance(run, Gate):
+            run.let(100_000)
+        await batcher.stop(30)
+
+
+Submitted = asyncio.Task[list[Outcome]]
+
+
+async def submitted(batcher: Batcher, entries: Sequence[Entry]) -> Submitted:
+    """A request that has come as far as it can without a slot becoming free."""
+    task = asyncio.create_task(batcher.submit(entries))
+    await settle()
+    return task
+
+
+async def settle() -> None:
+    """Let everything run that does not wait for a replica."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# The plan
+
+
+def test_plan_starts_with_the_smallest_virtual_start() -> None:
+    """The head is who is due first, wherever it stands."""
+    due = text(start=3.0)
+    assert plan([text(start=7.0), due, text(start=5.0)], FIXED, ROOMY, 0.0)[0] is due
+
+
+def test_plan_of_equal_starts_takes_the_first() -> None:
+    """Entries come in the order of the line, and a tie keeps it."""
+    first = text()
+    assert plan([first, text(), text()], FIXED, ROOMY, 0.0)[0] is first
+
+
+def test_plan_starts_with_who_was_passed_over_too_often() -> None:
+    """Beyond the bound the longest-passed-over goes first, below it nothing changes."""
+    due, often, oftener = text(), text(start=9.0, passed=MAX_PASSED + 1), text(start=9.0)
+    oftener.passed = MAX_PASSED + 2
+    assert plan([due, often, oftener], FIXED, ROOMY, 0.0)[0] is oftener
+    often.passed = oftener.passed = MAX_PASSED
+    assert plan([due, often, oftener], FIXED, ROOMY, 0.0)[0] is due
+
+
+def test_plan_of_nothing_is_empty() -> None:
+    """No entries, no batch."""
+    assert plan([], FIXED, ROOMY, 0.0) == []
+
+
+async def test_plan_skips_the_late_and_the_cancelled() -> None:
+    """No work is done for who cannot be answered any more."""
+    alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
+    future = asyncio.get_running_loop().create_future()
+    Request([cancelled], Queue(Estimator()), future)
+    future.cancel()
+    assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
+
+
+def test_plan_keeps_to_the_bundle_of_its_head() -> None:
+    """Two models never share a batch."""
+    ours = texts(2)
+    assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
+
+
+def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
+    """30 and 45 fit 80 tokens; 60 does not, and stands in nobody's way."""
+    entries = [text(30), text(60), text(45)]
+    assert lengths(plan(entries, FIXED, Budget(80, 10), 0.0)) == [30, 45]
+
+
+def test_plan_gives_an_entry_over_the_budget_its_own_batch() -> None:
+    """Too long for company is not too long to be served."""
+    assert lengths(plan([text(100), text(10)], FIXED, Budget(80, 10), 0.0)) == [100]
+
+
+def test_plan_keeps_to_the_largest_size() -> None:
+    """Five entries, batches of three."""
+    assert len(plan(texts(5), FIXED, Budget(10_000, 3), 0.0)) == 3
+
+
+def test_plan_prefers_companions_of_the_head_length() -> None:
+    """Where padding is dear, entries of like length ride together."""
+    entries = [text(100), text(10), text(98), text(12), text(400), text(105)]
+    assert lengths(plan(entries, PADDED, ROOMY, 0.0)) == [100, 98, 105]
+
+
+def test_plan_takes_all_lengths_where_padding_is_free() -> None:
+    """A packed device does not mind."""
+    entries = [text(100), text(10), text(400)]
+    assert sorted(lengths(plan(entries, FIXED, ROOMY, 0.0))) == [10, 100, 400]
+
+
+@pytest.mark.parametrize("cost", [LINEAR, Cost(0.0, 0.01, 0.001)], ids=["linear", "quadratic"])
+def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
+    """Without a fixed cost per run a companion only makes the head wait."""
+    assert len(plan([text(10), text(10), text(11)], cost, ROOMY, 0.0)) == 1
+
+
+def test_plan_stops_where_company_gains_next_to_nothing() -> None:
+    """Nine texts come within a hundredth of the speed of sixty, in a seventh of the time."""
+    cost = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
+    assert len(plan(texts(60), cost, ROOMY, 0.0)) == 9
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    st.tuples(*[st.sampled_from([0.0, 0.01, 0.1, 1.0])] * 3).filter(any),
+    st.integers(1, 120),
+    st.integers(1, 6),
+)
+def test_plan_is_never_dearer_than_its_head_alone(
+    sizes: list[int], terms: tuple[float, float, float], tokens: int, size: int
+) -> None:
+    """Whatever the cost and the budget, company makes a token cheaper, and the budget holds."""
+    cost = Cost(*terms)
+    batch = lengths(plan([text(size) for size in sizes], cost, Budget(tokens, size), 0.0))
+    assert batch[0] == sizes[0]
+    assert len(batch) == 1 or (sum(batch) <= tokens and len(batch) <= size)
+    assert len(batch) == 1 or cost.tokens_per_second(batch) > cost.tokens_per_second(batch[:1])
+
+
+# Answers
+
+
+async def test_outcomes_come_in_the_order_of_the_entries() -> None:
+    """A request of many lengths is cut into batches and put together again."""
+    entries = [text(tokens) for tokens in (5, 100, 7, 90, 6, 80)]
+    async with serving(echo, PADDED, max_batch_size=2) as batcher:
+        assert echoed(await batcher.submit(entries)) == [number(entry) for entry in entries]
+
+
+async def test_an_empty_request_has_an_empty_answer() -> None:
+    """Nothing is queued for it."""
+    async with serving(echo) as batcher:
+        assert await batcher.submit([]) == []
+
+
+async def test_outcomes_tell_of_their_batch() -> None:
+    """30 tokens in a batch padded to 2 x 20 waited a second and ran for two."""
+    clock = Clock()
+    clock.now = 5.0
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 2.0
+        return echo(slot, bundle, encodings)
+
+    async with serving(run, clock=clock) as batcher:
+        outcomes = await batcher.submit([text(10, arrival=4.0), text(20, arrival=3.0)])
+    told = [(o.queue_s, o.inference_s, o.batch_size, o.batch_tokens) for o in outcomes]
+    assert told == [(1.0, 2.0, 2, 30), (2.0, 2.0, 2, 30)]
+    assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
+
+
+async def test_every_batch_is_observed() -> None:
+    """Metrics see what ran, and whose it was."""
+    seen: list[BatchStats] = []
+    async with serving(echo, observe=seen.append, max_batch_size=2) as batcher:
+        await batcher.submit(texts(3))
+    assert [(stats.bundle, stats.size, stats.tokens, stats.slots) for stats in seen] == [
+        ("m@1", 2, 20, 20),
+        ("m@1", 1, 10, 10),
+    ]
+    assert seen[0].padding_ratio == 1.0
+
+
+async def test_the_cost_is_refined_by_real_batches() -> None:
+    """A model that turns out slower than its estimate is soon known to be."""
+    clock = Clock()
+
+    def slow(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 3.0
+        return echo(slot, bundle, encodings)
+
+    estimator = costing(FIXED)
+    async with serving(slow, bundles=[], clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimator)
+        for _ in range(200):
+            await batcher.submit([text(10)])
+    assert estimator.cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
+
+
+# Order
+
+
+async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
+    """Who comes with one text while a thousand wait rides in the very next batch."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=8) as batcher:
+        bulk = await submitted(batcher, texts(1000))
+        await gate.batch()
+        one = text()
+        single = await submitted(batcher, [one])
+        gate.let()
+        assert number(one) in (await gate.batch()).numbers
+        gate.let()
+        assert echoed(await single) == [number(one)]
+        assert not bulk.done()
+        gate.let(1000)
+        assert len(await bulk) == 1000
+
+
+async def test_two_large_requests_share_the_replica_by_tokens() -> None:
+    """Of two backlogs, neither gets more than a batch ahead of the other."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        first, second = texts(20), texts(20)
+        await submitted(batcher, first)
+        await submitted(batcher, second)
+        gate.let(1000)
+        order = [(await gate.batch()).numbers[0] for _ in range(40)]
+    ours = {number(entry) for entry in first}
+    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
+    assert set(ahead) <= {0, 1, 2}
+
+
+async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
+    """Who comes when half of another request is served takes turns with the other half."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        first, second = texts(20), texts(10)
+        await submitted(batcher, first)
+        for _ in range(9):
+            await gate.batch()
+            gate.let()
+        await gate.batch()
+        await submitted(batcher, second)
+        gate.let(1000)
+        order = [(await gate.batch()).numbers[0] for _ in range(20)]
+    ours = {number(entry) for entry in first}
+    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
+    assert set(ahead) <= {-1, 0, 1}
+
+
+async def test_single_texts_of_all_bundles_are_served_as_they_came() -> None:
+    """Equal starts go by arrival, so no model comes first by its place in a list."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        await submitted(batcher, [text(bundle="a@1")])
+        for arrival, name in enumerate("bbaab"):
+            await submitted(batcher, [text(bundle=f"{name}@1", arrival=arrival)])
+        gate.let(100)
+        await gate.batch()
+        assert [(await gate.batch()).bundle[0] for _ in range(5)] == list("bbaab")
+
+
+@pytest.mark.parametrize("crowd", [1, POOL + 50], ids=["a few", "more than a plan looks at"])
+@pytest.mark.parametrize("bundle", ["m@1", "other@1"], ids=["its own model", "another model"])
+async def test_nobody_is_passed_over_for_ever(crowd: int, bundle: str) -> None:
+    """A second text gets its seat although new single texts, due before it, keep coming."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["m@1", "other@1"]) as batcher:  # batches of one
+        pair = texts(2)
+        await submitted(batcher, pair)
+        for entry in texts(crowd, bundle=bundle):
+            await submitted(batcher, [entry])
+        seats = []
+        for _ in range(MAX_PASSED + 3):
+            await submitted(batcher, texts(1, bundle=bundle))
+            seats.append((await gate.batch()).numbers[0])
+            gate.let()
+    assert seats.index(number(pair[0])) == 0
+    assert MAX_PASSED < seats.index(number(pair[1])) <= MAX_PASSED + 2
+
+
+async def test_a_seat_starts_the_count_again() -> None:
+    """Large requests among single texts get a seat every so often, each of them, and no more."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        large = [texts(3), texts(3)]
+        for entries in large:
+            await submitted(batcher, entries)
+        order = []
+        for _ in range(3 * MAX_PASSED):
+            await submitted(batcher, texts(1))
+            order.append((await gate.batch()).numbers[0])
+            gate.let()
+    for entries in large:
+        first, second, third = [order.index(number(entry)) for entry in entries]
+        assert MAX_PASSED < second - first <= MAX_PASSED + 2
+        assert MAX_PASSED < third - second <= MAX_PASSED + 2
+
+
+async def test_two_bundles_take_turns() -> None:
+    """Two models with equal backlogs alternate on one slot, and never share a batch."""
+    gate = Gate()
+    async with serving(gate, bundles=["a@1", "b@1"], max_batch_size=4) as batcher:
+        await submitted(batcher, texts(20, bundle="a@1"))
+        await submitted(batcher, texts(20, bundle="b@1"))
+        gate.let(100)
+        assert [(await gate.batch()).bundle for _ in range(10)] == ["a@1", "b@1"] * 5
+
+
+# Slots
+
+
+async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
+    """What waits is shared between idle slots, so that one request uses both."""
+    gate = Gate()
+    async with serving(gate, slots=2) as batcher:
+        request = await submitted(batcher, texts(6))
+        running = [await gate.batch(), await gate.batch()]
+        assert {batch.slot for batch in running} == {0, 1}
+        assert [len(batch.numbers) for batch in running] == [3, 3]
+        assert all(batch.thread.startswith(f"replica-{batch.slot}") for batch in running)
+        gate.let(2)
+        assert len(await request) == 6
+
+
+async def test_a_slot_keeps_its_thread() -> None:
+    """Sessions may rely on being called from one thread only."""
+    seen: set[tuple[int, int]] = set()
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        seen.add((slot, threading.get_ident()))
+        return echo(slot, bundle, encodings)
+
+    async with serving(run, slots=2, max_batch_size=1) as batcher:
+        await batcher.submit(texts(50))
+    assert len(seen) == len({slot for slot, _ in seen}) == 2
+
+
+async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
+    """The busy replica, not a timer, is what makes batches."""
+    gate = Gate()
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        later = texts(5)
+        for entry in later:
+            await submitted(batcher, [entry])
+        assert len((await gate.batch()).numbers) == 1
+        gate.let()
+        assert sorted((await gate.batch()).numbers) == [number(entry) for entry in later]
+
+
+# Waiting for company
+
+
+async def test_max_wait_holds_a_batch_until_it_is_full() -> None:
+    """With a minute to wait, one text waits for its only possible companion."""
+    gate = Gate()
+    async with serving(gate, max_wait_ms=60_000, max_batch_size=2) as batcher:
+        await submitted(batcher, texts(1))
+        assert gate.started == 0
+        await submitted(batcher, texts(1))
+        assert len((await gate.batch()).numbers) == 2
+
+
+async def test_max_wait_ends() -> None:
+    """A text that nobody joins leaves alone, two milliseconds after it came."""
+    clock = asyncio.get_running_loop().time
+    async with serving(echo, max_wait_ms=2, clock=clock) as batcher:
+        (outcome,) = await batcher.submit([text(arrival=clock())])
+    assert outcome.queue_s >= 0.002
+
+
+async def test_draining_does_not_wait_for_company() -> None:
+    """Once no request can come, a held batch leaves."""
+    async with serving(echo, max_wait_ms=60_000) as batcher:
+        held = await submitted(batcher, texts(1))
+        await batcher.stop(30)
+        assert len(await held) == 1
+
+
+# Admission
+
+
+async def test_a_full_queue_is_overloaded_and_says_when_to_retry() -> None:
+    """900 tokens at 100 a second: come back in 9 seconds. Running tokens do not count."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+        await submitted(batcher, [text(500)])
+        await submitted(batcher, texts(90))
+        with pytest.raises(errors.Overloaded) as refusal:
+            await batcher.submit(texts(11))
+        assert refusal.value.retry_after_s == pytest.approx(9.0)
+        assert batcher.load().queue_tokens == 900
+        assert not (await submitted(batcher, texts(10))).done()
+
+
+@pytest.mark.parametrize(("per_token", "told"), [(1e-6, 1.0), (10.0, 60.0)])
+async def test_the_time_to_retry_is_bounded(per_token: float, told: float) -> None:
+    """At least a second, so that clients spread; at most a minute, so that they come back."""
+    gate = Gate()
+    async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=100) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(10))
+        with pytest.raises(errors.Overloaded) as refusal:
+            await batcher.submit(texts(1))
+        assert refusal.value.retry_after_s == told
+
+
+async def test_a_request_is_refused_whole() -> None:
+    """Of a request that does not fit, no entry is queued, and smaller ones still are."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=100) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(5))
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit(texts(6))
+        assert batcher.load().queue_tokens == 50
+        await submitted(batcher, texts(5))
+        gate.let(100)
+        assert len({(await gate.batch()).numbers[0] for _ in range(11)}) == 11
+
+
+async def test_what_fits_no_queue_is_too_large() -> None:
+    """Waiting would not help, so it is not asked to retry."""
+    async with serving(echo, max_queue_tokens=100) as batcher:
+        with pytest.raises(errors.TooLarge):
+            await batcher.submit(texts(11))
+        assert len(await batcher.submit(texts(10))) == 10
+
+
+async def test_a_bundle_that_is_not_served_is_unknown() -> None:
+    """Refused by name, before anything is queued."""
+    async with serving(echo) as batcher:
+        with pytest.raises(errors.UnknownModel, match="other@1"):
+            await batcher.submit(texts(1, bundle="other@1"))
+
+
+async def test_a_request_of_two_bundles_is_our_bug() -> None:
+    """A request asks one model."""
+    async with serving(echo, bundles=["a@1", "b@1"]) as batcher:
+        with pytest.raises(ValueError, match="one bundle"):
+            await batcher.submit([text(bundle="a@1"), text(bundle="b@1")])
+
+
+async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None:
+    """Unloading a model leaves nobody hanging, and the other models alone."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        running = await submitted(batcher, texts(1, bundle="a@1"))
+        waiting = await submitted(batcher, texts(1, bundle="a@1"))
+        other = await submitted(batcher, texts(1, bundle="b@1"))
+        batcher.remove_bundle("a@1")
+        with pytest.raises(errors.UnknownModel):
+            await batcher.submit(texts(1, bundle="a@1"))
+        with pytest.raises(errors.NotReady, match="a@1"):
+            await waiting
+        assert batcher.load().queue_tokens == 10
+        gate.let(2)
+        assert len(await running) == len(await other) == 1
+
+
+async def test_load_predicts_full_batches_of_what_waits_on_all_slots() -> None:
+    """Two slots, batches of 4 x 10 tokens in 1.4 seconds each: 57 tokens a second."""
+    gate = Gate()
+    async with serving(gate, slots=2, max_batch_size=4) as batcher:
+        for _ in range(3):
+            await submitted(batcher, texts(1))
+        await submitted(batcher, texts(7))
+        load = batcher.load()
+    assert load.queue_tokens == 80
+    assert load.tokens_per_second == pytest.approx(2 * 40 / 1.4)
+    assert load.ready
+
+
+async def test_load_mixes_bundles_by_what_waits_for_each() -> None:
+    """A hundred tokens of a slow model and a hundred of a fast one drain as they would in turn."""
+    gate = Gate()
+    async with serving(gate, bundles=[]) as batcher:
+        batcher.add_bundle("fast@1", costing(Cost(0.0, 0.001, 0.0)))
+        batcher.add_bundle("slow@1", costing(Cost(0.0, 0.009, 0.0)))
+        await submitted(batcher, texts(1, bundle="fast@1"))
+        await submitted(batcher, texts(10, bundle="fast@1"))
+        await submitted(batcher, texts(10, bundle="slow@1"))
+        assert batcher.load().tokens_per_second == pytest.approx(200.0)
+
+
+# Cancelled and late
+
+
+async def test_a_cancelled_request_leaves_the_queue() -> None:
+    """Its tokens are free at once, and no replica ever sees its texts."""
+    gate = Gate()
+    async with serving(gate, max_queue_tokens=100) as batcher:
+        first = await submitted(batcher, texts(1))
+        gone = await submitted(batcher, texts(10))
+        gone.cancel()
+        await settle()
+        assert batcher.load().queue_tokens == 0
+        after = texts(10)
+        rest = await submitted(batcher, after)
+        gate.let(2)
+        await asyncio.gather(first, rest)
+    await gate.batch()
+    assert (await gate.batch()).numbers == [number(entry) for entry in after]
+    assert gate.started == 2
+
+
+async def test_cancelling_a_running_request_harms_nobody() -> None:
+    """Its companions in the batch are answered, and the rest of it never runs."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=2) as batcher:
+        gone = await submitted(batcher, texts(4))
+        await gate.batch()
+        other = await submitted(batcher, texts(1))
+        gone.cancel()
+        gate.let(2)
+        assert len(await other) == 1
+        assert gate.started == 2
+
+
+async def test_cancelled_texts_do_not_pile_up() -> None:
+    """A client that cancels again and again costs no memory while another waits."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, texts(2 * POOL))
+        arrays = []
+        for _ in range(3):
+            entries = texts(1000)
+            arrays += [weakref.ref(entry.encoding.input_ids) for entry in entries]
+            gone = await submitted(batcher, entries)
+            gone.cancel()
+            await settle()
+        del entries, gone
+        await gate.batch()
+        gate.let()
+        await gate.batch()
+        assert sum(array() is not None for array in arrays) < POOL
+
+
+async def test_an_answered_request_leaves_nothing_behind() -> None:
+    """Inputs and outputs are freed with their last reference; the collector has nothing to do."""
+    kept: list[weakref.ref[NDArray[Any]]] = []
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        answers = echo(slot, bundle, encodings)
+        kept.extend(weakref.ref(given.input_ids) for given in encodings)
+        kept.extend(weakref.ref(answer["h"]) for answer in answers)
+        return answers
+
+    gc.disable()
+    try:
+        async with serving(run) as batcher:
+            await batcher.submit(texts(3))
+            await batcher.submit(texts(1))
+            assert [ref() is None for ref in kept[:6]] == [True] * 6
+    finally:
+        gc.enable()
+
+
+async def test_a_late_entry_is_never_run() -> None:
+    """Its deadline passed before it came: the replica does not see it."""
+    gate = Gate()
+    clock = Clock()
+    clock.now = 10.0
+    async with serving(gate, clock=clock) as batcher:
+        with pytest.raises(errors.DeadlineExceeded):
+            await batcher.submit([text(deadline=10.0)])
+    assert gate.started == 0
+
+
+async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends() -> None:
+    """Its other texts go with it, and those that still have time are served."""
+    gate = Gate()
+    clock = Clock()
+    async with serving(gate, clock=clock) as batcher:
+        await submitted(batcher, texts(1))
+        late = await submitted(batcher, [text(deadline=9.0), text()])
+        later = await submitted(batcher, [text(deadline=11.0)])
+        clock.now = 10.0
+        gate.let(2)
+        with pytest.raises(errors.DeadlineExceeded):
+            await late
+        assert len(await later) == 1
+        assert batcher.load().queue_tokens == 0
+
+
+# Failures
+
+
+def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        if any(number(given) in bad for given in encodings):
+            raise RuntimeError("poison")
+        return echo(slot, bundle, encodings)
+
+    return run
+
+
+async def test_a_bad_input_fails_alone() -> None:
+    """Of eight requests in one batch, the one that breaks the model gets the error, with cause."""
+    bad = text()
+    singles = [*texts(5), bad, *texts(2)]
+    gate = Gate(poisoned(number(bad)))
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        requests = [await submitted(batcher, [entry]) for entry in singles]
+        gate.let(100)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        await gate.batch()
+        assert len((await gate.batch()).numbers) == 8
+    failed = [answer for answer in answers if isinstance(answer, errors.InferenceFailed)]
+    assert failed == [answers[5]]
+    assert gate.started == 1 + 7  # halves, not one by one
+    assert str(failed[0].__cause__) == "poison"
+
+
+async def test_a_failed_request_takes_its_waiting_texts_along() -> None:
+    """After one text of a request failed, the replica is not troubled with the others."""
+    bad = text()
+    gate = Gate(poisoned(number(bad)))
+    async with serving(gate, LINEAR) as batcher:
+        failing = await submitted(batcher, [bad, *texts(50)])
+        other = await submitted(batcher, texts(1))
+        gate.let(2)
+        with pytest.raises(errors.InferenceFailed):
+            await failing
+        assert len(await other) == 1
+        assert batcher.load().queue_tokens == 0
+    assert gate.started == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -> None:
+    """The other request in the batch is answered."""
+    bad, good = text(), text()
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        return [
+            {"h": np.array([value if number(given) == number(bad) else 1.0], np.float32)}
+            for given in encodings
+        ]
+
+    gate = Gate(run)
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        failing, fine = await submitted(batcher, [bad]), await submitted(batcher, [good])
+        gate.let(2)
+        with pytest.raises(errors.InferenceFailed, match="not finite"):
+            await failing
+        assert [outcome.batch_size for outcome in await fine] == [2]
+
+
+def two_heads(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
+        encodings
+    )
+
+
+async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
+    """A head that overflows on this text is no concern of those who ask another."""
+    async with serving(two_heads) as batcher:
+        (outcome,) = await batcher.submit([text(head="h")])
+        assert list(outcome.outputs) == ["h"]
+        for head in ("broken", None):
+            with pytest.raises(errors.InferenceFailed, match="not finite"):
+                await batcher.submit([text(head=head)])
+        with pytest.raises(errors.InferenceFailed, match="no output 'absent'"):
+            await batcher.submit([text(head="absent")])
+
+
+async def test_a_wrong_number_of_results_fails_the_batch() -> None:
+    """Whose result is missing cannot be told, so nobody gets a stranger's."""
+    async with serving(
+        lambda slot, bundle, encodings: echo(slot, bundle, encodings)[1:]
+    ) as batcher:
+        with pytest.raises(errors.InferenceFailed, match="our bug: a batch of 3 gave 2 results"):
+            await batcher.submit(texts(3))
+
+
+async def test_failures_do_not_teach_the_cost() -> None:
+    """The time of a batch that was halved and run again is not the time of a batch."""
+    clock = Clock()
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 100.0
+        raise RuntimeError
+
+    async with serving(run, clock=clock) as batcher:
+        for _ in range(20):
+            with pytest.raises(errors.InferenceFailed):
+                await batcher.submit(texts(2))
+        assert batcher.load().tokens_per_second == FIXED.tokens_per_second([64] * 64)
+
+
+async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in the batcher's task is loud: nobody hangs, nothing more is accepted, it is logged."""
+
+    def broken(stats: BatchStats) -> None:
+        raise ZeroDivisionError
+
+    gate = Gate()
+    async with serving(gate, observe=broken) as batcher:
+        answered = await submitted(batcher, texts(1))
+        waiting = await submitted(batcher, texts(1))
+        gate.let()
+        assert len(await answered) == 1
+        with pytest.raises(errors.InferenceFailed, match="our bug"):
+            await waiting
+        with pytest.raises(errors.NotReady):
+            await batcher.submit(texts(1))
+        assert not batcher.load().ready
+    assert "ZeroDivisionError" in caplog.text
+
+
+# A life
+
+
+async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
+    """Requests before the start are refused, not kept."""
+    batcher = Batcher(echo)
+    batcher.add_bundle("m@1", Estimator())
+    assert not batcher.load().ready
+    with pytest.raises(errors.NotReady):
+        await batcher.submit(texts(1))
+    await batcher.stop(0)
+
+
+async def test_stop_answers_everything_that_was_accepted() -> None:
+    """New requests are refused at once, old ones are served to the last, and no thread is left."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=2, slots=2) as batcher:
+        accepted = await submitted(batcher, texts(20))
+        stopping = asyncio.create_task(batcher.stop(30))
+        await settle()
+        with pytest.raises(errors.Draining):
+            await batcher.submit(texts(1))
+        assert not batcher.load().ready
+        gate.let(1000)
+        await stopping
+        assert len(await accepted) == 20
+        assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
+
+
+async def test_stop_fails_what_is_left_when_the_time_is_over() -> None:
+    """A replica that hangs does not keep the server from ending, nor its clients from knowing."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        running = await submitted(batcher, texts(1))
+        waiting = await submitted(batcher, texts(1))
+        await batcher.stop(0.001)
+        for task in (running, waiting):
+            with pytest.raises(errors.Draining):
+                await task
+
+
+# Everything at once
+
+
+class Arrival(NamedTuple):
+    """A request of a random script."""
+
+    lengths: list[int]
+    kind: str  # of its last text: good, poison (breaks the model), nan
+    patience: int | None  # turns of the event loop until it is cancelled
+    pause: int  # turns until the next request comes
+
+
+arrivals = st.builds(
+    Arrival,
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.sampled_from(["good"] * 5 + ["poison", "nan"]),
+    st.none() | st.integers(0, 20),
+    st.integers(0, 6),
+)
+costs = st.sampled_from([FIXED, LINEAR, PADDED])
+
+
+def moody(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    """Echo, but a first token type of 1 breaks the model, and one of 2 the result."""
+    moods = [int(given.token_type_ids[0]) for given in encodings]
+    assert 1 not in moods, "poison"
+    return [
+        {"h": np.array([math.nan if mood == 2 else number(given)], np.float32)}
+        for mood, given in zip(moods, encodings, strict=True)
+    ]
+
+
+async def played(script: list[Arrival], batcher: Batcher, bundles: list[str]) -> None:
+    """Play the script; check that every request got what is its own."""
+    tasks: list[tuple[Arrival, list[Entry], Submitted]] = []
+    for turn, arrival in enumerate(script):
+        entries = [text(tokens, bundle=bundles[turn % len(bundles)]) for tokens in arrival.lengths]
+        mood = ["good", "poison", "nan"].index(arrival.kind)
+        entries[-1].encoding.token_type_ids[0] = mood
+        tasks.append((arrival, entries, asyncio.create_task(batcher.submit(entries))))
+        if arrival.patience is not None:
+            asyncio.get_running_loop().create_task(impatient(tasks[-1][2], arrival.patience))
+        for _ in range(arrival.pause):
+            await asyncio.sleep(0)
+    for arrival, entries, task in tasks:
+        try:
+            assert echoed(await task) == [number(entry) for entry in entries]
+            assert arrival.kind == "good"
+        except errors.InferenceFailed:
+            assert arrival.kind != "good"
+        except asyncio.CancelledError:
+            assert arrival.patience is not None
+    await settle()
+    assert batcher.load().queue_tokens == 0
+
+
+async def impatient(task: Submitted, turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(arrivals, min_size=1, max_size=15),
+    costs,
+    st.integers(1, 3),
+    st.integers(1, 80),
+    st.integers(1, 8),
+)
+def test_every_request_gets_its_own_answer(
+    script: list[Arrival], cost: Cost, slots: int, tokens: int, size: int
+) -> None:
+    """Whatever comes, is cancelled or fails, in any batches: own answers, own errors, none lost."""
+    bundles = ["a@1", "b@1"]
+    options = {"slots": slots, "max_batch_tokens": tokens, "max_batch_size": size}
+
+    async def play() -> None:
+        async with serving(moody, cost, bundles=bundles, **options) as batcher:
+            await asyncio.wait_for(played(script, batcher, bundles), 60)
+
+    asyncio.run(play())

@@ -1,0 +1,90 @@
+"""The front of a queue is what sorting the whole queue would put first."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.cost import Estimator
+from service.encode import Encoding
+from service.waiting import POOL, TYPICAL_LENGTH, Entry, Line, Queue, Request
+
+ONE = Encoding(
+    np.zeros(1, np.int64),
+    np.zeros(1, np.int64),
+    np.zeros((1, 2), np.int32),
+    np.zeros(1, np.int32),
+    np.zeros(1, np.int8),
+)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def entry(start: float = 0.0, deadline: float = 1.0) -> Entry:
+    made = Entry("m@1", ONE, "r", arrival=0.0, deadline=deadline)
+    made.start = start
+    return made
+
+
+def entries(starts: list[float]) -> list[Entry]:
+    return [entry(start) for start in starts]
+
+
+starts = st.lists(st.integers(0, 50).map(float), max_size=2 * POOL)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(starts, st.sets(st.integers(0, 600))), max_size=5))
+def test_the_pool_is_the_front_of_a_stable_sort(
+    rounds: list[tuple[list[float], set[int]]],
+) -> None:
+    """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
+    queue = Queue(Estimator())
+    waiting: list[Entry] = []
+    for arriving, leaving in rounds:
+        arrived = entries(arriving)
+        queue.admit(arrived)
+        for new in arrived:
+            queue.push(new)
+        waiting += arrived
+        for gone in [waiting[at] for at in leaving if at < len(waiting)]:
+            queue.remove(gone)
+        waiting = [left for left in waiting if left.queued]
+        assert queue.pool() == sorted(waiting, key=lambda left: left.start)[:POOL]
+        assert queue.tokens == queue.size == len(waiting)
+
+
+def test_an_empty_queue_expects_typical_texts() -> None:
+    """Before anything came, its mean length is a guess."""
+    queue = Queue(Estimator())
+    assert queue.mean_length == TYPICAL_LENGTH
+    queue.admit(entries([0.0, 0.0]))
+    assert queue.mean_length == 1
+
+
+def test_late_requests_are_found_once_their_deadline_is_here(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """Early looks cost nothing and change nothing; a request is as late as its first entry."""
+    line = Line()
+    line.queues["m@1"] = Queue(Estimator())
+    requests = [
+        Request([entry(deadline=9.0), entry(deadline=at)], line.queues["m@1"], loop.create_future())
+        for at in (3.0, 2.0, 4.0)
+    ]
+    for request in requests:
+        line.enter(request)
+    assert line.late(1.0) == []
+    assert line.late(3.0) == requests[:2]
+    for request in requests[:2]:
+        line.leave(request)
+    assert line.late(3.5) == []
+    assert line.late(4.0) == requests[2:]
