@@ -1,0 +1,394 @@
+"""One served bundle: text in, answers out. The only file that knows encoding, batching and decoding.
+
+Calls take and give plain values, never HTTP, so that any dialect can be spoken in front of them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service import decode
+from service.batcher import Batcher, Entry, Outcome
+from service.bundle import Bundle, Head, Manifest, Task
+from service.cost import Estimator, measure
+from service.encode import Encoded, Encoder, Encoding, TextError, Truncate
+from service.errors import InvalidInput, UnknownHead
+from service.packing import pack, split
+from service.session import (
+    RUNTIME,
+    Session,
+    unused_gpu,
+)
+from service.waiting import Outputs
+
+T = TypeVar("T")
+Floats = NDArray[np.float32]
+
+STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
+INLINE_CHARACTERS = 4096  # a request of more is encoded in a thread, so that the event loop goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Who asks, and until when (`time.monotonic()` seconds) the answer is wanted."""
+
+    request_id: str
+    deadline: float
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """tokens: of all windows, special ones included; truncated: inputs that lost text."""
+
+    tokens: int
+    windows: int
+    truncated: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds by stage, and the batch; of several entries, those of the slowest."""
+
+    encode_s: float
+    queue_s: float
+    inference_s: float
+    decode_s: float
+    batch_size: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    head: str
+    results: T
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """One input's windows with the chosen head's output for each."""
+
+    encodings: tuple[Encoding, ...]
+    outputs: list[Floats]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(encoding) for encoding in self.encodings]
+
+
+class Engine:
+    """A bundle with its sessions, one per replica slot, behind the batcher that all engines share."""
+
+    def __init__(self, bundle: Bundle, sessions: Sequence[Session], batcher: Batcher) -> None:
+        self.manifest: Manifest = bundle.manifest
+        self.id = bundle.manifest.id
+        self.sha256 = bundle.sha256
+        self.encoder = Encoder.from_file(
+            bundle.file(bundle.manifest.vocabulary.file), bundle.manifest.max_length
+        )
+        self._sessions = sessions
+        self._batcher = batcher
+        self._per_token = {name for name, head in self.manifest.heads.items() if head.per_token}
+
+    # -- the four tasks ---------------------------------------------------------------------------
+
+    async def classify(
+        self,
+        texts: list[str],
+        pairs: list[str] | None,
+        ticket: Ticket,
+        *,
+        head: str | None,
+        top_k: int | None,
+        truncate: Truncate,
+        stride: int | None,
+    ) -> Reply[list[list[decode.Label]]]:
+        """Labels per text, or per text with its pair, best first."""
+        name, described = self._head("classification", head)
+        shared = self._stride(stride)
+
+        def encode() -> list[Encoded]:
+            if pairs is None:
+                return self.encoder.texts(texts, truncate=truncate, stride=shared)
+            if truncate == "window":
+                raise InvalidInput("pairs have no windows: say true or false", param="truncate")
+            return self.encoder.pairs(texts, pairs, truncate=truncate)
+
+        def labels(_: int, windows: _Windows) -> list[decode.Label]:
+            return decode.classify(
+                windows.outputs,
+                windows.lengths,
+                labels=described.labels,
+                problem_type=described.problem_type,
+                top_k=top_k,
+            )
+
+        size = _characters(texts, pairs or [])
+        return await self._answer(name, ticket, encode, labels, size)
+
+    async def ner(
+        self,
+        texts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        aggregation_strategy: str,
+        truncate: Truncate,
+        stride: int | None,
+    ) -> Reply[list[list[decode.Entity]]]:
+        """Entities per text, in text order."""
+        name, described = self._head("ner", head)
+        shared = self._stride(stride)
+
+        def entities(index: int, windows: _Windows) -> list[decode.Entity]:
+            return decode.ner(
+                windows.encodings,
+                windows.outputs,
+                texts[index],
+                labels=described.labels,
+                aggregation_strategy=aggregation_strategy,
+            )
+
+        def encode() -> list[Encoded]:
+            return self.encoder.texts(texts, truncate=truncate, stride=shared)
+
+        return await self._answer(name, ticket, encode, entities, _characters(texts))
+
+    async def qa(
+        self,
+        questions: list[str],
+        contexts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        top_k: int,
+        handle_impossible_answer: bool,
+        truncate: Truncate,
+        stride: int | None,
+    ) -> Reply[list[list[decode.Answer]]]:
+        """Spans of each context that answer its question, best first."""
+        name, described = self._head("qa", head)
+        shared = self._stride(stride)
+
+        def encode() -> list[Encoded]:
+            return self.encoder.questions(
+                questions,
+                contexts,
+                truncate=truncate,
+                stride=shared,
+                max_query_tokens=described.max_query_tokens,
+            )
+
+        def answers(index: int, windows: _Windows) -> list[decode.Answer]:
+            return decode.qa(
+                windows.encodings,
+                windows.outputs,
+                contexts[index],
+                top_k=top_k,
+                handle_impossible_answer=handle_impossible_answer,
+                null_threshold=described.null_threshold,
+                max_answer_tokens=described.max_answer_tokens,
+            )
+
+        size = _characters(questions, contexts)
+        return await self._answer(name, ticket, encode, answers, size)
+
+    async def embed(
+        self,
+        texts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        normalize: bool | None,
+        dimensions: int | None,
+        truncate: Truncate,
+        stride: int | None,
+    ) -> Reply[Floats]:
+        """One vector per text: `[N, D]`."""
+        name, described = self._head("embedding", head)
+        shared = self._stride(stride)
+        if dimensions is not None and described.dimensions and dimensions > described.dimensions:
+            reason = f"{name} has {described.dimensions} dimensions, {dimensions} were asked for"
+            raise InvalidInput(reason, param="dimensions")
+
+        def vector(_: int, windows: _Windows) -> Floats:
+            return decode.embed(
+                windows.outputs,
+                windows.lengths,
+                normalize=described.normalize if normalize is None else normalize,
+                dimensions=dimensions,
+            )
+
+        def encode() -> list[Encoded]:
+            return self.encoder.texts(texts, truncate=truncate, stride=shared)
+
+        reply = await self._answer(name, ticket, encode, vector, _characters(texts))
+        return Reply(reply.head, np.stack(reply.results), reply.usage, reply.timing)
+
+    # -- what they share --------------------------------------------------------------------------
+
+    def _head(self, task: Task, wanted: str | None) -> tuple[str, Head]:
+        """The head of that name, or the first of the task. Raises UnknownHead."""
+        of_task = {name: head for name, head in self.manifest.heads.items() if head.task == task}
+        if wanted is None and of_task:
+            return next(iter(of_task.items()))
+        if wanted not in of_task:
+            what = f"no {task} head" + (f" {wanted!r}" if wanted else "")
+            has = ", ".join(of_task) or "none"
+            raise UnknownHead(f"{self.id} has {what}; of this task it has: {has}", param="head")
+        return wanted, of_task[wanted]
+
+    async def _answer(
+        self,
+        head: str,
+        ticket: Ticket,
+        encode: Callable[[], list[Encoded]],
+        decode_one: Callable[[int, _Windows], T],
+        characters: int,
+    ) -> Reply[list[T]]:
+        """Encode, submit, decode: the way of every request."""
+        began = time.perf_counter()
+        encoded = await self._encode(encode, characters)
+        encode_s = time.perf_counter() - began
+        outcomes = await self._batcher.submit(self._entries(head, encoded, ticket))
+        began = time.perf_counter()
+        outputs = iter([outcome.outputs[head] for outcome in outcomes])
+        results = [
+            decode_one(index, _Windows(item.windows, [next(outputs) for _ in item.windows]))
+            for index, item in enumerate(encoded)
+        ]
+        timing = _timing(outcomes, encode_s, time.perf_counter() - began)
+        return Reply(head, results, _usage(encoded), timing)
+
+    def _stride(self, asked: int | None) -> int:
+        """The tokens that windows are to share. Raises InvalidInput for more than half a window."""
+        longest = self.encoder.longest_stride
+        if asked is None:
+            return min(STRIDE, longest)
+        if asked > longest:
+            raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
+        return asked
+
+    async def _encode(self, encode: Callable[[], list[Encoded]], characters: int) -> list[Encoded]:
+        try:
+            if characters > INLINE_CHARACTERS:
+                return await asyncio.to_thread(encode)
+            return encode()
+        except TextError as error:
+            named = ", ".join(f"inputs[{index}]" for index in error.indices)
+            reason = f"{named}: {error.reason}"
+            raise InvalidInput(reason, param=f"inputs[{error.indices[0]}]") from None
+
+    def _entries(self, head: str, encoded: Sequence[Encoded], ticket: Ticket) -> list[Entry]:
+        arrival = time.monotonic()
+        return [
+            Entry(
+                bundle=self.id,
+                encoding=window,
+                request_id=ticket.request_id,
+                arrival=arrival,
+                deadline=ticket.deadline,
+                priority=ticket.priority,
+                tenant=ticket.tenant,
+                head=head,
+            )
+            for item in encoded
+            for window in item.windows
+        ]
+
+    # -- in a replica slot's thread ---------------------------------------------------------------
+
+    def run(self, slot: int, encodings: Sequence[Encoding]) -> list[Outputs]:
+        """Every head's output of each encoding, computed by the slot's own session."""
+        packed = pack(encodings)
+        outputs = self._sessions[slot].run(packed)
+        return [*split(outputs, packed.layout, self._per_token)]
+
+    def warm_up(self) -> Estimator:
+        """Measure what batches cost, on the first slot's session."""
+        first = self.encoder.texts([""])[0].windows[0]
+        longest = self.manifest.max_length
+
+        def build(length: int) -> Encoding:
+            return _repeated(first, length)
+
+        def run(batch: Sequence[Encoding]) -> object:
+            return self.run(0, batch)
+
+        return Estimator(measure(run, build, max_length=longest))
+
+    # -- telling of itself ------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Bundle hash, precision, provider and runtime, for a response header."""
+        graph, provider = self._sessions[0].graph, self._sessions[0].provider
+        return (
+            f"{self.sha256[:12]};precision={graph.precision};provider={provider};runtime={RUNTIME}"
+        )
+
+    def describe(self) -> dict[str, object]:
+        """What `GET /models` says of it."""
+        manifest, session = self.manifest, self._sessions[0]
+        return {
+            "id": self.id,
+            "name": manifest.name,
+            "version": manifest.version,
+            "heads": {
+                name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
+            },
+            "max_length": manifest.max_length,
+            "precision": session.graph.precision,
+            "layout": session.graph.layout,
+            "provider": session.provider,
+            "provider_note": unused_gpu(),
+            "runtime": RUNTIME,
+            "sha256": self.sha256,
+            "embedding_space": manifest.embedding_space,
+            "metrics": manifest.metrics,
+            "weights_license": manifest.weights_license,
+            "datasets": [data.model_dump() for data in manifest.provenance.datasets],
+        }
+
+
+def _characters(*texts: Sequence[str]) -> int:
+    return sum(len(text) for group in texts for text in group)
+
+
+def _repeated(encoding: Encoding, length: int) -> Encoding:
+    """An encoding of a given length, made of another's first token."""
+    at = np.zeros(length, dtype=np.intp)
+    return Encoding(
+        encoding.input_ids[at],
+        encoding.token_type_ids[at],
+        encoding.offsets[at],
+        encoding.words[at],
+        encoding.sequence[at],
+    )
+
+
+def _usage(encoded: Sequence[Encoded]) -> Usage:
+    return Usage(
+        tokens=sum(item.tokens for item in encoded),
+        windows=sum(len(item.windows) for item in encoded),
+        truncated=[index for index, item in enumerate(encoded) if item.truncated],
+    )
+
+
+def _timing(outcomes: Sequence[Outcome], encode_s: float, decode_s: float) -> Timing:
+    return Timing(
+        encode_s=encode_s,
+        queue_s=max(outcome.queue_s for outcome in outcomes),
+        inference_s=max(outcome.inference_s for outcome in outcomes),
+        decode_s=decode_s,
+        batch_size=max(outcome.batch_size for outcome in outcomes),
+        batch_tokens=max(outcome.batch_tokens for outcome in outcomes),
+    )

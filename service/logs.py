@@ -1,0 +1,69 @@
+"""Log lines: for people on a terminal, one JSON object each elsewhere; uvicorn's own likewise.
+
+A line says who asked for what, how it ended and how long it took, never what the texts said.
+"""
+
+import logging
+from typing import Literal, TextIO
+
+import structlog
+from structlog.types import Processor
+
+QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})  # asked every few seconds
+
+
+def configure(level: str, form: Literal["auto", "console", "json"], stream: TextIO) -> None:
+    """Send every log line of this process to `stream`."""
+    console = form == "console" or (form == "auto" and stream.isatty())
+    shared = shared_processors(console)
+    renderer = console_renderer(stream) if console else structlog.processors.JSONRenderer()
+    severity = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(severity),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+    )
+    adopt_foreign_lines(severity, stream, shared, renderer)
+
+
+def shared_processors(console: bool) -> list[Processor]:
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    return processors if console else [*processors, structlog.processors.format_exc_info]
+
+
+def console_renderer(stream: TextIO) -> Processor:
+    # The pretty tracebacks would print local variables, and with them people's texts.
+    return structlog.dev.ConsoleRenderer(
+        colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+
+
+def adopt_foreign_lines(
+    severity: int, stream: TextIO, shared: list[Processor], renderer: Processor
+) -> None:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=severity, handlers=[handler], force=True)
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.setLevel(logging.NOTSET if severity <= logging.DEBUG else logging.WARNING)
+    uvicorn.addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """False for the line with which uvicorn follows our own about a start that failed."""
+    return record.msg != "Application startup failed. Exiting."
+
+
+def log_request(route: str, **facts: object) -> None:
+    """The one line of a request; health checks and scrapes are for debugging only."""
+    log = structlog.get_logger()
+    (log.debug if route in QUIET_ROUTES else log.info)("request", **facts)

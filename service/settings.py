@@ -1,0 +1,178 @@
+"""Every setting, once: its environment variable, its flag, its default and when to change it.
+
+A field `max_wait_ms` is read from `QUARTET_MAX_WAIT_MS` and from `--max-wait-ms`; the flag wins.
+Settings are a frozen value, read at the edge and handed on as plain arguments; the leaf modules
+never see it.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+PREFIX = "QUARTET_"
+
+
+class Settings(BaseSettings):
+    """How this process serves; descriptions are the help text of the command line."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    bundles: Annotated[tuple[Path, ...], NoDecode] = Field(
+        (),
+        description="bundle directories; the first is the default model"
+        f" (the variable separates them with {os.pathsep!r})",
+    )
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
+        "auto",
+        description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact",
+    )
+    provider: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to run; name one to fail at start rather than run elsewhere"
+    )
+    replicas: int = Field(
+        1, ge=1, description="sessions that run at once; raise where one leaves the device idle"
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of each session; unset, the usable cores shared among the replicas",
+    )
+    spin: bool = Field(
+        False,
+        description="let idle session threads spin; a little faster where the cores are ours alone",
+    )
+    max_batch_tokens: int = Field(
+        16_384, ge=1, description="tokens in one batch; lower for latency, raise for a large GPU"
+    )
+    max_batch_size: int = Field(
+        64, ge=1, description="sequences in one batch; raise where a GPU gets many short texts"
+    )
+    max_wait_ms: float = Field(
+        0.0,
+        ge=0,
+        description="wait this long for company when idle; raise for many small requests",
+    )
+    max_queue_tokens: int = Field(
+        262_144,
+        ge=1,
+        description="tokens that may wait before requests get 429; lower to refuse sooner",
+    )
+    max_inputs_per_request: int = Field(
+        1024, ge=1, description="texts in one request; raise for bulk clients"
+    )
+    max_body_bytes: int = Field(
+        10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="a body must arrive within this time; raise for slow links"
+    )
+    deadline_ms: int = Field(
+        30_000,
+        ge=1,
+        description="answer within this time or with 504; X-Request-Timeout-Ms may shorten it",
+    )
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="time for requests to finish after SIGTERM; keep below the platform's own",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe line to print; debug adds health checks and tracebacks"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto prints for people on a terminal and JSON elsewhere"
+    )
+
+    @field_validator("bundles", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [*filter(None, value.split(os.pathsep))] if isinstance(value, str) else value
+
+    @field_validator("precision", "provider", "log_level", "log_format", mode="before")
+    @classmethod
+    def _lower(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def threads_per_replica(self) -> int:
+        """Threads of one session: as set, or the usable cores shared among the replicas."""
+        return self.threads or max(1, usable_cores() // self.replicas)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One line for each `QUARTET_` variable that is no setting, with the closest name that is."""
+    known = [name.upper() for name in Settings.model_fields]
+    names = (name.upper().removeprefix(PREFIX) for name in environ if is_ours(name))
+    unknown = sorted(name for name in names if name not in known)
+    return [
+        f"{PREFIX}{name} is not a setting{did_you_mean(name, known, PREFIX)}" for name in unknown
+    ]
+
+
+def is_ours(variable: str) -> bool:
+    return variable.upper().startswith(PREFIX)
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint naming the closest known name, or nothing."""
+    closest = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {prefix}{closest[0]}?)" if closest else ""
+
+
+def usable_cores() -> int:
+    """Whole cores that this process may keep busy: its affinity or its smaller cgroup quota."""
+    quota = cgroup_cores()
+    affinity = affinity_cores()
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def affinity_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cgroup_cores(root: Path = Path("/")) -> float | None:
+    """The tightest CPU quota of this process's cgroup and its ancestors, in cores."""
+    quotas = [quota for directory in cgroup_directories(root) for quota in read_quotas(directory)]
+    return min(quotas, default=None)
+
+
+def cgroup_directories(root: Path) -> Iterator[Path]:
+    """The process's own cgroup directories up to their roots; a container may see only the root."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / controllers
+        inner = Path(path.lstrip("/"))
+        yield from (base / part for part in (inner, *inner.parents))
+
+
+def read_quotas(directory: Path) -> Iterator[float]:
+    """The quota that one directory sets, in cores: `cpu.max` (v2) or `cpu.cfs_quota_us` (v1)."""
+    v2 = read_text(directory / "cpu.max").split()
+    v1 = [
+        *read_text(directory / "cpu.cfs_quota_us").split(),
+        *read_text(directory / "cpu.cfs_period_us").split(),
+    ]
+    for limit in (v2, v1):
+        match limit:
+            case [quota, period] if quota.isdigit() and period.isdigit() and int(period) > 0:
+                yield int(quota) / int(period)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,45 @@
+import re
+
+import pytest
+
+from service import errors
+from service.errors import QuartetError
+
+
+def kinds(base: type[QuartetError] = QuartetError) -> list[type[QuartetError]]:
+    return [kind for sub in base.__subclasses__() for kind in (sub, *kinds(sub))]
+
+
+PUBLIC = [kind for kind in kinds() if kind is not errors.RetryableError]
+
+
+@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
+def test_the_drawn_tree_is_the_real_one(kind: type[QuartetError]) -> None:
+    """Each class stands in the module's docstring with its status and code."""
+    assert re.search(rf"^ +{kind.__name__} {kind.status} {kind.code}\b", errors.__doc__, re.M)
+
+
+def test_codes_are_unique() -> None:
+    """A code names one class."""
+    codes = [kind.code for kind in PUBLIC]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (59.5, "60")]
+)
+def test_retry_after_is_whole_seconds_and_at_least_one(seconds: float, header: str) -> None:
+    """`Retry-After` rounds up."""
+    assert errors.Overloaded("full", retry_after_s=seconds).headers == {"Retry-After": header}
+
+
+@pytest.mark.parametrize("kind", [errors.NotReady, errors.Draining, errors.ReplicaLost])
+def test_a_503_says_when_to_come_back(kind: type[errors.NotReady]) -> None:
+    """Every 503 carries `Retry-After`."""
+    assert kind("later").headers == {"Retry-After": "1"}
+
+
+def test_an_error_keeps_what_it_is_told() -> None:
+    """The message and the field at fault survive, also as `str`."""
+    error = errors.InvalidInput("top_k: must be at least 1", param="top_k")
+    assert (str(error), error.message, error.param) == (error.message, error.message, "top_k")

@@ -1,0 +1,125 @@
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from service import settings
+from service.settings import Settings, cgroup_cores, unknown_variables, usable_cores
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`QUARTET_` and a field's name in capitals set the field."""
+    monkeypatch.setenv("QUARTET_MAX_BATCH_TOKENS", "512")
+    monkeypatch.setenv("QUARTET_PROVIDER", "CUDA")
+    assert (Settings().max_batch_tokens, Settings().provider) == (512, "cuda")
+
+
+def test_bundles_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`QUARTET_BUNDLES` is read as `PATH` is."""
+    monkeypatch.setenv("QUARTET_BUNDLES", os.pathsep.join(["bundles/a", "", "bundles/b"]))
+    assert Settings().bundles == (Path("bundles/a"), Path("bundles/b"))
+
+
+def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command line says goes before the environment."""
+    monkeypatch.setenv("QUARTET_PORT", "1")
+    assert Settings(port=2).port == 2
+
+
+def test_settings_are_frozen() -> None:
+    """Nobody changes a setting after it was read."""
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().port = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("port", 65536), ("max_batch_tokens", 0), ("precision", "int4"), ("drain_s", -1)],
+)
+def test_bad_values_are_refused(name: str, value: object) -> None:
+    """A value outside its range does not become a default."""
+    with pytest.raises(ValidationError, match=name):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_setting_is_described(name: str) -> None:
+    """The help text comes from the field, so each field has one."""
+    assert Settings.model_fields[name].description
+
+
+def test_unknown_variables_are_named_with_the_closest_known() -> None:
+    """A misspelt variable is pointed out, a stranger's is not."""
+    assert unknown_variables({"QUARTET_MAX_BATCH_TOKEN": "1", "PATH": "", "QUARTET_PORT": "1"}) == [
+        "QUARTET_MAX_BATCH_TOKEN is not a setting (did you mean QUARTET_MAX_BATCH_TOKENS?)"
+    ]
+
+
+def test_threads_are_shared_among_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset, threads are the usable cores divided by the replicas, never none."""
+    monkeypatch.setattr(settings, "usable_cores", lambda: 8)
+    replicas = {n: Settings(replicas=n).threads_per_replica for n in (1, 3, 16)}
+    assert replicas == {1: 8, 3: 2, 16: 1}
+    assert Settings(replicas=4, threads=5).threads_per_replica == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/a/b/cpu.max": "400000 100000\n",
+            },
+            1.5,
+        ),
+        ({"proc/self/cgroup": "0::/host/only\n", "sys/fs/cgroup/cpu.max": "100000 100000"}, 1.0),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/m\n2:cpu,cpuacct:/docker/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "2:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+    ids=["none", "v2-max", "v2", "v2-parent-is-tighter", "v2-hidden", "v1", "v1-unlimited"],
+)
+def test_the_cgroup_quota_is_read(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
+    """The tightest quota on the way up counts; no quota is no limit."""
+    assert cgroup_cores(write(tmp_path, files)) == cores
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "cores"), [(4, None, 4), (4, 2.9, 2), (2, 8.0, 2), (4, 0.5, 1)]
+)
+def test_usable_cores_are_the_smaller_of_affinity_and_quota(
+    monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float | None, cores: int
+) -> None:
+    """A fraction of a core is not counted on, but one core always is."""
+    monkeypatch.setattr(settings, "affinity_cores", lambda: affinity)
+    monkeypatch.setattr(settings, "cgroup_cores", lambda: quota)
+    assert usable_cores() == cores
