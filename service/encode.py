@@ -201,8 +201,9 @@ class Encoder:
         too_long = []
         both = zip(self._tokenize(questions), self._tokenize(contexts), strict=True)
         for index, (question, context) in enumerate(both):
-            asked = question[:max_query_tokens]
-            room = self.max_length - self._pair.size - len(asked)
+            room = self.max_length - self._pair.size
+            asked = question[: min(max_query_tokens, room - 1)]  # a token of context at least
+            room -= len(asked)
             cut_off = len(question) > len(asked) or (truncate is True and len(context) > room)
             if truncate is False and (cut_off or len(context) > room):
                 too_long.append(index)

@@ -1,0 +1,148 @@
+"""The application: its life, its routes, its pages, and what becomes of an error."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache, partial
+from pathlib import Path
+from sys import exception
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service import __version__, openapi
+from service.calls import Service
+from service.engines import Engines
+from service.errors import InternalError, MethodNotAllowed, NotFound, QuartetError
+from service.exchange import ExchangeMiddleware, refuse
+from service.metrics import Metrics
+from service.routes import router
+from service.settings import Settings
+
+OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
+
+log = structlog.get_logger()
+
+DESCRIPTION = "Classification, named entities, answer spans and embeddings from one encoder."
+PAGES = Path(__file__).parent / "static"
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self';"
+    " frame-ancestors 'none'; object-src 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def create_app(settings: Settings, open_engines: OpenEngines) -> FastAPI:
+    """The service as an ASGI application that holds `open_engines` open while it lives."""
+    service = Service(settings, Metrics())
+    app = FastAPI(
+        title="Quartet",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=partial(lifespan, service, open_engines),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=route_name,
+    )
+    app.state.service = service
+    app.add_middleware(ExchangeMiddleware, metrics=service.metrics, process=service)
+    app.add_middleware(BriefFailure)
+    app.add_exception_handler(QuartetError, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.include_router(router)
+    add_pages(app)
+    app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def lifespan(service: Service, open_engines: OpenEngines, _: FastAPI) -> AsyncIterator[None]:
+    """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
+    async with open_engines(service.settings) as engines:
+        serve(service, engines)
+        yield
+        service.draining = True
+    service.engines = None
+
+
+def serve(service: Service, engines: Engines) -> None:
+    engines.observe(service.metrics.observe_batch)
+    service.metrics.watch_queue(lambda: engines.load().queue_tokens)
+    service.engines = engines
+    for engine in engines.all():
+        log.info("opened", model=engine.id, runs=engine.fingerprint)
+
+
+def route_name(route: APIRoute) -> str:
+    return route.name
+
+
+class BriefFailure:
+    """Tells in one line why the service cannot start; the traceback is for the debug log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_brief(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                log.debug("cannot start", exc_info=True)
+                message = {**message, "message": f"cannot start: {exception()}"}
+            await send(message)
+
+        await self.app(scope, receive, send_brief if scope["type"] == "lifespan" else send)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuartetError)
+    if isinstance(error, InternalError):
+        log.error(error.message, exc_info=error)
+    return refuse(request.scope, error)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """The framework's own errors in our shape: there are two."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == NotFound.status:
+        return refuse(request.scope, NotFound(f"there is nothing at {request.url.path}"))
+    if error.status_code == MethodNotAllowed.status:
+        allowed = allowed_methods((error.headers or {}).get("Allow", "GET"))
+        message = f"{request.method} is not allowed here, but {allowed}"
+        return refuse(request.scope, MethodNotAllowed(message, allow=allowed))
+    raise error
+
+
+def allowed_methods(declared: str) -> str:
+    """What a route declares, and HEAD wherever there is GET."""
+    methods = {method.strip() for method in declared.split(",")}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+
+
+class Pages(StaticFiles):
+    """Pages that load nothing from outside, and tell the browser so."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+def add_pages(app: FastAPI) -> None:
+    pages = Pages(directory=PAGES)
+
+    def add_page(path: str, file: str) -> None:
+        @app.get(path, include_in_schema=False)
+        async def show(request: Request) -> Response:
+            return await pages.get_response(file, request.scope)
+
+    add_page("/", "index.html")
+    add_page("/docs", "docs.html")
+    app.mount("/static", pages, name="static")

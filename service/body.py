@@ -1,0 +1,142 @@
+"""A request body, from the wire to JSON, and the wait for the answer to it.
+
+Written on `receive` alone, because the framework's own reading answers 500 to bytes that are not
+UTF-8 and to NaN, and goes on working for clients that have gone.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from starlette.types import Receive
+
+from service.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    RequestTimeout,
+    TooLarge,
+    UnsupportedMediaType,
+)
+
+T = TypeVar("T")
+
+
+class ClientDisconnected(Exception):
+    """The client went before its answer; nobody is left to tell."""
+
+
+async def read_json(
+    headers: Mapping[str, str], receive: Receive, *, max_bytes: int, timeout_s: float
+) -> object:
+    """Read and parse one JSON body.
+
+    Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
+    RequestTimeout, BadRequest and ClientDisconnected.
+    """
+    check_media_type(headers)
+    check_length(headers.get("content-length", ""), max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await read_bytes(receive, max_bytes)
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+    return parse_json(body)
+
+
+def check_media_type(headers: Mapping[str, str]) -> None:
+    content_type = headers.get("content-type", "")
+    media_type, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    if not is_json(media_type):
+        raise UnsupportedMediaType(
+            f"Content-Type must be application/json, not {media_type or 'missing'}",
+            param="Content-Type",
+        )
+    if any(part.startswith("charset=") and not is_utf8(part) for part in parameters):
+        raise UnsupportedMediaType("the charset must be utf-8", param="Content-Type")
+    if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+        raise UnsupportedMediaType("send the body uncompressed", param="Content-Encoding")
+
+
+def is_json(media_type: str) -> bool:
+    return media_type == "application/json" or (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    )
+
+
+def is_utf8(parameter: str) -> bool:
+    return parameter.removeprefix("charset=").strip("\"' ") in ("utf-8", "utf8")
+
+
+def check_length(content_length: str, max_bytes: int) -> None:
+    if content_length.isdecimal() and int(content_length[:19]) > max_bytes:
+        raise TooLarge(f"the body is larger than {max_bytes} bytes")
+
+
+async def read_bytes(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    left = max_bytes
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunks.append(message.get("body", b""))
+        left -= len(chunks[-1])
+        check_length(str(max_bytes - left), max_bytes)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def parse_json(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(explain(body, error)) from None
+
+
+def explain(body: bytes, error: orjson.JSONDecodeError) -> str:
+    if not body:
+        return "the body is empty"
+    try:
+        body.decode()
+    except UnicodeDecodeError as undecodable:
+        return f"the body is not UTF-8: invalid byte at position {undecodable.start}"
+    return f"the body is not valid JSON: {error}"
+
+
+async def answer_in_time(work: Coroutine[Any, Any, T], receive: Receive, deadline: float) -> T:
+    """Await `work` until it is done, the client disconnects or `deadline` passes.
+
+    `deadline` is in seconds of `time.monotonic`; `receive` must have given the whole body. Work
+    that loses is cancelled and waited for, so that what it queued is dropped. Raises
+    ClientDisconnected, DeadlineExceeded and whatever `work` raises.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected(receive))
+    try:
+        done, _ = await asyncio.wait(
+            (working, leaving), timeout=seconds_left(deadline), return_when=asyncio.FIRST_COMPLETED
+        )
+        if working in done:
+            return working.result()
+        if leaving in done:
+            raise ClientDisconnected
+        raise DeadlineExceeded("the answer was not ready in time")
+    finally:
+        await cancelled(working, leaving)
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def seconds_left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,147 @@
+"""One API call between HTTP and the engine: a request becomes a `Call`, a `Reply` a response.
+
+The routes are written on it, and every other dialect can be.
+"""
+
+import re
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from service.body import answer_in_time, read_json
+from service.engine import Engine, Reply, Ticket
+from service.engines import Engines
+from service.errors import Draining, InvalidInput, NotReady
+from service.exchange import Exchange, exchange_of
+from service.metrics import Metrics
+from service.schemas import Request, parse
+from service.settings import Settings
+
+R = TypeVar("R", bound=Request)
+T = TypeVar("T")
+
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+MILLISECONDS = re.compile(r"[1-9][0-9]{0,8}")
+
+
+@dataclass(slots=True)
+class Service:
+    """What this process serves with; `engines` is there while they are open."""
+
+    settings: Settings
+    metrics: Metrics
+    engines: Engines | None = None
+    draining: bool = False
+
+    def open_engines(self) -> Engines:
+        """Raises NotReady before the engines are open, Draining once they are closed."""
+        if self.engines is None:
+            self.refuse_draining()
+            raise NotReady("the bundles are still being opened")
+        return self.engines
+
+    def check_ready(self) -> None:
+        """Raises NotReady or Draining unless new requests should be sent here."""
+        self.refuse_draining()
+        if not self.open_engines().load().ready:
+            raise NotReady("the batcher does not run")
+
+    def refuse_draining(self) -> None:
+        if self.draining:
+            raise Draining("the server is shutting down")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """A valid request, the engine that is to answer it, and what its answer must say."""
+
+    body: R
+    engine: Engine
+    ticket: Ticket
+    exchange: Exchange
+    receive: Receive
+
+    async def ask(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
+        """Await the engine for as long as the client and its deadline do."""
+        reply = await answer_in_time(work, self.receive, self.ticket.deadline)
+        self.exchange.tokens = reply.usage.tokens
+        return reply
+
+    def respond(self, reply: Reply[T], **results: object) -> Response:
+        """`results` (`results=` or `embeddings=`) with the model, the head and the usage."""
+        usage = reply.usage
+        content = {
+            "model": self.engine.id,
+            "head": reply.head,
+            **results,
+            "usage": {
+                "tokens": usage.tokens,
+                "windows": usage.windows,
+                "truncated": usage.truncated,
+            },
+        }
+        return json_response(content, self.headers(reply))
+
+    def headers(self, reply: Reply[T]) -> dict[str, str]:
+        timing = reply.timing
+        return {
+            "Server-Timing": server_timing(
+                encode=timing.encode_s,
+                queue=timing.queue_s,
+                inference=timing.inference_s,
+                decode=timing.decode_s,
+                total=self.exchange.seconds,
+            ),
+            "X-Quartet-Batch": f"size={timing.batch_size};tokens={timing.batch_tokens}",
+            "X-Quartet-Model": self.engine.fingerprint,
+        }
+
+
+async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
+    """Read, validate and address one request. Raises whatever of `service.errors` it deserves."""
+    service, exchange = service_of(request), exchange_of(request.scope)
+    settings, engines = service.settings, service.open_engines()
+    deadline = exchange.arrival + timeout_s(request.headers.get(TIMEOUT_HEADER), settings)
+    body = await read_json(
+        request.headers,
+        request.receive,
+        max_bytes=settings.max_body_bytes,
+        timeout_s=settings.body_timeout_s,
+    )
+    valid = parse(schema, body, settings.max_inputs_per_request)
+    engine = engines.get(valid.model)
+    exchange.model, exchange.inputs = engine.id, valid.size
+    ticket = Ticket(request_id=exchange.request_id, deadline=deadline)
+    return Call(valid, engine, ticket, exchange, request.receive)
+
+
+def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def service_of(request: HttpRequest) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service), "our bug: the app was not made by create_app"
+    return service
+
+
+def timeout_s(header: str | None, settings: Settings) -> float:
+    """The client's patience in seconds, at most the server's."""
+    if header is None:
+        return settings.deadline_ms / 1000
+    if not MILLISECONDS.fullmatch(header):
+        raise InvalidInput(
+            f"{TIMEOUT_HEADER}: must be a whole number of milliseconds, at least 1",
+            param=TIMEOUT_HEADER,
+        )
+    return min(int(header), settings.deadline_ms) / 1000
+
+
+def server_timing(**seconds: float) -> str:
+    return ", ".join(f"{name};dur={1000 * value:.3f}" for name, value in seconds.items())

@@ -1,0 +1,147 @@
+"""One request and its response as seen from outside: its id, its times, its line in the log.
+
+The outermost of our middleware, so it is also where an unexpected exception ends: logged with its
+traceback, answered with our bug's code and nothing else.
+"""
+
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import quote
+
+import orjson
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.body import ClientDisconnected
+from service.errors import InternalError, QuartetError
+from service.logs import log_request
+from service.metrics import Metrics
+
+log = structlog.get_logger()
+
+SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`."""
+
+    request_id: str
+    arrival: float
+    model: str = ""
+    inputs: int = 0
+    tokens: int = 0
+    status: int = 0
+    code: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.arrival
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    exchange = scope["state"]["exchange"]
+    assert isinstance(exchange, Exchange), "our bug: the exchange middleware is not installed"
+    return exchange
+
+
+def new_exchange(headers: Headers) -> Exchange:
+    given = headers.get("x-request-id", "")
+    request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return Exchange(request_id, time.monotonic())
+
+
+def refuse(scope: Scope, error: QuartetError) -> Response:
+    """The one shape of every error, remembered for the log and the metrics."""
+    exchange_of(scope).code = error.code
+    detail = {"code": error.code, "message": error.message, "param": error.param}
+    return Response(
+        orjson.dumps({"error": detail}),
+        error.status,
+        error.headers,
+        media_type="application/json",
+    )
+
+
+class Draining(Protocol):
+    """Whoever knows that this process is on its way out."""
+
+    @property
+    def draining(self) -> bool: ...
+
+
+class ExchangeMiddleware:
+    """Names each request, answers what nobody else caught, and records how each request ended."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, process: Draining) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.process = process
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = new_exchange(Headers(scope=scope))
+        inner = {**scope, "state": {**scope.get("state", {}), "exchange": exchange}}
+        if scope["method"] == "HEAD":  # answered as GET is, without the body
+            inner["method"] = "GET"
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+            try:
+                await self.answer(inner, receive, self.sender(scope, exchange, send))
+            finally:
+                self.record(scope["method"], inner, exchange)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            await self.app(scope, receive, send)
+        except ClientDisconnected:
+            exchange.status = CLIENT_GONE
+        except Exception:
+            log.exception("unexpected error")
+            if exchange.status:
+                raise  # the answer is half sent: the server must cut the connection
+            error = InternalError("our bug: the server's log tells more under this request's id")
+            await refuse(scope, error)(scope, receive, send)
+
+    def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                self.name(MutableHeaders(scope=message), exchange)
+            elif scope["method"] == "HEAD":
+                message = {**message, "body": b""}
+            await send(message)
+
+        return send_named
+
+    def name(self, headers: MutableHeaders, exchange: Exchange) -> None:
+        headers["X-Request-Id"] = exchange.request_id
+        headers["X-Content-Type-Options"] = "nosniff"
+        if self.process.draining:  # the next request on this connection should find another server
+            headers["Connection"] = "close"
+
+    def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
+        self.metrics.observe_request(route, exchange.model, status, seconds)
+        if exchange.code and status != InternalError.status:
+            self.metrics.observe_rejection(exchange.code)
+        log_request(
+            route,
+            method=method,
+            path=quote(scope["path"]),
+            status=status,
+            ms=round(1000 * seconds, 3),
+            model=exchange.model,
+            inputs=exchange.inputs,
+            tokens=exchange.tokens,
+            code=exchange.code,
+        )

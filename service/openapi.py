@@ -1,0 +1,184 @@
+"""The OpenAPI document: bodies, responses, error codes and examples of every route.
+
+The routes read their own bodies, so the framework cannot see them; they are declared here instead.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from service import errors
+from service.errors import QuartetError
+from service.schemas import (
+    ClassifyRequest,
+    EmbedRequest,
+    ErrorResponse,
+    NerRequest,
+    QaRequest,
+    Request,
+)
+
+Object = dict[str, Any]
+
+REFERENCE = "#/components/schemas/{model}"
+REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
+
+EVERY_ROUTE: tuple[type[QuartetError], ...] = (errors.MethodNotAllowed, errors.InternalError)
+NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
+TASK: tuple[type[QuartetError], ...] = (
+    errors.BadRequest,
+    errors.UnknownModel,
+    errors.UnknownHead,
+    errors.RequestTimeout,
+    errors.TooLarge,
+    errors.UnsupportedMediaType,
+    errors.InvalidInput,
+    errors.Overloaded,
+    errors.InferenceFailed,
+    errors.ReplicaLost,
+    errors.DeadlineExceeded,
+)
+
+EXAMPLES: dict[type[Request], Object] = {
+    ClassifyRequest: {
+        "one text": {"inputs": "The lamp arrived broken, but its replacement came overnight."},
+        "several texts, best label each": {
+            "inputs": ["A quiet, generous film.", "Two hours that I want back."],
+            "top_k": 1,
+        },
+        "pairs of texts": {
+            "inputs": ["A boy mends a kite.", "The shop opens at nine."],
+            "text_pair": ["Someone repairs a toy.", "The shop is closed all morning."],
+        },
+    },
+    NerRequest: {
+        "entities": {"inputs": "Ada Lovelace met Charles Babbage in London in 1833."},
+        "every token": {
+            "inputs": "The ferry from Split reaches Hvar in an hour.",
+            "aggregation_strategy": "none",
+        },
+    },
+    QaRequest: {
+        "one question": {
+            "question": "When does the bakery open?",
+            "context": "The bakery on Mill Street opens at six and sells out by ten.",
+        },
+        "several questions, or no answer": {
+            "inputs": [
+                {"question": "Who keeps the bees?", "context": "Marta keeps bees on her roof."},
+                {"question": "What do they cost?", "context": "Marta keeps bees on her roof."},
+            ],
+            "handle_impossible_answer": True,
+        },
+    },
+    EmbedRequest: {
+        "several texts": {"inputs": ["How do I reset my password?", "I cannot log in."]},
+        "shorter vectors as base64": {
+            "inputs": "A river stone, smooth and grey.",
+            "dimensions": 128,
+            "encoding_format": "base64",
+        },
+    },
+}
+
+REQUEST_HEADERS: list[Object] = [
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "Names the request in the response and in the log; made up when absent.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
+    },
+    {
+        "name": "X-Request-Timeout-Ms",
+        "in": "header",
+        "description": "Answer within this time or with 504; at most the server's own deadline.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+]
+
+RESPONSE_HEADERS: dict[str, str] = {
+    "X-Request-Id": "The request's name, as given or made up.",
+    "Server-Timing": "Milliseconds of encode, queue, inference and decode, and in total.",
+    "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
+    "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
+}
+
+
+def task(request: type[Request], response: type[BaseModel]) -> Object:
+    """How a task's route is declared."""
+    body = {
+        "schema": {"$ref": REFERENCE.format(model=request.__name__)},
+        "examples": {
+            name: {"summary": name, "value": value} for name, value in EXAMPLES[request].items()
+        },
+    }
+    return {
+        "response_model": response,
+        "responses": {
+            200: {"headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()}},
+            **error_responses(*TASK, *NOT_READY, *EVERY_ROUTE),
+        },
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "parameters": REQUEST_HEADERS,
+        },
+        "tags": ["tasks"],
+    }
+
+
+def page(response: type[BaseModel], *, ready: bool = False) -> Object:
+    """How a GET route is declared; `ready` where it needs the engines."""
+    unready = NOT_READY if ready else ()
+    return {
+        "response_model": response,
+        "responses": error_responses(*unready, *EVERY_ROUTE),
+        "tags": ["service"],
+    }
+
+
+def text(media_type: str) -> Object:
+    """How a GET route that answers in plain text is declared."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {
+        "response_model": None,
+        "responses": {200: {"content": content}, **error_responses(*EVERY_ROUTE)},
+        "tags": ["service"],
+    }
+
+
+def header(text: str) -> Object:
+    return {"description": text, "schema": {"type": "string"}}
+
+
+def error_responses(*kinds: type[QuartetError]) -> dict[int | str, Object]:
+    """The statuses of some errors, each with its codes."""
+    codes: dict[int, list[str]] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.status):
+        codes.setdefault(kind.status, []).append(kind.code)
+    return {status: error_response(names) for status, names in codes.items()}
+
+
+def error_response(codes: Iterable[str]) -> Object:
+    return {
+        "model": ErrorResponse,
+        "description": "code " + " or ".join(f"`{code}`" for code in codes),
+    }
+
+
+def document(app: FastAPI) -> Object:
+    """The whole document, with the bodies that the routes read for themselves."""
+    described = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+    )
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in REQUESTS], ref_template=REFERENCE
+    )
+    described["components"]["schemas"].update(definitions["$defs"])
+    return described

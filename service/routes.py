@@ -1,0 +1,172 @@
+"""The native endpoints: for each, what comes in, what the engine is asked, what goes out."""
+
+import base64
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service import openapi
+from service.calls import json_response, receive_call, service_of
+from service.decode import Answer, Entity, Label
+from service.metrics import CONTENT_TYPE
+from service.schemas import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbedRequest,
+    EmbedResponse,
+    HealthResponse,
+    ModelsResponse,
+    NerRequest,
+    NerResponse,
+    QaRequest,
+    QaResponse,
+)
+
+
+class Route(APIRoute):
+    """Documented as the framework's routes are, but handed the request as it came."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
+
+
+router = APIRouter(route_class=Route)
+
+
+@router.post("/classify", **openapi.task(ClassifyRequest, ClassifyResponse))
+async def classify(request: Request) -> Response:
+    """Labels and their scores for each text, or each pair of texts."""
+    call = await receive_call(request, ClassifyRequest)
+    body = call.body
+    reply = await call.ask(
+        call.engine.classify(
+            body.inputs,
+            body.text_pair,
+            call.ticket,
+            head=body.head,
+            top_k=body.top_k,
+            truncate=body.truncate,
+            stride=body.stride,
+        )
+    )
+    return call.respond(reply, results=[[*map(label, labels)] for labels in reply.results])
+
+
+@router.post("/ner", **openapi.task(NerRequest, NerResponse))
+async def ner(request: Request) -> Response:
+    """The named entities of each text, with their places in it."""
+    call = await receive_call(request, NerRequest)
+    body = call.body
+    reply = await call.ask(
+        call.engine.ner(
+            body.inputs,
+            call.ticket,
+            head=body.head,
+            aggregation_strategy=body.aggregation_strategy,
+            truncate=body.truncate,
+            stride=body.stride,
+        )
+    )
+    key = "entity" if body.aggregation_strategy == "none" else "entity_group"
+    results = [[entity(key, found) for found in entities] for entities in reply.results]
+    return call.respond(reply, results=results)
+
+
+@router.post("/qa", **openapi.task(QaRequest, QaResponse))
+async def qa(request: Request) -> Response:
+    """The spans of a context that answer a question best."""
+    call = await receive_call(request, QaRequest)
+    body = call.body
+    reply = await call.ask(
+        call.engine.qa(
+            body.questions,
+            body.contexts,
+            call.ticket,
+            head=body.head,
+            top_k=body.top_k,
+            handle_impossible_answer=body.handle_impossible_answer,
+            truncate=body.truncate,
+            stride=body.stride,
+        )
+    )
+    return call.respond(reply, results=[[*map(answer, answers)] for answers in reply.results])
+
+
+@router.post("/embed", **openapi.task(EmbedRequest, EmbedResponse))
+async def embed(request: Request) -> Response:
+    """One vector for each text."""
+    call = await receive_call(request, EmbedRequest)
+    body = call.body
+    reply = await call.ask(
+        call.engine.embed(
+            body.inputs,
+            call.ticket,
+            head=body.head,
+            normalize=body.normalize,
+            dimensions=body.dimensions,
+            truncate=body.truncate,
+            stride=body.stride,
+        )
+    )
+    vectors = np.ascontiguousarray(reply.results, dtype="<f4")
+    as_text = body.encoding_format == "base64"
+    return call.respond(reply, embeddings=[*map(base64_of, vectors)] if as_text else vectors)
+
+
+def label(found: Label) -> dict[str, object]:
+    return {"label": found.label, "score": found.score}
+
+
+def entity(key: str, found: Entity) -> dict[str, object]:
+    return {
+        key: found.entity,
+        "score": found.score,
+        "word": found.word,
+        "start": found.start,
+        "end": found.end,
+    }
+
+
+def answer(found: Answer) -> dict[str, object]:
+    return {
+        "answer": found.answer,
+        "score": found.score,
+        "start": found.start,
+        "end": found.end,
+    }
+
+
+def base64_of(vector: NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.tobytes()).decode("ascii")
+
+
+@router.get("/models", **openapi.page(ModelsResponse, ready=True))
+async def models(request: Request) -> Response:
+    """The bundles that are served, the default first."""
+    engines = service_of(request).open_engines().all()
+    return json_response({"models": [engine.describe() for engine in engines]})
+
+
+@router.get("/health/live", **openapi.page(HealthResponse))
+async def live(request: Request) -> Response:
+    """The process answers: restart it when this does not."""
+    return json_response({"status": "live"})
+
+
+@router.get("/health/ready", **openapi.page(HealthResponse, ready=True))
+async def ready(request: Request) -> Response:
+    """New requests may be sent here; 503 until the bundles are open, and again from SIGTERM on."""
+    service_of(request).check_ready()
+    return json_response({"status": "ready"})
+
+
+@router.get("/metrics", **openapi.text(CONTENT_TYPE))
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus's text format."""
+    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE)

@@ -1,0 +1,311 @@
+"""What requests and responses say: the first are validated here, both are documented here.
+
+Bodies forbid unknown fields and coerce nothing. A body that says several impossible things hears of
+all of them, each bad index by name. Responses are built by the routes and never validated again;
+their models are for the OpenAPI document.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from service.errors import InvalidInput, TooLarge
+from service.settings import did_you_mean
+
+SHOWN = 64  # characters of a client's own field name that a message repeats
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+def as_list(value: object) -> object:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise PydanticCustomError("texts_type", "must be a string or a list of strings")
+
+
+def exactly(value: object) -> object:
+    if value is True or value is False or value == "window":
+        return value
+    raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
+
+
+Truncate = Annotated[Literal[True, False, "window"], BeforeValidator(exactly)]  # 1 is no true
+Texts = Annotated[
+    list[str],
+    Field(min_length=1),
+    BeforeValidator(as_list, json_schema_input_type=str | list[str]),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Request(_Strict):
+    """What every task's request may say."""
+
+    model: str | None = Field(
+        None, description="`name` or `name@version`; the first bundle served when absent"
+    )
+    head: str | None = Field(None, description="the model's first head for the task when absent")
+    stride: int | None = Field(
+        None,
+        ge=0,
+        description="tokens that neighbouring windows of a long text share; 64 when absent,"
+        " or fewer in a model of small windows",
+    )
+
+    @property
+    def size(self) -> int:
+        """The number of inputs, which the results are aligned with."""
+        raise NotImplementedError
+
+
+class TextRequest(Request):
+    inputs: Texts = Field(description="one text, or several; results are aligned with them")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs)
+
+
+class ClassifyRequest(TextRequest):
+    text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
+    top_k: int | None = Field(None, ge=1, description="labels to return; all of them when absent")
+    truncate: Truncate = Field(
+        True,
+        description="cut a long text (true), refuse it (false), or read it in windows",
+    )
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        if self.text_pair is not None and len(self.text_pair) != len(self.inputs):
+            counts = f"{len(self.text_pair)} texts, inputs has {len(self.inputs)}"
+            raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+        return self
+
+
+class NerRequest(TextRequest):
+    aggregation_strategy: Aggregation = Field(
+        "first", description="how a word's tokens, and an entity's words, become one entity"
+    )
+    truncate: Truncate = Field(
+        "window", description="read a long text in windows, cut it (true) or refuse it (false)"
+    )
+
+
+class EmbedRequest(TextRequest):
+    normalize: bool | None = Field(
+        None, description="scale vectors to length 1; as the head says when absent"
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="keep only the first dimensions; all of them when absent"
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="numbers, or base64 of little-endian float32"
+    )
+    truncate: Truncate = Field(
+        True, description="cut a long text (true), refuse it (false), or pool its windows"
+    )
+
+
+class Question(_Strict):
+    question: str = Field(description="what is asked of the context")
+    context: str = Field(description="the text that the answer is a span of")
+
+
+class QaRequest(Request):
+    """One question as `question` and `context`, or several as `inputs`; not both."""
+
+    question: str | None = Field(None, description="what is asked of the context")
+    context: str | None = Field(None, description="the text that the answer is a span of")
+    inputs: list[Question] | None = Field(None, min_length=1, description="several questions")
+    top_k: int = Field(1, ge=1, description="answers to return for each question")
+    handle_impossible_answer: bool = Field(
+        False, description='may answer "" (start 0, end 0) when the context holds no answer'
+    )
+    truncate: Truncate = Field(
+        "window",
+        description="read a long context in windows, cut it (true) or refuse it (false)",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        single = {"question": self.question, "context": self.context}
+        given = [name for name, text in single.items() if text is not None]
+        if self.inputs is not None and given:
+            raise InvalidInput("give question and context, or inputs, not both", param="inputs")
+        if self.inputs is None and len(given) < len(single):
+            missing = [name for name in single if name not in given]
+            raise InvalidInput(f"{' and '.join(missing)}: required", param=missing[0])
+        self._refuse_blank()
+        return self
+
+    def _refuse_blank(self) -> None:
+        if self.inputs is None:
+            texts = [("question", self.question), ("context", self.context)]
+        else:
+            texts = [
+                (f"inputs[{index}].{name}", getattr(item, name))
+                for index, item in enumerate(self.inputs)
+                for name in ("question", "context")
+            ]
+        blank = [name for name, text in texts if not (text or "").strip()]
+        if blank:
+            raise InvalidInput(f"{', '.join(blank)}: must not be empty", param=blank[0])
+
+    @property
+    def size(self) -> int:
+        return len(self.questions)
+
+    @property
+    def questions(self) -> list[str]:
+        return [self.question or ""] if self.inputs is None else [i.question for i in self.inputs]
+
+    @property
+    def contexts(self) -> list[str]:
+        return [self.context or ""] if self.inputs is None else [i.context for i in self.inputs]
+
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(schema: type[R], body: object, max_inputs: int) -> R:
+    """Validate a parsed body. Raises TooLarge or an InvalidInput that names every fault."""
+    if not isinstance(body, dict):
+        raise InvalidInput("the body must be a JSON object")
+    for name in ("inputs", "text_pair"):
+        refuse_many(name, body.get(name), max_inputs)
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        raise explain(faults, schema.model_fields) from None
+
+
+def refuse_many(name: str, value: object, most: int) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise TooLarge(f"{name} has {len(value)} items; a request may have {most}", param=name)
+
+
+def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
+    """One readable error of all faults: places that share a fault are listed together."""
+    places: dict[str, list[str]] = {}
+    for fault in faults:
+        places.setdefault(say(fault, fields), []).append(place(fault["loc"]))
+    message = "; ".join(f"{', '.join(names)}: {fault}" for fault, names in places.items())
+    return InvalidInput(message, param=place(faults[0]["loc"]))
+
+
+def place(location: Sequence[int | str]) -> str:
+    """`("inputs", 3, "context")` as `inputs[3].context`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step[:SHOWN]}" for step in location)
+    return "".join(steps).removeprefix(".")
+
+
+def say(fault: ErrorDetails, fields: Iterable[str]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return f"unknown field{did_you_mean(str(fault['loc'][-1])[:SHOWN], fields)}"
+    if fault["type"] in PHRASES:
+        return PHRASES[fault["type"]].format_map(fault.get("ctx", {}))
+    return fault["msg"]
+
+
+PHRASES: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "greater_than_equal": "must be at least {ge}",
+    "int_type": "must be an integer",
+    "list_type": "must be a list of questions",
+    "literal_error": "must be one of {expected}",
+    "missing": "required",
+    "model_type": "must be an object with question and context",
+    "string_type": "must be a string",
+    "too_short": "must not be empty",
+}
+
+
+# Responses.
+
+
+class Label(BaseModel):
+    label: str
+    score: float
+
+
+class Entity(BaseModel):
+    """One token, under `aggregation_strategy` none; offsets are code points, half-open."""
+
+    entity: str = Field(examples=["B-LOC"])
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class EntityGroup(BaseModel):
+    """One entity; offsets are code points, half-open."""
+
+    entity_group: str = Field(examples=["LOC"])
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class Answer(BaseModel):
+    """A span of the context; offsets are code points, half-open; no answer is "", 0, 0."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+class Usage(BaseModel):
+    tokens: int = Field(description="tokens that the model read, special ones included")
+    windows: int = Field(description="windows that the inputs were read in")
+    truncated: list[int] = Field(description="indices of the inputs that were cut")
+
+
+class Response(BaseModel):
+    model: str = Field(examples=["quartet-small@1"], description="`name@version` that answered")
+    head: str
+    usage: Usage
+
+
+class ClassifyResponse(Response):
+    results: list[list[Label]] = Field(description="per input, labels by falling score")
+
+
+class NerResponse(Response):
+    results: list[list[EntityGroup] | list[Entity]] = Field(description="per input, in text order")
+
+
+class QaResponse(Response):
+    results: list[list[Answer]] = Field(description="per question, answers by falling score")
+
+
+class EmbedResponse(Response):
+    embeddings: list[list[float]] | list[str] = Field(description="one vector per input")
+
+
+class ModelsResponse(BaseModel):
+    models: list[dict[str, Any]] = Field(description="the bundles served, the default first")
+
+
+class HealthResponse(BaseModel):
+    status: str
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+    param: str | None = Field(description="the field or header at fault, e.g. `inputs[3]`")
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail

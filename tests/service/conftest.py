@@ -1,0 +1,69 @@
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
+
+from service.app import create_app
+from service.settings import PREFIX, Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings come from the test alone."""
+    for name in os.environ:
+        if name.upper().startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def lines() -> Iterator[list[EventDict]]:
+    """What is logged."""
+    with capture_logs(processors=[merge_contextvars]) as lines:
+        yield lines
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def engines(engine: FakeEngine) -> FakeEngines:
+    return FakeEngines(engine)
+
+
+@pytest.fixture
+def app(engines: FakeEngines) -> FastAPI:
+    return create_app(Settings(), engines.open)
+
+
+@asynccontextmanager
+async def living(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app between its startup and its shutdown."""
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with living(app) as client:
+        yield client
+
+
+@pytest.fixture
+def client_with(
+    engines: FakeEngines,
+) -> Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """A client of an app with settings of its own."""
+    return lambda **settings: living(create_app(Settings(**settings), engines.open))

@@ -1,0 +1,94 @@
+"""An engine that answers at once, remembers what it was asked, and fails or waits when told to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from service.batcher import BatchStats, Load
+from service.decode import Answer, Entity, Label
+from service.engine import Reply, Ticket, Timing, Usage
+from service.errors import UnknownModel
+from service.settings import Settings
+
+VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
+
+
+class FakeEngine:
+    id = "tiny@1"
+    fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.ticket: Ticket | None = None
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.reached = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def classify(self, texts: list[str], pairs: list[str] | None, ticket: Ticket, **options):
+        labels = [Label("good", 0.75), Label("bad", 0.25)][: options["top_k"]]
+        asked = {"texts": texts, "pairs": pairs, **options}
+        return await self.reply("sentiment", [labels] * len(texts), ticket, asked)
+
+    async def ner(self, texts: list[str], ticket: Ticket, **options):
+        name = "B-LOC" if options["aggregation_strategy"] == "none" else "LOC"
+        found = [[Entity(name, 0.5, "Oslo", 3, 7)]] * len(texts)
+        return await self.reply("entities", found, ticket, {"texts": texts, **options})
+
+    async def qa(self, questions: list[str], contexts: list[str], ticket: Ticket, **options):
+        found = [[Answer("six", 0.5, 4, 7)]] * len(questions)
+        asked = {"questions": questions, "contexts": contexts, **options}
+        return await self.reply("answers", found, ticket, asked)
+
+    async def embed(self, texts: list[str], ticket: Ticket, **options):
+        vectors = np.stack([VECTOR] * len(texts))
+        return await self.reply("embeddings", vectors, ticket, {"texts": texts, **options})
+
+    async def reply(
+        self, head: str, results: Any, ticket: Ticket, asked: dict[str, Any]
+    ) -> Reply[Any]:
+        self.asked, self.ticket = asked, ticket
+        self.reached.set()
+        try:
+            if self.hold:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        if self.error:
+            raise self.error
+        usage = Usage(tokens=7, windows=1, truncated=[])
+        return Reply(head, results, usage, Timing(0.001, 0.002, 0.003, 0.004, 8, 312))
+
+    def describe(self) -> dict[str, object]:
+        return {"id": self.id, "precision": "int8"}
+
+
+class FakeEngines:
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.ready = True
+        self.closed = False
+        self.observer: Callable[[BatchStats], None] | None = None
+
+    def get(self, model: str | None) -> FakeEngine:
+        if model not in (None, "tiny", self.engine.id):
+            raise UnknownModel(f"no model {model!r} is served", param="model")
+        return self.engine
+
+    def all(self) -> list[FakeEngine]:
+        return [self.engine]
+
+    def load(self) -> Load:
+        return Load(queue_tokens=42, tokens_per_second=1000.0, ready=self.ready)
+
+    def observe(self, observer: Callable[[BatchStats], None]) -> None:
+        self.observer = observer
+
+    @asynccontextmanager
+    async def open(self, settings: Settings) -> AsyncIterator["FakeEngines"]:
+        yield self
+        self.closed = True

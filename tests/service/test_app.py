@@ -1,0 +1,164 @@
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+from structlog.typing import EventDict
+
+from service.app import PAGES, create_app
+from service.bundle import BundleError
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+PAGE_FILES = sorted(path.name for path in PAGES.iterdir() if path.is_file())
+
+
+async def live(app: FastAPI) -> list[Message]:
+    """What an app answers to the lifespan protocol, from startup to shutdown or failure."""
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+    answers: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    with suppress(BundleError):
+        await app({"type": "lifespan", "state": {}}, receive, send)
+    return answers
+
+
+async def test_a_life_opens_and_closes_the_engines(engines: FakeEngines, app: FastAPI) -> None:
+    """The engines are open between startup and shutdown, and observed."""
+    answers = await live(app)
+    assert [answer["type"] for answer in answers] == [
+        "lifespan.startup.complete",
+        "lifespan.shutdown.complete",
+    ]
+    assert engines.closed
+    assert engines.observer == app.state.service.metrics.observe_batch
+
+
+async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -> None:
+    """The log names each model and what it runs on."""
+    await live(app)
+    opened = {"event": "opened", "log_level": "info", "model": "tiny@1"}
+    assert lines == [{**opened, "runs": FakeEngine.fingerprint}]
+
+
+async def test_a_failed_start_is_told_in_one_line() -> None:
+    """The server hears why, without a traceback."""
+
+    @asynccontextmanager
+    async def fail(_: Settings) -> AsyncIterator[FakeEngines]:
+        raise BundleError("bundles/x", "no such bundle directory")
+        yield
+
+    assert await live(create_app(Settings(), fail)) == [
+        {
+            "type": "lifespan.startup.failed",
+            "message": "cannot start: bundles/x: no such bundle directory",
+        }
+    ]
+
+
+async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
+    """Alive at once, ready only with its engines."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://quartet") as client:
+        assert (await client.get("/health/live")).status_code == 200
+        ready = await client.get("/health/ready")
+        classify = await client.post("/classify", json={"inputs": "a"})
+    for response in (ready, classify):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+
+
+async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: FastAPI) -> None:
+    """Draining, it sends probes away and answers who is there."""
+    app.state.service.draining = True
+    ready = await client.get("/health/ready")
+    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
+    assert ready.headers["Retry-After"] == "1"
+    assert (await client.post("/classify", json={"inputs": "a"})).status_code == 200
+
+
+async def test_a_request_under_way_is_answered_while_draining(
+    client: httpx.AsyncClient, app: FastAPI, engine: FakeEngine
+) -> None:
+    """What was accepted is answered."""
+    engine.hold = asyncio.Event()
+    asking = asyncio.create_task(client.post("/classify", json={"inputs": "a"}))
+    await engine.reached.wait()
+    app.state.service.draining = True
+    engine.hold.set()
+    assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/classify/", "/static/nothing", "/static/../app.py"])
+async def test_unknown_paths_are_not_found(client: httpx.AsyncClient, path: str) -> None:
+    """There are no redirects and no other shapes of error."""
+    response = await client.get(path)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/classify", "POST"),
+        ("OPTIONS", "/embed", "POST"),
+        ("HEAD", "/qa", "POST"),
+        ("POST", "/health/live", "GET, HEAD"),
+        ("DELETE", "/", "GET, HEAD"),
+        ("POST", "/static/app.js", "GET, HEAD"),
+    ],
+)
+async def test_other_methods_are_not_allowed(
+    client: httpx.AsyncClient, method: str, path: str, allow: str
+) -> None:
+    """A 405 names what is allowed."""
+    response = await client.request(method, path)
+    assert (response.status_code, response.headers["Allow"]) == (405, allow)
+    assert method == "HEAD" or response.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", *(f"/static/{name}" for name in PAGE_FILES)])
+async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, path: str) -> None:
+    """Each page is served, and forbids the browser what is not ours."""
+    response = await client.get(path)
+    assert response.status_code == 200
+    assert response.headers["Content-Security-Policy"].startswith("default-src 'self'; ")
+    assert response.headers["Cache-Control"] == "no-cache"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGE_FILES if name.endswith(".html")])
+def test_pages_refer_to_nothing_outside(name: str) -> None:
+    """Links are relative, so that a page also works behind a prefix."""
+    text = (PAGES / name).read_text()
+    links = re.findall(r'(?:href|src)="([^"#]*)"', text)
+    assert links
+    assert not [link for link in links if re.match(r"[a-z]+:|/", link)]
+
+
+async def test_an_unchanged_page_is_not_sent_again(client: httpx.AsyncClient) -> None:
+    """A browser that has the page is told so."""
+    etag = (await client.get("/docs")).headers["ETag"]
+    assert (await client.get("/docs", headers={"If-None-Match": etag})).status_code == 304
+
+
+def test_serving_needs_no_torch() -> None:
+    """Importing the service loads nothing of the training side."""
+    script = (
+        "import sys, service.app, service.__main__\n"
+        "print({'torch', 'model', 'export', 'transformers'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "set()"

@@ -1,0 +1,67 @@
+import re
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from service.openapi import EXAMPLES, REQUESTS
+from service.schemas import Request, parse
+
+TASKS = {
+    "/classify": "ClassifyRequest",
+    "/ner": "NerRequest",
+    "/qa": "QaRequest",
+    "/embed": "EmbedRequest",
+}
+TASK_STATUSES = [200, 400, 404, 405, 408, 413, 415, 422, 429, 500, 503, 504]
+
+
+@pytest.fixture
+def document(app: FastAPI) -> dict[str, Any]:
+    return app.openapi()
+
+
+async def test_the_document_is_served(client: httpx.AsyncClient, document: dict[str, Any]) -> None:
+    """The address that the docs page reads gives the document."""
+    assert (await client.get("/openapi.json")).json() == document
+
+
+@pytest.mark.parametrize("path", TASKS)
+def test_each_task_declares_its_body(document: dict[str, Any], path: str) -> None:
+    """The body's schema is there, though the framework never reads it."""
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": f"#/components/schemas/{TASKS[path]}"}
+    assert body["examples"]
+
+
+@pytest.mark.parametrize("path", TASKS)
+def test_each_task_declares_its_answers(document: dict[str, Any], path: str) -> None:
+    """Every status that it can answer, errors in the one shape."""
+    responses = document["paths"][path]["post"]["responses"]
+    shape = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
+    assert sorted(map(int, responses)) == TASK_STATUSES
+    assert all(responses[str(s)]["content"]["application/json"] == shape for s in TASK_STATUSES[1:])
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    """No `$ref` dangles."""
+    references = set(re.findall(r"'\$ref': '#/components/schemas/(\w+)'", str(document)))
+    assert references <= set(document["components"]["schemas"])
+    assert "Question" in references
+
+
+def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> None:
+    """Operation ids make good names for generated clients."""
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert names == ["classify", "ner", "qa", "embed", "models", "live", "ready", "metrics"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [(schema, body) for schema in REQUESTS for body in EXAMPLES[schema].values()],
+)
+def test_examples_are_valid(schema: type[Request], body: object) -> None:
+    """Who copies an example is answered."""
+    assert parse(schema, body, 8).size > 0

@@ -1,0 +1,270 @@
+import asyncio
+import base64
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service import errors
+from tests.service.fakes import VECTOR, FakeEngine
+
+Client = httpx.AsyncClient
+ClientWith = Callable[..., AbstractAsyncContextManager[Client]]
+
+QUESTION = {"question": "When does it open?", "context": "At six."}
+BODIES: dict[str, Any] = {
+    "/classify": {"inputs": "a"},
+    "/ner": {"inputs": "a"},
+    "/qa": QUESTION,
+    "/embed": {"inputs": "a"},
+}
+USAGE = {"tokens": 7, "windows": 1, "truncated": []}
+
+each_task = pytest.mark.parametrize("path", BODIES)
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    error = response.json()["error"]
+    assert set(error) == {"code", "message", "param"}
+    return response.status_code, error["code"], error["param"]
+
+
+async def test_classify_answers_with_labels(client: Client) -> None:
+    """A list of labels for each input, and who gave them at what cost."""
+    response = await client.post("/classify", json={"inputs": ["a", "b"], "top_k": 1})
+    assert response.json() == {
+        "model": "tiny@1",
+        "head": "sentiment",
+        "results": [[{"label": "good", "score": 0.75}]] * 2,
+        "usage": USAGE,
+    }
+
+
+async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+    """Every field reaches the engine."""
+    body = {
+        "inputs": "a",
+        "text_pair": "b",
+        "model": "tiny",
+        "head": "topic",
+        "top_k": 2,
+        "truncate": False,
+        "stride": 8,
+    }
+    await client.post("/classify", json=body)
+    assert engine.asked == {
+        "texts": ["a"],
+        "pairs": ["b"],
+        "head": "topic",
+        "top_k": 2,
+        "truncate": False,
+        "stride": 8,
+    }
+
+
+async def test_ner_answers_with_groups(client: Client) -> None:
+    """Grouped entities go by `entity_group`."""
+    response = await client.post("/ner", json={"inputs": "In Oslo"})
+    found = {"entity_group": "LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
+    assert response.json()["results"] == [[found]]
+
+
+async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> None:
+    """Ungrouped ones go by `entity`, with their B- or I-."""
+    response = await client.post("/ner", json={"inputs": "a", "aggregation_strategy": "none"})
+    found = {"entity": "B-LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
+    assert response.json()["results"] == [[found]]
+    assert engine.asked == {
+        "texts": ["a"],
+        "head": None,
+        "aggregation_strategy": "none",
+        "truncate": "window",
+        "stride": None,
+    }
+
+
+@pytest.mark.parametrize("body", [QUESTION, {"inputs": [QUESTION, QUESTION]}], ids=["one", "list"])
+async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: Any) -> None:
+    """A list of spans for each question, in either form."""
+    response = await client.post("/qa", json=body)
+    count = len(body.get("inputs", [body]))
+    found = {"answer": "six", "score": 0.5, "start": 4, "end": 7}
+    assert response.json()["results"] == [[found]] * count
+    assert engine.asked == {
+        "questions": [QUESTION["question"]] * count,
+        "contexts": [QUESTION["context"]] * count,
+        "head": None,
+        "top_k": 1,
+        "handle_impossible_answer": False,
+        "truncate": "window",
+        "stride": None,
+    }
+
+
+async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) -> None:
+    """Numbers by default, one vector for each input."""
+    response = await client.post("/embed", json={"inputs": ["a", "b"], "dimensions": 3})
+    assert response.json() == {
+        "model": "tiny@1",
+        "head": "embeddings",
+        "embeddings": [VECTOR.tolist()] * 2,
+        "usage": USAGE,
+    }
+    assert (engine.asked["normalize"], engine.asked["dimensions"]) == (None, 3)
+
+
+async def test_embed_answers_in_base64(client: Client) -> None:
+    """Base64 is of little-endian float32."""
+    response = await client.post("/embed", json={"inputs": "a", "encoding_format": "base64"})
+    (text,) = response.json()["embeddings"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), VECTOR)
+
+
+@each_task
+async def test_an_answer_says_how_it_was_made(client: Client, path: str) -> None:
+    """Headers tell the stages, the batch, and the bundle with all it ran on."""
+    headers = (await client.post(path, json=BODIES[path])).headers
+    stages, total = headers["Server-Timing"].rsplit(";dur=", 1)
+    assert (
+        stages == "encode;dur=1.000, queue;dur=2.000, inference;dur=3.000, decode;dur=4.000, total"
+    )
+    assert float(total) > 0
+    assert headers["X-Quartet-Batch"] == "size=8;tokens=312"
+    assert headers["X-Quartet-Model"] == FakeEngine.fingerprint
+
+
+@each_task
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "retry_after"),
+    [
+        (errors.UnknownHead, 404, "unknown_head", None),
+        (errors.TooLarge, 413, "too_large", None),
+        (errors.InvalidInput, 422, "invalid", None),
+        (errors.Overloaded, 429, "overloaded", "1"),
+        (errors.InferenceFailed, 500, "inference_failed", None),
+        (errors.NotReady, 503, "not_ready", "1"),
+        (errors.Draining, 503, "draining", "1"),
+        (errors.ReplicaLost, 503, "replica_lost", "1"),
+        (errors.DeadlineExceeded, 504, "deadline_exceeded", None),
+    ],
+)
+async def test_the_engines_errors_are_answered(
+    client: Client,
+    engine: FakeEngine,
+    path: str,
+    kind: type[errors.QuartetError],
+    status: int,
+    code: str,
+    retry_after: str | None,
+) -> None:
+    """Each has its status, its code, its message and its headers."""
+    engine.error = kind("told so", param="inputs[3]")
+    response = await client.post(path, json=BODIES[path])
+    assert error_of(response) == (status, code, "inputs[3]")
+    assert response.json()["error"]["message"] == "told so"
+    assert response.headers.get("Retry-After") == retry_after
+
+
+@each_task
+async def test_malformed_json_is_answered(client: Client, path: str) -> None:
+    """Not JSON is 400."""
+    response = await client.post(
+        path, content=b'{"inputs": NaN}', headers={"Content-Type": "application/json"}
+    )
+    assert error_of(response) == (400, "bad_request", None)
+
+
+@each_task
+async def test_another_content_type_is_answered(client: Client, path: str) -> None:
+    """A form is 415."""
+    response = await client.post(path, data={"inputs": "a"})
+    assert error_of(response) == (415, "unsupported_media_type", "Content-Type")
+
+
+@each_task
+async def test_an_invalid_body_is_answered(client: Client, path: str) -> None:
+    """An unknown field is 422, by its name."""
+    response = await client.post(path, json={**BODIES[path], "temperature": 0})
+    assert error_of(response) == (422, "invalid", "temperature")
+
+
+@each_task
+async def test_an_unknown_model_is_answered(client: Client, path: str) -> None:
+    """A model that is not served is 404."""
+    response = await client.post(path, json={**BODIES[path], "model": "huge"})
+    assert error_of(response) == (404, "unknown_model", "model")
+
+
+@each_task
+async def test_a_bad_timeout_is_answered(client: Client, path: str) -> None:
+    """A header is checked as a field is."""
+    response = await client.post(path, json=BODIES[path], headers={"X-Request-Timeout-Ms": "soon"})
+    assert error_of(response) == (422, "invalid", "X-Request-Timeout-Ms")
+
+
+@each_task
+async def test_limits_are_the_settings(client_with: ClientWith, path: str) -> None:
+    """The size of a body and the number of inputs are the operator's to set."""
+    many = {"inputs": [{}] * 3}
+    async with client_with(max_inputs_per_request=2) as client:
+        assert error_of(await client.post(path, json=many)) == (413, "too_large", "inputs")
+    async with client_with(max_body_bytes=8) as client:
+        assert error_of(await client.post(path, json=many)) == (413, "too_large", None)
+
+
+async def test_a_slow_body_is_answered(client_with: ClientWith) -> None:
+    """A body that does not come is 408, and its connection is not used again."""
+    never = asyncio.Event()
+
+    async def body() -> Any:
+        yield b"{"
+        await never.wait()
+
+    async with client_with(body_timeout_s=0.01) as client:
+        response = await client.post(
+            "/classify", content=body(), headers={"Content-Type": "application/json"}
+        )
+    assert error_of(response) == (408, "slow_body", None)
+    assert response.headers["Connection"] == "close"
+
+
+async def test_the_deadline_is_kept(client: Client, engine: FakeEngine) -> None:
+    """An engine that takes too long is cancelled, and the client told in time."""
+    engine.hold = asyncio.Event()
+    response = await client.post(
+        "/classify", json=BODIES["/classify"], headers={"X-Request-Timeout-Ms": "10"}
+    )
+    assert error_of(response) == (504, "deadline_exceeded", None)
+    assert engine.cancelled.is_set()
+
+
+async def test_the_engine_knows_the_deadline(client: Client, engine: FakeEngine) -> None:
+    """The ticket's deadline lies ahead by the client's patience."""
+    before = time.monotonic()
+    await client.post(
+        "/classify", json=BODIES["/classify"], headers={"X-Request-Timeout-Ms": "5000"}
+    )
+    assert before + 5 <= engine.ticket.deadline <= time.monotonic() + 5
+
+
+async def test_models_are_described(client: Client) -> None:
+    """Each engine speaks for itself."""
+    response = await client.get("/models")
+    assert response.json() == {"models": [{"id": "tiny@1", "precision": "int8"}]}
+
+
+async def test_live_and_ready_say_so(client: Client) -> None:
+    """An open server lives and is ready."""
+    live, ready = await client.get("/health/live"), await client.get("/health/ready")
+    assert (live.json(), ready.json()) == ({"status": "live"}, {"status": "ready"})
+
+
+async def test_metrics_are_text(client: Client) -> None:
+    """Prometheus is answered in its own format."""
+    response = await client.get("/metrics")
+    assert response.headers["Content-Type"].startswith("text/plain; version=")
+    assert "\nquartet_queue_tokens 42.0\n" in response.text
