@@ -1,7 +1,7 @@
 """A request body, from the wire to JSON, and the wait for the answer to it.
 
-Written on `receive` alone, because the framework's own reading answers 500 to bytes that are not
-UTF-8 and to NaN, and goes on working for clients that have gone.
+Written on `receive` alone, because the framework's own reading answers 500 to NaN, lets lone
+surrogates in, and goes on working for clients that have gone.
 """
 
 import asyncio

@@ -8,15 +8,23 @@ import hashlib
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -62,9 +70,14 @@ class Head(_Record):
     def _complete(self) -> Self:
         if self.task in ("classification", "ner") and not self.labels:
             raise ValueError(f"a {self.task} head needs labels")
-        if self.task == "embedding" and self.pooling is None:
-            raise ValueError("an embedding head needs its pooling")
+        if self.task == "embedding" and (self.pooling is None or self.dimensions is None):
+            raise ValueError("an embedding head needs its pooling and its dimensions")
         return self
+
+    @property
+    def width(self) -> int:
+        """Numbers per row of the head's output."""
+        return 2 if self.task == "qa" else len(self.labels) or self.dimensions or 0
 
     @property
     def per_token(self) -> bool:
@@ -129,7 +142,7 @@ class Manifest(_Record):
     format_version: Literal[1]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
-    heads: dict[str, Head] = Field(min_length=1)
+    heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
     default_precision: Precision
     max_length: int = Field(ge=8)
     vocabulary: Vocabulary
@@ -204,10 +217,15 @@ def load(path: Path | str) -> Bundle:
 def _read_manifest(folder: Path) -> bytes:
     if not folder.is_dir():
         raise BundleError(folder, "no such bundle directory")
+    path = folder / MANIFEST
+    if path.is_symlink():
+        raise BundleError(folder, f"{MANIFEST} is not a plain file")
     try:
-        return (folder / MANIFEST).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise BundleError(folder, f"not a bundle: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise BundleError(folder, f"{MANIFEST} cannot be read: {error.strerror}") from None
 
 
 def _parse(folder: Path, text: bytes) -> Manifest:
@@ -234,17 +252,24 @@ def _check_file(folder: Path, name: str, expected: str) -> None:
 
 def _read_golden(folder: Path, manifest: Manifest) -> Golden:
     try:
-        with np.load(folder / manifest.goldens.file, allow_pickle=False) as arrays:
+        with (
+            (folder / manifest.goldens.file).open("rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
             golden = Golden(
                 arrays["input_ids"],
                 arrays["token_type_ids"],
                 arrays["lengths"],
                 {head: arrays[f"output.{head}"] for head in manifest.heads},
             )
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise BundleError(folder, f"{manifest.goldens.file} cannot be read: {error}") from None
     if len(golden.input_ids) != golden.lengths.sum():
         raise BundleError(folder, f"{manifest.goldens.file}: lengths and input_ids disagree")
+    for name, head in manifest.heads.items():
+        if golden.outputs[name].shape[-1:] != (head.width,):
+            shape = golden.outputs[name].shape
+            raise BundleError(folder, f"head {name} gives {shape}, its rows should be {head.width}")
     return golden
 
 
@@ -320,7 +345,11 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield folder
         _settle(folder)
-        _swap(folder, target)
+        if replace:
+            _swap(folder, target)
+        else:
+            folder.rename(target)  # refused by the system if another has come to be there
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -329,9 +358,13 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
 def _settle(folder: Path) -> None:
     folder.chmod(0o755)
     for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def _swap(folder: Path, target: Path) -> None:

@@ -349,7 +349,7 @@ class Engine:
             "precision": session.graph.precision,
             "layout": session.graph.layout,
             "provider": session.provider,
-            "provider_note": unused_gpu(),
+            "provider_note": unused_gpu(session),
             "runtime": RUNTIME,
             "sha256": self.sha256,
             "embedding_space": manifest.embedding_space,

@@ -95,5 +95,5 @@ def _open(engines: Engines, bundle: Bundle, settings: Settings) -> None:
         for _ in range(settings.replicas)
     ]
     engines.add(Engine(bundle, sessions, engines.batcher))
-    if problem := unused_gpu():
+    if problem := unused_gpu(sessions[0]):
         log.warning("the GPU is not used", model=name, reason=problem)

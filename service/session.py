@@ -1,7 +1,6 @@
 """One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,20 +94,19 @@ def open_session(
     *,
     precision: Literal["auto"] | Precision = "auto",
     provider: Provider = "auto",
-    layout: Literal["auto", "packed", "portable"] = "auto",
     options: SessionOptions,
 ) -> Session:
     """Open the best graph that the provider takes, and check the goldens on it.
 
-    Raises ProviderError when a provider that was named is not to be had, BundleError when the bundle lacks the
-    precision or its goldens disagree here.
+    `auto` runs on the CPU what has no graph for the GPU. Raises ProviderError when a provider that was named is not
+    to be had, BundleError when the bundle lacks the precision or its goldens disagree here.
     """
     name = find_provider(provider)
-    graphs = [g for g in _candidates(bundle, name, precision) if layout in ("auto", g.layout)]
+    graphs = _candidates(bundle, name, precision)
+    if not graphs and provider == "auto":
+        name, graphs = CPU, _candidates(bundle, CPU, precision)
     if not graphs:
-        raise BundleError(
-            bundle.path, f"no graph for precision {precision}, layout {layout} on {name}"
-        )
+        raise BundleError(bundle.path, f"it has no graph for {name}")
     for graph in graphs[:-1]:
         try:
             return _checked(bundle, graph, name, options)
@@ -123,19 +121,20 @@ def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOption
     return session
 
 
-def _candidates(bundle: Bundle, provider: str, precision: str) -> Iterator[Graph]:
+def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
     """Graphs of the wanted precision that may run there, the packed ones first."""
     manifest = bundle.manifest
-    wanted = precision
     if precision == "auto":
         on_gpu = provider == CUDA and "fp32" in manifest.precisions
-        wanted = "fp32" if on_gpu else manifest.default_precision
-    if wanted not in manifest.precisions:
+        precision = "fp32" if on_gpu else manifest.default_precision
+    if precision not in manifest.precisions:
         has = ", ".join(manifest.precisions)
-        raise BundleError(bundle.path, f"it has no {wanted} graph, only {has}")
+        raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
     device = "cuda" if provider == CUDA else "cpu"
-    fits = [g for g in manifest.graphs if g.precision == wanted and g.provider in (device, "any")]
-    yield from sorted(fits, key=lambda graph: graph.layout != "packed")
+    fits = [
+        g for g in manifest.graphs if g.precision == precision and g.provider in (device, "any")
+    ]
+    return sorted(fits, key=lambda graph: graph.layout != "packed")
 
 
 def find_provider(wanted: Provider) -> str:
@@ -165,9 +164,11 @@ def cuda_problem() -> str | None:
     return None
 
 
-def unused_gpu() -> str | None:
-    """What to warn of when the GPU build of the runtime is here and its GPU cannot be used."""
-    return cuda_problem() if CUDA in ort.get_available_providers() else None
+def unused_gpu(session: Session) -> str | None:
+    """Why a session runs on the CPU although the runtime is a GPU build, or None."""
+    if session.provider != CPU or CUDA not in ort.get_available_providers():
+        return None
+    return cuda_problem() or "the bundle has no graph for the GPU, or the CPU was asked for"
 
 
 def _open(path: Path, provider: str, options: SessionOptions) -> Any:
