@@ -1,0 +1,207 @@
+"""The documentation, held against the code: records, settings, API, examples, paths and links."""
+
+import doctest
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from service import bundle, openapi, schemas
+from service.__main__ import flag
+from service.bundle import Manifest, Provenance
+from service.errors import QuartetError
+from service.metrics import Metrics
+from service.routes import router
+from service.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DEFAULTS = {"bundles": "all in `bundles/`", "threads": "unset"}
+
+
+Record = Manifest.__base__
+
+
+def read(name):
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def sections(text):
+    """The text under each heading, by the heading without its code marks."""
+    parts = HEADING.split(FENCE.sub("", text))
+    return {
+        title.replace("`", ""): body for title, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def examples(text, language):
+    """The fenced blocks of a language."""
+    return [block for name, block in FENCE.findall(text) if name == language]
+
+
+def rows(text):
+    """The cells of the first table's rows, without its head."""
+    table = re.search(r"(?:^\|.*\|\n?)+", text, re.MULTILINE)
+    lines = table[0].splitlines()[2:] if table else []
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def described(text):
+    """Each field that a table describes, in order, with its presence: "required" or its default."""
+    return {row[0].strip("`"): row[2].strip("`") for row in rows(text)}
+
+
+def presence(record):
+    """The same of a pydantic model's own fields, not those that it inherits."""
+    inherited = record.__base__.model_fields
+    return {
+        name: "required" if field.is_required() else shown(field.default)
+        for name, field in record.model_fields.items()
+        if name not in inherited
+    }
+
+
+def shown(default):
+    if isinstance(default, BaseModel):
+        default = default.model_dump(exclude_defaults=True)
+    return json.dumps(default)
+
+
+def slugs(page):
+    """The anchors that GitHub gives a page's headings."""
+    titles = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links():
+    """Every link of every page that leads to a place in this repository."""
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+        for target in LINK.findall(text):
+            if not re.match(r"[a-z]+:", target):
+                yield pytest.param(page, target, id=f"{page.relative_to(ROOT)}->{target}")
+
+
+RECORDS = {
+    name: found
+    for name, found in vars(bundle).items()
+    if isinstance(found, type) and issubclass(found, Record) and found is not Record
+}
+REQUESTS = {
+    "Every request": schemas.Request,
+    "POST /classify": schemas.ClassifyRequest,
+    "POST /ner": schemas.NerRequest,
+    "POST /qa": schemas.QaRequest,
+    "POST /embed": schemas.EmbedRequest,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_bundle_page_describes_every_field(name):
+    """Each record of the manifest has a table of exactly its fields, with what they default to."""
+    assert presence(RECORDS[name]) == described(sections(read("bundle.md"))[name])
+
+
+def test_example_manifest_is_one():
+    """The example in the bundle's specification is a valid manifest."""
+    [example] = examples(read("bundle.md"), "json")
+
+    assert "reviews@3" == Manifest.model_validate_json(example).id
+
+
+def settings_table():
+    """The table in docs/settings.md, as it should be."""
+    lines = ["| setting | flag | variable | default | what it is, and when to change it |"]
+    lines.append("|---|---|---|---|---|")
+    for name, field in Settings.model_fields.items():
+        option = "(arguments)" if name == "bundles" else f"`{flag(name)}`"
+        default = DEFAULTS.get(name) or f"`{str(field.default).lower()}`"
+        variable = f"`{PREFIX}{name.upper()}`"
+        lines.append(f"| `{name}` | {option} | {variable} | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+def test_settings_page_is_current():
+    """The table of settings says what the settings say of themselves."""
+    table = settings_table()
+
+    assert table in read("settings.md"), f"docs/settings.md should hold this table:\n\n{table}\n"
+
+
+@pytest.mark.parametrize("heading", REQUESTS)
+def test_api_page_describes_every_field(heading):
+    """Each endpoint has a table of exactly its request's fields, with what they default to."""
+    own = presence(REQUESTS[heading])
+    if issubclass(REQUESTS[heading], schemas.TextRequest):
+        own = {"inputs": "required", **own}
+
+    assert own == described(sections(read("api.md"))[heading])
+
+
+def kinds(error=QuartetError):
+    """Every error class, and those below it."""
+    yield error
+    for kind in error.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_api_page_lists_every_error():
+    """The table of errors holds every status and code of the error tree, and no other."""
+    listed = {(int(row[0]), row[1].strip("`")) for row in rows(sections(read("api.md"))["Errors"])}
+
+    assert {(kind.status, kind.code) for kind in kinds()} == listed
+
+
+def test_api_page_names_every_route_header_and_metric():
+    """What can be asked, what can be told by headers, and what is measured stands on the page."""
+    headers = [header["name"] for header in openapi.REQUEST_HEADERS] + [*openapi.RESPONSE_HEADERS]
+    families = [family.name for family in Metrics().registry.collect()]
+    metrics = [name for name in families if name.startswith("quartet_")]
+    paths = [route.path for route in router.routes]
+
+    assert [] == [name for name in headers + metrics + paths if name not in read("api.md")]
+
+
+def test_worked_example_is_right():
+    """The arrays shown in the architecture are those that the code gives."""
+    found = doctest.testfile(str(DOCS / "architecture.md"), module_relative=False)
+
+    assert (0, True) == (found.failed, found.attempted > 0)
+
+
+def test_training_examples_are_settings():
+    """The settings shown for fine-tuning, and the provenance shown for export, are read as they stand."""
+    from model.finetune import Settings as Finetuning
+
+    single, joint, told = map(tomllib.loads, examples(read("training.md"), "toml"))
+
+    assert ["sentiment"] == [*Finetuning(**single).heads]
+    assert ["sentiment", "entities"] == [*Finetuning(**joint).heads]
+    assert "SST-2" == Provenance.model_validate(told["provenance"]).datasets[0].name
+
+
+@pytest.mark.parametrize(("page", "target"), list(links()))
+def test_links_lead_somewhere(page, target):
+    """A relative link leads to a file of this repository, and to a heading that it has."""
+    path, _, fragment = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+
+    assert file.is_relative_to(ROOT)
+    assert file.exists()
+    assert not fragment or fragment in slugs(file)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    """A page that names a file of ours names one that is there."""
+    named = CODE.findall(page.read_text(encoding="utf-8"))
+
+    assert [] == [name for name in named if not (ROOT / name).exists()]
