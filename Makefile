@@ -11,7 +11,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format bench clean
+.PHONY: help serve setup test check format bench clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,8 @@ help: ## List what make can do here
 serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs (no torch)
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
+
+setup: $(VENV)/.test ## Install what training, export and the tests need, beside what serving needs
 
 test: check ## Run everything that CI runs: make check, then every test (ARGS="-k ..." for some)
 	@echo "Running the tests"
