@@ -1,0 +1,1 @@
+"""A BERT written from scratch: its parts, its pretraining and its fine-tuning."""

@@ -1,0 +1,137 @@
+"""Attention: one function with one contract, and the only place that has several lowerings.
+
+    attention(qkv, num_heads, layout, dropout) -> context        qkv [T, 3H] -> [T, H]
+
+Every other part of the model works on packed tokens `[T, H]` and never sees padding. Here the tokens are gathered
+into `[B, S]` slots and back, in the way that the device or the exported graph does best:
+
+    Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
+    Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
+    Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+    Padded               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
+
+T tokens, B sequences, S longest, N heads, D head size, H hidden
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from service import packing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`service.packing.Layout` as tensors on the model's device."""
+
+    lengths: Tensor  # [B]
+    unpack: Tensor  # [B, S]
+    pack: Tensor  # [T]
+    cu_seqlens: Tensor | None = None  # [B + 1] int32
+    full: bool = (
+        False  # all sequences are S long, so that slots are tokens and nothing need be gathered
+    )
+
+    @classmethod
+    def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "Layout":
+        return cls(
+            torch.as_tensor(layout.lengths, device=device),
+            torch.as_tensor(layout.unpack, device=device),
+            torch.as_tensor(layout.pack, device=device),
+            torch.as_tensor(layout.cu_seqlens, device=device),
+            full=layout.unpack.size == layout.pack.size,
+        )
+
+    @property
+    def firsts(self) -> Tensor:
+        """`[B]` packed index of each sequence's first token."""
+        return self.unpack[:, 0]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The trivial layout: T = B * S, every slot a token, and a mask that says which are real."""
+
+    attention_mask: Tensor  # [B, S] 1 = real token
+
+
+def attention(qkv: Tensor, num_heads: int, layout: Layout | Padded, dropout: float = 0.0) -> Tensor:
+    """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017): `[T, 3H]` -> `[T, H]`."""
+    if isinstance(layout, Padded):
+        return _padded(qkv, num_heads, layout)
+    if torch.onnx.is_in_onnx_export():
+        return _onnx(qkv, num_heads, layout)
+    if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return _varlen(qkv, num_heads, layout)
+    return _gathered(qkv, num_heads, layout, dropout)
+
+
+def _slots(qkv: Tensor, num_heads: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed `[T, 3H]` -> query, key, value, each `[B, N, S, D]`."""
+    batch, longest = layout.unpack.shape
+    if not layout.full:
+        qkv = qkv.index_select(0, layout.unpack.reshape(-1))  # [B * S, 3H]
+    query, key, value = qkv.view(batch, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    return query, key, value
+
+
+def _key_mask(layout: Layout) -> Tensor | None:
+    """`[B, 1, 1, S]`, True where a key may be attended to; None where all may."""
+    if layout.full:
+        return None
+    columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)
+    return (columns < layout.lengths[:, None])[:, None, None, :]
+
+
+def _gathered(qkv: Tensor, num_heads: int, layout: Layout, dropout: float) -> Tensor:
+    query, key, value = _slots(qkv, num_heads, layout)
+    mask = _key_mask(layout)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    context = context.transpose(1, 2).reshape(-1, qkv.shape[1] // 3)  # [B * S, H]
+    return context if layout.full else context.index_select(0, layout.pack)
+
+
+def _varlen(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)  # [T, N, D]
+    longest = layout.unpack.shape[1]
+    context = varlen_attn(query, key, value, layout.cu_seqlens, layout.cu_seqlens, longest, longest)
+    return context.reshape(len(qkv), -1)
+
+
+def _onnx(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+    batch, longest = layout.unpack.shape
+    slots = qkv.index_select(0, layout.unpack.reshape(-1)).view(batch, longest, -1)  # [B, S, 3H]
+    query, key, value = slots.chunk(3, dim=-1)
+    context = torch.onnx.ops.symbolic(
+        "com.microsoft::MultiHeadAttention",
+        [query, key, value, None, layout.lengths.to(torch.int32)],
+        {"num_heads": num_heads},
+        dtype=qkv.dtype,
+        shape=query.shape,
+        version=1,
+    )
+    return context.reshape(batch * longest, -1).index_select(0, layout.pack)
+
+
+def _padded(qkv: Tensor, num_heads: int, layout: Padded) -> Tensor:
+    # Written out, so that the graph holds standard operators only.
+    batch, longest = layout.attention_mask.shape
+    query, key, value = qkv.view(batch, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    bias = (1.0 - layout.attention_mask.to(qkv.dtype))[:, None, None, :] * torch.finfo(
+        qkv.dtype
+    ).min
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias  # [B, N, S, S]
+    context = torch.softmax(scores, dim=-1) @ value
+    return context.transpose(1, 2).reshape(batch * longest, -1)
+
+
+def attention_weights(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+    """Who attends to whom: `[B, N, S, S]`, rows (queries) sum to one. For looking at, not for speed."""
+    query, key, _ = _slots(qkv, num_heads, layout)
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    mask = _key_mask(layout)
+    return torch.softmax(scores if mask is None else scores.masked_fill(~mask, -torch.inf), dim=-1)

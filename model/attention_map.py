@@ -1,0 +1,102 @@
+"""Draw who attends to whom, in every layer and head: `python -m model.attention_map "The cat sat." -o map.png`.
+
+L layers, N heads, S tokens
+"""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from model import checkpoint
+from model.attention import Layout, attention_weights
+from model.bert import Bert
+from model.fill import OURS, find_checkpoint, read_encoder
+from service import packing
+from service.encode import Encoding
+
+MAX_TOKENS = 48  # of which labels and cells can still be read
+
+
+@torch.no_grad()
+def attention_maps(encoder: Bert, encoding: Encoding) -> Tensor:
+    """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns)."""
+    packed = packing.pack([encoding])
+    layout = Layout.of(packed.layout)
+    seen: list[Tensor] = []  # each layer's query, key and value [S, 3H]
+    hooks = [
+        layer.attention.qkv.register_forward_hook(lambda module, inputs, qkv: seen.append(qkv))
+        for layer in encoder.layers
+    ]
+    ids = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
+    try:
+        encoder(*ids, layout)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    heads = encoder.config.num_attention_heads
+    return torch.cat([attention_weights(qkv, heads, layout) for qkv in seen])
+
+
+def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:
+    """One cell per layer (down) and head (across), with the tokens at the left and below."""
+    layers, heads, size, _ = maps.shape
+    cell = max(1.4, 0.14 * size)  # inches: room for a label of 7 points per token
+    figure = Figure(figsize=(heads * cell + 2, layers * cell + 2), dpi=100, layout="compressed")
+    grid = figure.subplots(layers, heads, squeeze=False, sharex=True, sharey=True)
+    norm = PowerNorm(0.5, vmin=0, vmax=1)  # so that a weight of 5 % still shows
+    for layer, row in enumerate(grid):
+        for head, axes in enumerate(row):
+            image = axes.imshow(maps[layer, head].numpy(), cmap="Blues", norm=norm)
+            axes.tick_params(length=0, labelsize=7)
+            axes.spines[:].set_color("0.8")
+            if layer == 0:
+                axes.set_title(f"head {head + 1}", fontsize=9)
+        row[0].set_ylabel(f"layer {layer + 1}", fontsize=9)
+        row[0].set_yticks(range(size), tokens, parse_math=False)
+    for axes in grid[-1]:
+        axes.set_xticks(range(size), tokens, rotation=90, parse_math=False)
+    ticks = [0, 0.05, 0.2, 0.5, 1]
+    bar = figure.colorbar(
+        image, ax=grid, ticks=ticks, format="{x:.0%}", shrink=1 / layers, anchor=(0, 1), pad=0.01
+    )
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7)
+    title = textwrap.shorten(text, max(20, 10 * int(figure.get_figwidth())), placeholder=" …")
+    figure.suptitle(title, fontsize=12, parse_math=False)
+    figure.supxlabel(
+        "each row: how much this token attends to those below", fontsize=8, color="0.4"
+    )
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("text")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="a picture: .png, .svg or .pdf"
+    )
+    parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
+    arguments = parser.parse_args()
+    try:
+        folder = find_checkpoint(arguments.checkpoint)
+        cut = read_encoder(folder)
+        [encoded] = cut.texts([arguments.text])
+        if len(encoded.windows[0]) > MAX_TOKENS:
+            raise ValueError(
+                f"{len(encoded.windows[0])} tokens are too many to draw: at most {MAX_TOKENS}"
+            )
+        maps = attention_maps(checkpoint.load_encoder(folder, pooler=False), encoded.windows[0])
+    except ValueError as error:
+        parser.error(str(error))
+    tokens = [cut.tokenizer.id_to_token(i) for i in encoded.windows[0].input_ids]
+    draw(maps, tokens, arguments.text).savefig(arguments.output)
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""BERT (Devlin et al. 2019), exactly, on packed tokens.
+
+Read from top to bottom: embeddings, attention, feed-forward, layer, encoder. Post-norm, learned positions, erf GELU.
+Only `attention` knows where one sequence ends and the next begins.
+
+T tokens, B sequences, H hidden, I intermediate
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import Layout, Padded, attention
+from model.config import BertConfig
+
+
+class Embeddings(nn.Module):
+    """Token + segment + position, normalised."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = (
+            self.word(input_ids) + self.token_type(token_type_ids) + self.position(position_ids)
+        )  # [T, H]
+        return self.dropout(self.norm(x))
+
+
+class SelfAttention(nn.Module):
+    """Query, key and value in one projection: one matrix product, one gather."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_probs_dropout_prob
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, layout: Layout | Padded) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return self.output(attention(self.qkv(x), self.num_heads, layout, dropout))  # [T, H]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # [T, H] -> [T, I] -> [T, H]
+
+
+class Layer(nn.Module):
+    """Post-norm: each half adds to the stream, and the sum is normalised."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, layout: Layout | Padded) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, layout)))
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+
+
+class Pooler(nn.Module):
+    """The first token's last hidden state, through a dense layer and tanh: what BERT classifies by."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+        return torch.tanh(self.dense(first_tokens(hidden_states, layout)))  # [B, H]
+
+
+class Bert(nn.Module):
+    """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
+
+    def __init__(self, config: BertConfig, pooler: bool = True):
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.pooler = Pooler(config) if pooler else None
+        self.apply(self.init_weights)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """BERT's: normal with `initializer_range`, biases zero, norms one."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        layout: Layout | Padded,
+        keep: list[Tensor] | None = None,
+    ) -> Tensor:
+        """`keep`, when given, collects the embeddings' and each layer's hidden states."""
+        x = self.embeddings(input_ids, token_type_ids, position_ids)
+        for layer in self.layers:
+            if keep is not None:
+                keep.append(x)
+            x = layer(x, layout)
+        if keep is not None:
+            keep.append(x)
+        return x
+
+
+def first_tokens(hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    """The hidden state of each sequence's first token: `[T, H]` -> `[B, H]`."""
+    if isinstance(layout, Padded):
+        batch, longest = layout.attention_mask.shape
+        return hidden_states.view(batch, longest, -1)[:, 0]
+    return hidden_states.index_select(0, layout.firsts)

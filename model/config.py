@@ -1,0 +1,81 @@
+"""The shape of a BERT encoder, in the words of its `config.json`, and the presets that have a name."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Field names and defaults are those of the hub's `config.json` for `model_type: bert`."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.hidden_act != "gelu":
+            raise ValueError(
+                f"hidden_act {self.hidden_act!r}: only the erf form, 'gelu', is BERT's"
+            )
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "BertConfig":
+        """Read a hub `config.json`. Raises ValueError for what this encoder would compute differently."""
+        if config.get("model_type", "bert") != "bert":
+            raise ValueError(f"model_type {config['model_type']!r} is not 'bert'")
+        if config.get("position_embedding_type", "absolute") != "absolute":
+            raise ValueError(
+                f"position_embedding_type {config['position_embedding_type']!r} is not 'absolute'"
+            )
+        if config.get("is_decoder") or config.get("add_cross_attention"):
+            raise ValueError(
+                "a decoder is not an encoder: is_decoder and add_cross_attention must be false"
+            )
+        known = {field.name for field in fields(cls)}
+        return cls(
+            **{key: value for key, value in config.items() if key in known and value is not None}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "bert", "position_embedding_type": "absolute", **asdict(self)}
+
+
+def _shape(layers: int, hidden: int) -> dict[str, int]:
+    # The head size is 64 for every preset, as in Google's releases, but for `small`, which has MiniLM's 12 heads of 32.
+    heads = 12 if hidden == 384 else hidden // 64
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+
+
+PRESETS = {
+    "tiny": _shape(2, 128),
+    "mini": _shape(4, 256),
+    "small": _shape(6, 384),
+    "base": _shape(12, 768),
+    "large": _shape(24, 1024),
+}
+
+
+def preset(name: str, **overrides: Any) -> BertConfig:
+    """The config of a preset: `tiny`, `mini`, `small`, `base` or `large`."""
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
+    return BertConfig(**{**PRESETS[name], **overrides})

@@ -1,0 +1,397 @@
+"""Evaluate heads: `python -m model.evaluate CHECKPOINT --eval HEAD=FILE ... [--max-length N]`.
+
+Text is encoded and outputs are read by the service's own code, so what is measured here is what
+will be answered there. `judge` asks any `run` that gives outputs for encodings: PyTorch, or a
+session of the exported graph.
+"""
+
+import argparse
+import json
+import math
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+from seqeval.metrics import f1_score as entity_f1
+from seqeval.metrics import precision_score as entity_precision
+from seqeval.metrics import recall_score as entity_recall
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from model import checkpoint, optim, rows, tasks
+from model.heads import Model
+from service import bundle, decode, packing
+from service.encode import Encoded, Encoder, Encoding
+
+Floats = NDArray[np.float32]
+Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
+Outputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, and what they gave
+
+BATCH_TOKENS = 8192  # slots of one evaluation batch, padding counted
+STRIDE = 64
+
+
+class Evaluation(NamedTuple):
+    """Metrics by name, from 0 to 1 (correlations from -1), and what was answered.
+
+    answers: a label, or a list of them, or a score to one decimal; the tags of a sentence; an
+    answer's text; for each text of an embedding's pairs, the number of its nearest other text.
+    """
+
+    metrics: dict[str, float]
+    answers: list[Any]
+
+
+def main_metric(head: bundle.Head) -> str:
+    """The one metric that says how good a head is."""
+    match head.task, head.problem_type:
+        case "classification", "multi_label_classification":
+            return "micro_f1"
+        case "classification", "regression":
+            return "spearman"
+        case "classification", _:
+            return "accuracy"
+        case "embedding", _:
+            return "spearman"
+    return "f1"
+
+
+def evaluate_head(
+    run: Run,
+    encoder: Encoder,
+    head: bundle.Head,
+    name: str,
+    file: str | Path,
+    *,
+    stride: int = STRIDE,
+    limit: int = 0,
+) -> dict[str, float]:
+    """The metrics of a head on a file; see `judge`."""
+    return judge(run, encoder, head, name, file, stride=stride, limit=limit).metrics
+
+
+def judge(
+    run: Run,
+    encoder: Encoder,
+    head: bundle.Head,
+    name: str,
+    file: str | Path,
+    *,
+    stride: int = STRIDE,
+    limit: int = 0,
+) -> Evaluation:
+    """Metrics and answers of the head `name` on a file of its task.
+
+    limit: so many rows, evenly spread over the file (0: all). Raises DataError for data that cannot
+    be read as the head's, or has a label that the head does not have.
+    """
+    found = spread(rows.read(file, head.task, head.problem_type), limit)
+    encoded = list(tasks.encode(found, head, encoder, stride))
+    windows = [window for row in encoded for text in row for window in text.windows]
+    outputs = (output[name] for output in run_sorted(run, windows))
+    texts = [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
+    match head.task:
+        case "classification":
+            return judge_texts(found, texts, head)
+        case "ner":
+            return judge_sentences(found, texts, head)
+        case "qa":
+            return judge_questions(found, texts, head)
+        case "embedding":
+            return judge_pairs(found, texts)
+
+
+def spread(found: list[Any], limit: int) -> list[Any]:
+    if not 0 < limit < len(found):
+        return found
+    return [found[i] for i in np.linspace(0, len(found) - 1, limit).round().astype(int)]
+
+
+def run_sorted(run: Run, encodings: Sequence[Encoding]) -> list[Mapping[str, Floats]]:
+    """Outputs in the encodings' order; those of like length run together."""
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(encodings)), key=lambda i: len(encodings[i])):
+        if (len(batches[-1]) + 1) * len(encodings[index]) > BATCH_TOKENS and batches[-1]:
+            batches.append([])
+        batches[-1].append(index)
+    outputs: dict[int, Mapping[str, Floats]] = {}
+    for batch in batches:
+        outputs |= zip(batch, run([encodings[i] for i in batch]), strict=True)
+    return [outputs[i] for i in range(len(encodings))]
+
+
+def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32) -> Run:
+    """Run some heads of a model on its own device, without dropout."""
+    device = next(model.parameters()).device
+    per_token = [name for name in heads if model.described[name].per_token]
+
+    @torch.inference_mode()
+    def run(encodings: Sequence[Encoding]) -> Sequence[Mapping[str, Floats]]:
+        training = model.training
+        model.eval()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            outputs = tasks.forward(model, encodings, heads)
+        model.train(training)
+        arrays = {name: output.cpu().numpy() for name, output in outputs.items()}
+        return packing.split(arrays, packing.make_layout(map(len, encodings)), per_token)
+
+    return run
+
+
+# -- classification -------------------------------------------------------------------------------
+
+
+def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -> Evaluation:
+    """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; Pearson and Spearman."""
+    ranked = [
+        decode.classify(
+            logits,
+            [len(window) for window in text.windows],
+            labels=head.labels,
+            problem_type=head.problem_type,
+            top_k=None,
+        )
+        for text, logits in texts
+    ]
+    if head.problem_type == "regression":
+        scores = [labels[0].score for labels in ranked]
+        metrics = correlations(scores, [row.score for row in found])
+        return Evaluation(metrics, [round(score, 1) for score in scores])
+    gold = [tasks.text_labels(row, head) for row in found]
+    if head.problem_type == "multi_label_classification":
+        above = [{label for label, score in labels if score >= 0.5} for labels in ranked]
+        answers = [[label for label in head.labels if label in chosen] for chosen in above]
+        guess = [[label in chosen for label in head.labels] for chosen in above]
+        kinds = ("micro", "macro")
+        f1 = {f"{kind}_f1": f1_score(gold, guess, average=kind, zero_division=0) for kind in kinds}
+        return Evaluation({name: float(value) for name, value in f1.items()}, answers)
+    top = [head.labels.index(labels[0].label) for labels in ranked]
+    metrics = {
+        "accuracy": float(accuracy_score(gold, top)),
+        "macro_f1": float(f1_score(gold, top, average="macro", zero_division=0)),
+        "matthews": float(matthews_corrcoef(gold, top)),
+    }
+    return Evaluation(metrics, [labels[0].label for labels in ranked])
+
+
+def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, float]:
+    """Pearson and Spearman; 0 where one side does not vary."""
+    if np.ptp(found) == 0 or np.ptp(gold) == 0:
+        return {"pearson": 0.0, "spearman": 0.0}
+    return {
+        "pearson": float(stats.pearsonr(found, gold).statistic),
+        "spearman": float(stats.spearmanr(found, gold).statistic),
+    }
+
+
+# -- named entities -------------------------------------------------------------------------------
+
+
+def judge_sentences(
+    found: Sequence[rows.Sentence], texts: Outputs, head: bundle.Head
+) -> Evaluation:
+    """F1, precision and recall of whole entities (CoNLL's); a word's tag is its first token's."""
+    answers = [
+        word_tags(row, text.windows, logits, head.labels)
+        for row, (text, logits) in zip(found, texts, strict=True)
+    ]
+    gold = [row.tags for row in found]
+    metrics = {
+        "f1": float(entity_f1(gold, answers, zero_division=0)),
+        "precision": float(entity_precision(gold, answers, zero_division=0)),
+        "recall": float(entity_recall(gold, answers, zero_division=0)),
+    }
+    return Evaluation(metrics, answers)
+
+
+def word_tags(
+    sentence: rows.Sentence,
+    windows: Sequence[Encoding],
+    logits: Sequence[Floats],
+    labels: Sequence[str],
+) -> list[str]:
+    """A tag for each of the data's words; O for one that has no token."""
+    tokens = decode.ner(windows, logits, sentence.text, labels=labels, aggregation_strategy="none")
+    tag_at = {token.start: token.entity for token in tokens}
+    tags = ["O"] * len(sentence.words)
+    for window, (at, words, begins) in zip(
+        windows, tasks.place_words(sentence, windows), strict=True
+    ):
+        starts = window.offsets[at, 0]
+        for word, start in zip(words[begins].tolist(), starts[begins].tolist(), strict=True):
+            tags[word] = tag_at.get(start, "O")
+    return tags
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def judge_questions(
+    found: Sequence[rows.Question], texts: Outputs, head: bundle.Head
+) -> Evaluation:
+    """Exact match and F1 as SQuAD counts them.
+
+    Where some questions have no answer, also `best_f1`, and `best_f1_threshold`: the null threshold
+    that reaches it on this data.
+    """
+
+    def answers_of(threshold: float, top_k: int = 1) -> list[list[decode.Answer]]:
+        return [
+            decode.qa(
+                text.windows,
+                logits,
+                row.context,
+                top_k=top_k,
+                handle_impossible_answer=impossible,
+                null_threshold=threshold,
+                max_answer_tokens=head.max_answer_tokens,
+            )
+            for row, (text, logits) in zip(found, texts, strict=True)
+        ]
+
+    impossible = any(not row.answers for row in found)
+    golds = [[text for text, _ in row.answers] for row in found]
+    answers = [best[0].answer if best else "" for best in answers_of(head.null_threshold)]
+    pairs = list(zip(answers, golds, strict=True))
+    metrics = {
+        "f1": float(np.mean([answer_f1(answer, gold) for answer, gold in pairs])),
+        "em": float(np.mean([exact_match(answer, gold) for answer, gold in pairs])),
+    }
+    if impossible:
+        # With no threshold at all, the null answer comes first and the best span after it.
+        both = answers_of(-np.inf, top_k=2)
+        spans = [answer_f1(b[-1].answer, gold) for b, gold in zip(both, golds, strict=True)]
+        nulls = [answer_f1("", gold) for gold in golds]
+        metrics["best_f1"], metrics["best_f1_threshold"] = best_threshold(
+            [null_margin(b) for b in both], spans, nulls
+        )
+    return Evaluation(metrics, answers)
+
+
+def null_margin(both: Sequence[decode.Answer]) -> float:
+    """By how much the null answer's logits exceed those of the best span."""
+    null, span = both[0].score, both[1].score if len(both) > 1 else 0.0
+    least = sys.float_info.min  # a score may be too small for a float
+    return math.log(max(null, least)) - math.log(max(span, least))
+
+
+def best_threshold(
+    margins: Sequence[float], spans: Sequence[float], nulls: Sequence[float]
+) -> tuple[float, float]:
+    """The highest mean score and a threshold that has it, halfway between two margins.
+
+    margins: by how much null exceeds the best span; spans, nulls: what either answer scores.
+    """
+    order = np.argsort(margins, kind="stable")
+    sorted_margins = np.asarray(margins)[order]
+    # Of n questions the k with the lowest margins are answered, for every k from 0 to n.
+    answered = np.concatenate([[0.0], np.cumsum(np.asarray(spans)[order])])
+    refused = np.concatenate([np.cumsum(np.asarray(nulls)[order][::-1])[::-1], [0.0]])
+    edges = np.concatenate([[sorted_margins[0] - 2], sorted_margins, [sorted_margins[-1] + 2]])
+    apart = edges[1:] > edges[:-1]  # equal margins are answered together
+    totals = np.where(apart, answered + refused, -1)
+    best = int(np.argmax(totals))
+    return float(totals[best] / len(margins)), float((edges[best] + edges[best + 1]) / 2)
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's: lower case, without punctuation, articles and superfluous blanks."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _right(golds: Sequence[str]) -> list[str]:
+    """The right answers, normalised; those that are nothing then go, and "" is right if all are."""
+    return [gold for gold in map(normalize_answer, golds) if gold] or [""]
+
+
+def exact_match(answer: str, golds: Sequence[str]) -> float:
+    return float(normalize_answer(answer) in _right(golds))
+
+
+def answer_f1(answer: str, golds: Sequence[str]) -> float:
+    """The highest F1 of the answer's words against those of any right answer."""
+    return max(_words_f1(normalize_answer(answer).split(), gold.split()) for gold in _right(golds))
+
+
+def _words_f1(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    common = sum((Counter(words) & Counter(gold)).values())
+    return 2 * common / (len(words) + len(gold))
+
+
+# -- embeddings -----------------------------------------------------------------------------------
+
+
+def judge_pairs(found: Sequence[rows.Similar], texts: Outputs) -> Evaluation:
+    """Spearman and Pearson of the cosine with the score."""
+    unscored = [row.where for row in found if row.score is None]
+    if unscored:
+        raise rows.DataError(f"{unscored[0]}: embeddings are evaluated on pairs with a score")
+    vectors = np.stack(
+        [
+            decode.embed(pooled, [len(w) for w in text.windows], normalize=True, dimensions=None)
+            for text, pooled in texts
+        ]
+    )
+    cosines = (vectors[0::2] * vectors[1::2]).sum(axis=1)
+    metrics = correlations(cosines.tolist(), [row.score for row in found])
+    return Evaluation(metrics, nearest(vectors))
+
+
+def nearest(vectors: Floats) -> list[int]:
+    """For each vector `[n, D]`, of length 1, the number of the other one with the highest cosine."""
+    found: list[int] = []
+    for start in range(0, len(vectors), 1024):
+        cosines = vectors[start : start + 1024] @ vectors.T
+        own = np.arange(len(cosines))
+        cosines[own, own + start] = -np.inf
+        found += cosines.argmax(axis=1).tolist()
+    return found
+
+
+# -- script ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", help="a directory or a hub name")
+    parser.add_argument("--eval", action="append", required=True, metavar="HEAD=FILE")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
+    parser.add_argument("--limit", type=int, default=0, help="so many rows of each file, spread")
+    arguments = parser.parse_args()
+    folder = checkpoint.locate(arguments.checkpoint)
+    model = checkpoint.load_model(folder).to(optim.pick_device())
+    longest = min(arguments.max_length, model.config.max_position_embeddings)
+    encoder = Encoder.from_file(folder / "tokenizer.json", longest)
+
+    metrics: dict[str, dict[str, float]] = {}
+    table = Table("head", "file", "metrics", title=str(arguments.checkpoint))
+    for asked in arguments.eval:
+        name, _, file = asked.partition("=")
+        if name not in model.described or not file:
+            parser.error(f"--eval {asked}: HEAD=FILE, with a head of {', '.join(model.described)}")
+        head = model.described[name]
+        run = torch_run(model, [name])
+        metrics[asked] = evaluate_head(
+            run, encoder, head, name, file, stride=arguments.stride, limit=arguments.limit
+        )
+        told = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[asked].items())
+        table.add_row(name, file, told)
+    Console().print(table)
+    print(json.dumps({"checkpoint": str(arguments.checkpoint), "metrics": metrics}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Fill in the blanks with a masked language model: `python -m model.fill "The capital of [MASK] is Paris."`."""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from model import checkpoint
+from model.attention import Layout
+from model.heads import Pretraining
+from service import packing
+from service.encode import Encoder
+
+OURS = Path("runs/quartet-mini/pretrain/checkpoint")
+
+
+def find_checkpoint(name: str | None) -> Path:
+    """The directory of the checkpoint named (local, or of the hub), or of our own pretrained one.
+
+    Raises CheckpointError, saying how to get one.
+    """
+    if name is None and not OURS.is_dir():
+        raise checkpoint.CheckpointError(
+            f"there is no checkpoint at {OURS} yet: `python -m model.pretrain model/configs/mini-pretrain.toml` "
+            "makes it, and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
+        )
+    return checkpoint.locate(name or OURS)
+
+
+def read_encoder(folder: Path) -> Encoder:
+    """What cuts text for a checkpoint."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise checkpoint.CheckpointError(f"{path} is missing")
+    return Encoder.from_file(path, checkpoint.read_config(folder).max_position_embeddings)
+
+
+@torch.no_grad()
+def fill(
+    model: Pretraining, encoder: Encoder, text: str, top_k: int
+) -> list[list[tuple[str, float]]]:
+    """The best tokens for each [MASK] of a text, in order, with their probabilities.
+
+    Raises ValueError when the text has no [MASK] or is too long.
+    """
+    [encoded] = encoder.texts([text], truncate=False)
+    packed = packing.pack(encoded.windows)
+    masked = np.flatnonzero(packed.input_ids == encoder.tokenizer.token_to_id("[MASK]"))
+    if not len(masked):
+        raise ValueError("the text has no [MASK] to fill in")
+    inputs = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
+    token_logits, _ = model(*inputs, Layout.of(packed.layout), torch.as_tensor(masked))  # [M, V]
+    best = token_logits.softmax(-1).topk(min(top_k, token_logits.shape[1]))
+    return [
+        [(encoder.tokenizer.id_to_token(i), p) for i, p in zip(ids, probabilities, strict=True)]
+        for ids, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+def table(text: str, blanks: list[list[tuple[str, float]]]) -> Table:
+    found = Table(title=Text(text), title_justify="left", box=box.SIMPLE_HEAD)
+    found.add_column("blank", justify="right")
+    found.add_column("token")
+    found.add_column("probability", justify="right")
+    for number, guesses in enumerate(blanks, start=1):
+        for rank, (token, probability) in enumerate(guesses):
+            found.add_row(str(number) if rank == 0 else "", Text(token), f"{probability:.1%}")
+        found.add_section()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", help="with one [MASK] or several")
+    parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
+    parser.add_argument("--top-k", type=int, default=5, help="tokens per blank")
+    arguments = parser.parse_args()
+    try:
+        folder = find_checkpoint(arguments.checkpoint)
+        blanks = fill(
+            checkpoint.load_pretraining(folder),
+            read_encoder(folder),
+            arguments.text,
+            arguments.top_k,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    Console().print(table(arguments.text, blanks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The heads: what turns hidden states into the outputs of a task.
+
+Each is called with the last hidden state `[T, H]` and the layout, and gives logits per sequence `[B, C]` or per token
+`[T, C]`. A `Model` is one encoder with named heads beside each other; `Pretraining` is the encoder with BERT's two
+objectives.
+
+T tokens, B sequences, H hidden, C outputs, V vocabulary
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import Layout, Padded
+from model.bert import Bert, Pooler, first_tokens
+from model.config import BertConfig
+from service import bundle
+
+IGNORE_INDEX = -100
+AnyLayout = Layout | Padded
+
+
+class MaskedLM(nn.Module):
+    """Dense, GELU, norm, then the word embeddings themselves as the output matrix (tied), plus a bias."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
+        return F.linear(
+            self.norm(F.gelu(self.dense(hidden_states))), word_embeddings, self.bias
+        )  # [M, V]
+
+
+class NextSentence(nn.Module):
+    """Is the second text the real neighbour of the first? Class 0 says yes, as in Google's release."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.pooler = Pooler(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]
+
+
+class SequenceClassification(nn.Module):
+    """Logits per text or pair: single label, multi-label and regression differ in loss and decoding only."""
+
+    def __init__(self, config: BertConfig, num_labels: int):
+        super().__init__()
+        self.pooler = Pooler(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, num_labels)
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.classifier(self.dropout(self.pooler(hidden_states, layout)))  # [B, C]
+
+
+class TokenClassification(nn.Module):
+    def __init__(self, config: BertConfig, num_labels: int):
+        super().__init__()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, num_labels)
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.classifier(self.dropout(hidden_states))  # [T, C]
+
+
+class Spans(nn.Module):
+    """Start and end logits per token; those of the first token stand for "no answer" (SQuAD 2.0)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.qa_outputs(hidden_states)  # [T, 2]
+
+
+class SentenceEmbedding(nn.Module):
+    """One vector per sequence: the mean of its tokens or its first one, then any dense layers. Not normalised."""
+
+    def __init__(self, pooling: str = "mean", dense: nn.Sequential | None = None):
+        super().__init__()
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling {pooling!r}: one of mean, cls")
+        self.pooling = pooling
+        self.dense = dense if dense is not None else nn.Sequential()
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        pooled = mean_tokens if self.pooling == "mean" else first_tokens
+        return self.dense(pooled(hidden_states, layout))  # [B, H]
+
+
+def mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    """The mean over each sequence's tokens: `[T, H]` -> `[B, H]`."""
+    if isinstance(layout, Padded):
+        mask = layout.attention_mask.to(hidden_states.dtype)[:, :, None]
+        slots = hidden_states.view(*layout.attention_mask.shape, -1)
+        lengths = mask.sum(dim=1)
+    else:
+        batch, longest = layout.unpack.shape
+        columns = torch.arange(longest, device=layout.lengths.device)
+        mask = (columns < layout.lengths[:, None]).to(hidden_states.dtype)[:, :, None]
+        slots = hidden_states.index_select(0, layout.unpack.reshape(-1)).view(batch, longest, -1)
+        lengths = layout.lengths.to(hidden_states.dtype)[:, None]
+    return (slots * mask).sum(dim=1) / lengths
+
+
+def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
+    """A fresh head for a manifest's description of it."""
+    match head.task:
+        case "classification":
+            return SequenceClassification(config, len(head.labels))
+        case "ner":
+            return TokenClassification(config, len(head.labels))
+        case "qa":
+            return Spans(config)
+        case "embedding":
+            return SentenceEmbedding(head.pooling or "mean")
+
+
+class Model(nn.Module):
+    """One encoder, its heads by name, and the manifest's description of each."""
+
+    def __init__(self, config: BertConfig, heads: Mapping[str, bundle.Head]):
+        super().__init__()
+        self.config = config
+        self.described = dict(heads)
+        self.encoder = Bert(config, pooler=False)
+        self.heads = nn.ModuleDict({name: make_head(config, head) for name, head in heads.items()})
+        self.heads.apply(self.encoder.init_weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        layout: AnyLayout,
+        heads: list[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """The outputs of the named heads (all, by default)."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
+        names = self.described if heads is None else heads
+        return {name: self.heads[name](hidden_states, layout) for name in names}
+
+
+class Pretraining(nn.Module):
+    """The encoder with the masked language model and, as a switch, next sentence prediction."""
+
+    def __init__(self, config: BertConfig, next_sentence: bool = True):
+        super().__init__()
+        self.config = config
+        self.encoder = Bert(config, pooler=False)
+        self.masked_lm = MaskedLM(config)
+        self.next_sentence = NextSentence(config) if next_sentence else None
+        for head in (self.masked_lm, self.next_sentence):
+            if head is not None:
+                head.apply(self.encoder.init_weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        layout: AnyLayout,
+        masked: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Token logits at the packed indices `masked` [M] (or everywhere) and next-sentence logits [B, 2]."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
+        at = hidden_states if masked is None else hidden_states.index_select(0, masked)
+        token_logits = self.masked_lm(at, self.encoder.embeddings.word.weight)
+        if self.next_sentence is None:
+            return token_logits, None
+        return token_logits, self.next_sentence(hidden_states, layout)

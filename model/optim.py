@@ -1,0 +1,116 @@
+"""AdamW with decay groups, the learning rate schedule, and the precision that this machine computes best in."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def adamw(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    head_lr: float | None = None,
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019); matrices decay, biases and norms (one-dimensional) do not.
+
+    head_lr: a learning rate of their own for the parameters under `heads.`
+    """
+    trunk: list[nn.Parameter] = []
+    heads: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (heads if head_lr and name.startswith("heads.") else trunk).append(parameter)
+    groups = [
+        {"params": [p for p in part if matrix == (p.dim() >= 2)], "weight_decay": decay, "scale": s}
+        for part, s in ((trunk, 1.0), (heads, head_lr / lr if head_lr else 1.0))
+        for matrix, decay in ((True, weight_decay), (False, 0.0))
+        if part
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+
+
+class Together:
+    """Several optimisers that step as one, each with parameters of its own."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): one.state_dict() for number, one in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for number, one in enumerate(self.optimizers):
+            one.load_state_dict(state[str(number)])
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+
+
+def muon(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    muon_lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> Together:
+    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW at `lr` for all else."""
+    named = list(named_parameters)
+    matrices = [p for name, p in named if "layers." in name and p.dim() == 2]
+    others = [(name, p) for name, p in named if not any(p is matrix for matrix in matrices)]
+    groups = [{"params": matrices, "scale": muon_lr / lr}]
+    return Together(
+        torch.optim.Muon(groups, lr=muon_lr, weight_decay=weight_decay),
+        adamw(others, lr, weight_decay, betas),
+    )
+
+
+def linear_schedule(step: int, steps: int, warmup: float) -> float:
+    """The share of the peak rate at a step: up from zero over the `warmup` share of steps, then down to zero."""
+    warm = max(1, round(steps * warmup))
+    if step < warm:
+        return (step + 1) / warm
+    return max(0.0, (steps - step) / max(1, steps - warm))
+
+
+def set_lr(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+
+
+def best_precision(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it, else float32.
+
+    Autocast to bfloat16 on a CPU without such units is many times slower than float32, so the choice goes by
+    capability, never by the kind of device.
+    """
+    if device.type == "cuda":
+        capable = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if capable else torch.float32
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Make what the step draws at random in torch (dropout) follow from the seed and the step alone."""
+    torch.manual_seed((seed * 1_000_003 + step) % 2**63)
+
+
+def check_finite(loss: Tensor, step: int) -> None:
+    if not torch.isfinite(loss):
+        raise FloatingPointError(
+            f"the loss is {loss.item()} at step {step}: lower the learning rate"
+        )

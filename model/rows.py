@@ -1,0 +1,210 @@
+"""Fine-tuning data: files to rows.
+
+    task             a row                                                      in files
+    classification   {"text", "text_pair"?, "label" | "labels" | "score"}       .jsonl
+    ner              `token ... TAG` a line, an empty line between sentences    .conll, .txt
+    qa               SQuAD 1.1 or 2.0                                           .json
+    embedding        {"text", "text_pair", "score"}, or texts that say the same: {"texts": [...]}
+                     or {"text", "text_pair", "label": "entailment"}            .jsonl
+
+Any of them may be packed (.gz, .xz).
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.corpus import OPENERS
+
+SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file, and the line or question."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text or pair with its labels, or with a score."""
+
+    where: str
+    text: str
+    pair: str | None
+    labels: tuple[str, ...] = ()
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Words and their BIO tags. The words, joined by one blank each, are the text."""
+
+    where: str
+    words: list[str]
+    tags: list[str]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each word starts in the text, in code points."""
+        return np.cumsum([0, *(len(word) + 1 for word in self.words[:-1])])
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and its right answers, each with its start in the context; none if there is none."""
+
+    where: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Similar:
+    """Two texts and how alike they are, from 0 to 1; or, with no score, texts that say the same."""
+
+    where: str
+    texts: tuple[str, ...]
+    score: float | None
+
+
+def read(path: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
+    """The rows of a file. Raises DataError naming file and line, also when there is no row."""
+    path = Path(path)
+    match task:
+        case "classification":
+            found: list[Any] = [_text(*line, problem_type) for line in _json_lines(path)]
+        case "ner":
+            found = list(_sentences(path))
+        case "qa":
+            found = list(_questions(path))
+        case "embedding":
+            found = list(_similar(path))
+        case _:
+            raise ValueError(f"task {task!r} is none of classification, ner, qa, embedding")
+    if not found:
+        raise DataError(f"{path}: no rows")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Where each line stands, and the line."""
+    with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            yield f"{path}:{number}", line
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in _lines(path):
+        if line.strip():
+            yield where, _json(where, line)
+
+
+def _json(where: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: not a JSON object")
+    return found
+
+
+def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
+    """The first of these fields that is there. Raises DataError if none is, or if it is no `kind`."""
+    for name in names:
+        if row.get(name) is not None:
+            if not isinstance(row[name], kind) or isinstance(row[name], bool):
+                raise DataError(f"{where}: {name} may not be {row[name]!r}")
+            return row[name]
+    raise DataError(f"{where}: no {' or '.join(names)}")
+
+
+def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
+    text = _get(where, row, "text")
+    pair = _get(where, row, "text_pair") if "text_pair" in row else None
+    if problem_type == "regression":
+        score = _get(where, row, "label", "score", kind=int | float)
+        return Text(where, text, pair, score=float(score))
+    if problem_type == "multi_label_classification":
+        labels = _get(where, row, "labels", "label", kind=list)
+    else:
+        labels = [_get(where, row, "label", kind=str | int)]
+    return Text(where, text, pair, labels=tuple(map(str, labels)))
+
+
+def _sentences(path: Path) -> Iterator[Sentence]:
+    """Columns are parted by blanks or tabs; the first and the last count. `-DOCSTART-` lines go."""
+    words: list[str] = []
+    tags: list[str] = []
+    start = ""
+    for where, line in _lines(path):
+        columns = re.split(r"[ \t]+", line.strip(" \t\r\n"))
+        if columns[0] in ("", "-DOCSTART-"):
+            if words:
+                yield Sentence(start, words, to_bio(tags))
+            words, tags = [], []
+            continue
+        if len(columns) < 2 or not re.fullmatch(r"O|[BI]-.+", columns[-1]):
+            raise DataError(f"{where}: not a token and its tag: O, B-... or I-...")
+        start = where if not words else start
+        words.append(columns[0])
+        tags.append(columns[-1])
+    if words:
+        yield Sentence(start, words, to_bio(tags))
+
+
+def to_bio(tags: Sequence[str]) -> list[str]:
+    """Tags in which every entity begins with B-; IOB1 writes B- only between neighbours of a type."""
+    before = ["O", *tags[:-1]]
+    return [
+        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
+        for last, tag in zip(before, tags, strict=True)
+    ]
+
+
+def _questions(path: Path) -> Iterator[Question]:
+    document = _json(str(path), "".join(line for _, line in _lines(path)))
+    for article in _get(str(path), document, "data", kind=list):
+        for paragraph in article.get("paragraphs", []):
+            for asked in paragraph.get("qas", []):
+                where = f"{path}: question {asked.get('id')!r}"
+                right = [] if asked.get("is_impossible") else asked.get("answers", [])
+                yield Question(
+                    where,
+                    _get(where, asked, "question"),
+                    _get(where, paragraph, "context"),
+                    tuple(_answer(where, answer) for answer in right),
+                )
+
+
+def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
+    return _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
+
+
+def _similar(path: Path) -> Iterator[Similar]:
+    """Scores are stretched from the lowest and highest of the file to 0 and 1."""
+    lines = list(_json_lines(path))
+    scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
+    low, high = min(scores, default=0), max(scores, default=0)
+    for where, row in lines:
+        if "texts" in row:
+            texts = _get(where, row, "texts", kind=list)
+            if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+                raise DataError(f"{where}: texts must be two or more strings")
+            yield Similar(where, tuple(texts), None)
+            continue
+        pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
+        if "score" in row:
+            yield Similar(where, pair, (row["score"] - low) / ((high - low) or 1))
+        elif _get(where, row, "label") in SAME:
+            yield Similar(where, pair, None)

@@ -1,0 +1,176 @@
+"""A training run on disk and on the terminal: settings, progress, TensorBoard, metrics, the loss, resuming.
+
+<output>/settings.json   what was asked for
+<output>/metrics.json    what came out
+<output>/loss.png        the loss over the steps
+<output>/tensorboard/    scalars
+<output>/last.pt         model and optimiser after the last saved step
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import tomllib
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+Settings = TypeVar("Settings")
+
+
+def read_settings(kind: type[Settings], description: str) -> Settings:
+    """A run's settings: a TOML file first, then `--name value` for any of its fields.
+
+    Lists and tables are given on the command line as JSON.
+    """
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument(
+        "config", nargs="?", type=Path, help="a TOML file, one run each: see model/configs/"
+    )
+    for field in fields(kind):  # type: ignore[arg-type]
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS)
+    given = vars(parser.parse_args())
+    config = given.pop("config")
+    values = tomllib.loads(config.read_text()) if config else {}
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            parser.error(f"{config}: unknown setting {name!r}: one of {', '.join(known)}")
+    for name, text in given.items():
+        try:
+            values[name] = text if known[name].type is str else json.loads(text)
+        except ValueError:
+            parser.error(
+                f"--{name.replace('_', '-')}: {text!r} is not JSON (numbers, true, false, [lists])"
+            )
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in values and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        parser.error(f"missing: {', '.join(missing)}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+@dataclass
+class Run:
+    """Where a run writes, and how it tells of itself."""
+
+    output: Path
+    steps: int
+    history: list[tuple[int, float]]
+    started: float
+
+    @classmethod
+    def open(cls, output: str, steps: int, settings: Any) -> Self:
+        folder = Path(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
+        return cls(folder, steps, [], time.monotonic())
+
+    def __post_init__(self) -> None:
+        self.writer = SummaryWriter(str(self.output / "tensorboard"))
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            disable=not sys.stdout.isatty(),
+        )
+        self.bar = self.progress.add_task("training", total=self.steps, state="")
+        self.tokens = 0
+        self.taken = 0
+        self.smooth: float | None = None
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+        self.writer.close()
+
+    def step(self, step: int, losses: dict[str, float], tokens: int, lr: float) -> None:
+        """Record one optimiser step: its losses by name (`loss` is the whole), its tokens, its learning rate."""
+        self.tokens += tokens
+        self.taken += 1
+        loss = losses["loss"]
+        self.smooth = loss if self.smooth is None else 0.98 * self.smooth + 0.02 * loss
+        self.history.append((step, loss))
+        for name, value in losses.items():
+            self.writer.add_scalar(f"train/{name}", value, step)
+        self.writer.add_scalar("train/lr", lr, step)
+        state = f"loss {self.smooth:.3f}  {self.tokens_per_second():,.0f} tokens/s"
+        self.progress.update(self.bar, completed=step + 1, state=state)
+        if self.progress.disable and (step + 1) % 50 == 0:
+            left = (time.monotonic() - self.started) / self.taken * (self.steps - step - 1)
+            print(f"step {step + 1}/{self.steps}  {state}  {left / 60:.0f} min left", flush=True)
+
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(time.monotonic() - self.started, 1e-9)
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        self.writer.add_scalar(name, value, step)
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text) if not self.progress.disable else print(text, flush=True)
+
+    def save(self, step: int, model: nn.Module, optimizer: Any, **extra: Any) -> None:
+        """Keep all that a resumed run needs, so that a crash leaves the old or the new, never half of one."""
+        state = {
+            "step": step,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "history": self.history,
+        }
+        partial = self.output / "last.pt.partial"
+        torch.save({**state, **extra}, partial)
+        os.replace(partial, self.output / "last.pt")
+
+    def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Load the last saved state, if there is one; its `step` is the next to take."""
+        path = self.output / "last.pt"
+        if not path.is_file():
+            return {"step": 0}
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.history = [tuple(point) for point in state["history"]]
+        self.say(f"resuming {self.output} at step {state['step']}")
+        return state
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Write `metrics.json` and `loss.png`."""
+        (self.output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        draw_loss(self.history, self.output / "loss.png")
+
+
+def draw_loss(history: list[tuple[int, float]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    steps, losses = zip(*history, strict=True)
+    window = max(1, len(losses) // 100)
+    smooth = [
+        sum(losses[max(0, i - window) : i + 1]) / len(losses[max(0, i - window) : i + 1])
+        for i in range(len(losses))
+    ]
+    axes.plot(steps, losses, color="0.8", linewidth=0.5, label="loss")
+    axes.plot(steps, smooth, linewidth=1.5, label=f"mean of {window + 1}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,99 @@
+"""Small models, random batches, and what transformers is called with for the same batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model.attention import Layout, Padded
+from model.config import BertConfig
+from service import packing
+from service.packing import Packed
+
+# fp32 sums in another order: a few units in the last place per layer, of values around one.
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+
+LENGTHS = {
+    "one": [7],
+    "one token": [1],
+    "equal": [5, 5, 5],
+    "mixed": [9, 1, 4, 16, 2],
+    "rising": [1, 2, 3, 4, 5, 6, 7, 8],
+}
+
+
+def shape(**fields: Any) -> BertConfig:
+    """The config of a model that takes no time."""
+    small: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
+    return BertConfig(**{**small, **fields})
+
+
+def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Move every parameter, norms and biases too, away from what it was set to; ready to be asked."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return module.eval()
+
+
+def batch(lengths: Sequence[int], vocab_size: int = 96, seed: int = 0) -> Packed:
+    """A packed batch of random ids and segments."""
+    rng = np.random.default_rng(seed)
+    layout = packing.make_layout(lengths)
+    total = sum(lengths)
+    ids, types = rng.integers(vocab_size, size=total), rng.integers(2, size=total)
+    return Packed(ids, types, packing.positions(layout), layout)
+
+
+def each(packed: Packed) -> list[Packed]:
+    """Every sequence of a batch as a batch of its own."""
+    alone = []
+    for start, end in zip(packed.layout.cu_seqlens, packed.layout.cu_seqlens[1:], strict=False):
+        layout = packing.make_layout([end - start])
+        rows = (packed.input_ids[start:end], packed.token_type_ids[start:end])
+        alone.append(Packed(*rows, packing.positions(layout), layout))
+    return alone
+
+
+def ours(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    """What our modules take."""
+    ids = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    return (*map(torch.as_tensor, ids), Layout.of(packed.layout))  # type: ignore[return-value]
+
+
+def theirs(packed: Packed) -> dict[str, Tensor]:
+    """What transformers takes: `[B, S]` ids, segments and mask; padding has id 0."""
+    lengths, longest = packed.lengths, packed.layout.longest
+    mask = np.arange(longest) < lengths[:, None]
+    fields = {"input_ids": packed.input_ids, "token_type_ids": packed.token_type_ids}
+    padded = {name: np.zeros(mask.shape, dtype=np.int64) for name in fields}
+    for name, values in fields.items():
+        padded[name][mask] = values
+    return {name: torch.as_tensor(v) for name, v in padded.items()} | {
+        "attention_mask": torch.as_tensor(mask.astype(np.int64))
+    }
+
+
+def padded(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Padded]:
+    """What our modules take in the trivial layout, where every slot is a token."""
+    arguments = theirs(packed)
+    positions = torch.arange(packed.layout.longest).expand(len(packed.lengths), -1)
+    ids = (arguments["input_ids"], arguments["token_type_ids"], positions)
+    flat = (tensor.reshape(-1) for tensor in ids)
+    return (*flat, Padded(arguments["attention_mask"]))  # type: ignore[return-value]
+
+
+def real(slots: Tensor, packed: Packed) -> Tensor:
+    """The rows of real tokens, `[T, ...]`, of padded slots `[B, S, ...]` or `[B * S, ...]`."""
+    total = packed.layout.unpack.size
+    return slots.reshape(total, -1).index_select(0, torch.as_tensor(packed.layout.pack))

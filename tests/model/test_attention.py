@@ -1,0 +1,147 @@
+"""Every lowering of attention computes what the definition says, and keeps sequences apart."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.attention import Layout, Padded, attention, attention_weights
+from service import packing
+from tests.model.helpers import LENGTHS, TOLERANCE
+
+HEADS, HIDDEN = 4, 24
+
+
+def draw(lengths: list[int], seed: int = 0) -> tuple[Tensor, Layout]:
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(sum(lengths), 3 * HIDDEN, generator=generator)
+    return qkv, Layout.of(packing.make_layout(lengths))
+
+
+def by_definition(qkv: Tensor, lengths: list[int]) -> Tensor:
+    """softmax(Q Kᵀ / √D) V, one sequence and one head after the other."""
+    contexts = []
+    for rows in qkv.split(lengths):
+        query, key, value = rows.chunk(3, dim=1)
+        heads = zip(*(part.chunk(HEADS, dim=1) for part in (query, key, value)), strict=True)
+        size = math.sqrt(HIDDEN // HEADS)
+        contexts.append(torch.cat([torch.softmax(q @ k.T / size, -1) @ v for q, k, v in heads], 1))
+    return torch.cat(contexts)
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
+    """Packed attention is softmax attention within each sequence, whatever their lengths."""
+    qkv, layout = draw(lengths, seed)
+
+    context = attention(qkv, HEADS, layout)
+
+    torch.testing.assert_close(context, by_definition(qkv, lengths), **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_padded_is_packed(lengths: list[int]) -> None:
+    """The trivial layout gives real tokens what packed attention gives them."""
+    qkv, layout = draw(lengths)
+    slots = qkv.index_select(0, layout.unpack.flatten())
+    columns = torch.arange(layout.unpack.shape[1])
+    mask = (columns < layout.lengths[:, None]).long()
+
+    context = attention(slots, HEADS, Padded(mask)).index_select(0, layout.pack)
+
+    torch.testing.assert_close(context, attention(qkv, HEADS, layout), **TOLERANCE)
+
+
+def test_padded_mask_hides() -> None:
+    """What stands in a padding slot of the trivial layout changes nothing."""
+    qkv, _ = draw([6, 6])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
+    changed = qkv.clone()
+    changed[8:] = 1e4
+
+    before, after = (attention(x, HEADS, Padded(mask)) for x in (qkv, changed))
+
+    torch.testing.assert_close(after[:8], before[:8], rtol=0, atol=0)
+
+
+def test_full_layout_gathers_nothing() -> None:
+    """Sequences of one length give the same without the gather that others need."""
+    qkv, layout = draw([6, 6, 6])
+    assert layout.full
+
+    torch.testing.assert_close(
+        attention(qkv, HEADS, layout),
+        attention(qkv, HEADS, replace(layout, full=False)),
+        **TOLERANCE,
+    )
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    """Changing one sequence leaves the others exactly as they were."""
+    lengths = [5, 9, 3]
+    qkv, layout = draw(lengths)
+    changed = qkv.clone()
+    changed[5:14] += 1
+
+    before, after = (attention(x, HEADS, layout).split(lengths) for x in (qkv, changed))
+
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[2], before[2])
+    assert not torch.allclose(after[1], before[1])
+
+
+def test_gradients() -> None:
+    """The gradients of packed attention are those of its definition."""
+    lengths = [4, 1, 7]
+    qkv, layout = draw(lengths)
+    weights = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def gradient(context: Tensor, leaf: Tensor) -> Tensor:
+        (context * weights).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    ours, theirs = (qkv.clone().requires_grad_() for _ in range(2))
+    torch.testing.assert_close(
+        gradient(attention(ours, HEADS, layout), ours),
+        gradient(by_definition(theirs, lengths), theirs),
+        **TOLERANCE,
+    )
+
+
+def test_dropout_drops_weights() -> None:
+    """Dropout follows torch's seed, and changes what attention gives."""
+    qkv, layout = draw([5, 3])
+
+    def dropped(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return attention(qkv, HEADS, layout, dropout=0.5)
+
+    assert torch.equal(dropped(1), dropped(1))
+    assert not torch.equal(dropped(1), dropped(2))
+    assert not torch.allclose(dropped(1), attention(qkv, HEADS, layout))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_weights_are_those_of_attention(lengths: list[int]) -> None:
+    """The weights to look at sum to one, are zero on padding, and give attention's own context."""
+    qkv, layout = draw(lengths)
+
+    weights = attention_weights(qkv, HEADS, layout)
+
+    batch, longest = layout.unpack.shape
+    assert weights.shape == (batch, HEADS, longest, longest)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    for row, length in enumerate(lengths):
+        assert not weights[row, :, :, length:].any()
+    value = qkv.chunk(3, dim=1)[2].index_select(0, layout.unpack.flatten())
+    value = value.view(batch, longest, HEADS, -1).transpose(1, 2)
+    context = (weights @ value).transpose(1, 2).reshape(batch * longest, -1)
+    torch.testing.assert_close(
+        context.index_select(0, layout.pack), attention(qkv, HEADS, layout), **TOLERANCE
+    )

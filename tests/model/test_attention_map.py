@@ -1,0 +1,119 @@
+"""What is drawn is what the encoder does, and what transformers says it does."""
+
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from model import attention_map, checkpoint
+from model.bert import Bert
+from model.fill import read_encoder
+from tests.model.helpers import TOLERANCE, perturb, shape
+
+TEXT = "Ada drew a comet, twice!"
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers with four heads."""
+    vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
+    encoder = perturb(perturb(Bert(shape(vocab_size=vocab_size)), 1), 2)
+    assert isinstance(encoder, Bert)
+    path = tmp_path_factory.mktemp("saved")
+    checkpoint.save_encoder(path, encoder, tokenizer_file)
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["attention_map", *arguments])
+    attention_map.main()
+
+
+def test_as_transformers(saved: Path) -> None:
+    """The weights of every layer and head are those of transformers, and rows sum to one."""
+    encoder = checkpoint.load_encoder(saved)
+    [encoded] = read_encoder(saved).texts([TEXT])
+
+    maps = attention_map.attention_maps(encoder, encoded.windows[0])
+
+    peer = transformers.BertModel.from_pretrained(saved, attn_implementation="eager").eval()
+    cut = transformers.AutoTokenizer.from_pretrained(saved)(TEXT, return_tensors="pt")
+    with torch.no_grad():
+        expected = torch.cat(peer(**cut, output_attentions=True).attentions)
+    size = len(encoded.windows[0])
+    assert maps.shape == (2, 4, size, size)
+    torch.testing.assert_close(maps, expected, **TOLERANCE)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, size))
+
+
+def test_leaves_no_trace(saved: Path) -> None:
+    """The encoder is as it was before it was looked into."""
+    encoder = checkpoint.load_encoder(saved)
+    [encoded] = read_encoder(saved).texts([TEXT])
+
+    attention_map.attention_maps(encoder, encoded.windows[0])
+
+    assert not any(module._forward_hooks for module in encoder.modules())
+
+
+def test_picture() -> None:
+    """There is a cell for each layer and head, with every token beside the outer ones."""
+    maps = torch.rand(3, 2, 4, 4).softmax(-1)
+    tokens = ["[CLS]", "$", "##x_1$", "[SEP]"]
+
+    figure = attention_map.draw(maps, tokens, "$x_1$ " * 40)
+
+    *cells, bar = figure.axes
+    assert len(cells) == 6
+    for index, axes in enumerate(cells):
+        [image] = axes.images
+        assert torch.equal(torch.as_tensor(image.get_array()), maps.flatten(0, 1)[index])
+    for axis in (cells[0].yaxis, cells[4].yaxis, cells[4].xaxis, cells[5].xaxis):
+        labels = axis.get_ticklabels()
+        assert [label.get_text() for label in labels] == tokens
+        assert not any(label.get_parse_math() for label in labels)
+    assert [cells[i].get_title() for i in range(2)] == ["head 1", "head 2"]
+    assert [cells[i].get_ylabel() for i in (0, 2, 4)] == ["layer 1", "layer 2", "layer 3"]
+    assert bar.get_ylim() == (0, 1)
+    assert figure.get_suptitle().endswith(" …")
+
+
+def test_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: Path,
+    tmp_path: Path,
+) -> None:
+    """The command writes the picture where it is told, and says so."""
+    run(monkeypatch, TEXT, "-o", str(tmp_path / "map.png"), "--checkpoint", str(saved))
+
+    height, width, _ = matplotlib.image.imread(tmp_path / "map.png").shape
+    assert width > height > 300
+    assert capsys.readouterr().out == f"{tmp_path / 'map.png'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("the " * 47, ["-o", "map.png"], "49 tokens are too many to draw: at most 48"),
+        ("the", ["-o", "map.png", "--checkpoint", "package:nobody"], "no installed package"),
+        ("the", [], "-o/--output"),
+    ],
+)
+def test_refusals(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: Path,
+    text: str,
+    options: list[str],
+    message: str,
+) -> None:
+    """Texts too long to be read, unknown checkpoints, and no place to write to, are errors."""
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, text, "--checkpoint", str(saved), *options)
+
+    assert message in capsys.readouterr().err

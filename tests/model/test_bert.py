@@ -1,0 +1,212 @@
+"""Our BERT is BERT: transformers' own, on random and on real weights, packed or not."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import model
+from model import checkpoint
+from model.bert import Bert
+from model.config import BertConfig, preset
+from service import packing
+from service.encode import Encoder
+from service.packing import Packed
+from tests.model.helpers import (
+    LENGTHS,
+    TOLERANCE,
+    batch,
+    each,
+    ours,
+    padded,
+    perturb,
+    real,
+    shape,
+    theirs,
+)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "one layer, one head": {"num_hidden_layers": 1, "num_attention_heads": 1},
+    "deep": {"num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 3},
+    "wide": {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
+    "three segments": {"type_vocab_size": 3, "layer_norm_eps": 1e-6, "intermediate_size": 40},
+}
+TEXTS = [
+    "What is the capital of France?",
+    "Paris.",
+    "A café in Zürich serves 漢字 and 😀, at 7.50 a cup, to whoever asks in three languages.",
+    "",
+    "the the the the the",
+]
+
+
+def states(encoder: Bert, packed: Packed) -> tuple[list[Tensor], Tensor]:
+    """Every hidden state `[T, H]` and the pooler's output `[B, H]`."""
+    kept: list[Tensor] = []
+    arguments = ours(packed)
+    with torch.no_grad():
+        last = encoder(*arguments, keep=kept)
+        assert encoder.pooler is not None
+        return kept, encoder.pooler(last, arguments[-1])
+
+
+def assert_parity(encoder: Bert, peer: transformers.BertModel, packed: Packed) -> None:
+    """Every hidden state and the pooler's output agree at real tokens."""
+    with torch.no_grad():
+        expected = peer(**theirs(packed), output_hidden_states=True)
+    found, pooled = states(encoder, packed)
+    assert len(found) == encoder.config.num_hidden_layers + 1
+    for hidden_states, peers in zip(found, expected.hidden_states, strict=True):
+        torch.testing.assert_close(hidden_states, real(peers, packed), **TOLERANCE)
+    torch.testing.assert_close(pooled, expected.pooler_output, **TOLERANCE)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
+    """With perturbed random weights, all hidden states are those of transformers, for every batch."""
+    config = shape(**fields)
+    peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
+    perturb(peer)
+    encoder = Bert(config).eval()
+    checkpoint.from_hub(encoder, peer.state_dict(), checkpoint.trunk_names, "transformers")
+
+    for seed, lengths in enumerate(LENGTHS.values()):
+        assert_parity(encoder, peer, batch(lengths, seed=seed))
+
+
+@pytest.fixture(scope="module")
+def real_pair(minilm: Path) -> tuple[Bert, transformers.BertModel]:
+    """MiniLM, read by us and by transformers."""
+    return checkpoint.load_encoder(minilm), transformers.BertModel.from_pretrained(minilm).eval()
+
+
+def windows(minilm: Path, texts: Sequence[str]) -> Packed:
+    encoder = Encoder.from_file(minilm / "tokenizer.json", 512)
+    encoded = encoder.texts(texts) + encoder.pairs(texts, texts[::-1])
+    return packing.pack([window for item in encoded for window in item.windows])
+
+
+def test_parity_on_real_weights(
+    minilm: Path, real_pair: tuple[Bert, transformers.BertModel]
+) -> None:
+    """On the real MiniLM, with real texts and pairs, all hidden states are those of transformers."""
+    assert_parity(*real_pair, windows(minilm, TEXTS))
+
+
+def test_parity_at_full_length(
+    minilm: Path, real_pair: tuple[Bert, transformers.BertModel]
+) -> None:
+    """Every position of the real MiniLM, up to 512 tokens, is transformers'."""
+    packed = windows(minilm, ["so it goes " * 300])
+
+    assert packed.layout.longest == 512
+    assert_parity(*real_pair, packed)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_packed_is_alone_is_padded(lengths: list[int]) -> None:
+    """A sequence's states are the same packed with others, alone, and in a padded rectangle."""
+    encoder = perturb(Bert(shape()))
+    assert isinstance(encoder, Bert)
+    packed = batch(lengths)
+
+    together, pooled = states(encoder, packed)
+
+    alone = [states(encoder, one) for one in each(packed)]
+    for layer, hidden_states in enumerate(together):
+        by_itself = torch.cat([kept[layer] for kept, _ in alone])
+        torch.testing.assert_close(hidden_states, by_itself, **TOLERANCE)
+    torch.testing.assert_close(pooled, torch.cat([one for _, one in alone]), **TOLERANCE)
+
+    kept: list[Tensor] = []
+    arguments = padded(packed)
+    assert encoder.pooler is not None
+    with torch.no_grad():
+        torch.testing.assert_close(
+            encoder.pooler(encoder(*arguments, keep=kept), arguments[-1]), pooled, **TOLERANCE
+        )
+    for slots, hidden_states in zip(kept, together, strict=True):
+        torch.testing.assert_close(real(slots, packed), hidden_states, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "count"), [("base", 109_482_240), ("large", 335_141_888)])
+def test_parameter_counts(name: str, count: int) -> None:
+    """BERT-base and BERT-large have as many parameters as Google's (uncased, with pooler)."""
+    with torch.device("meta"):
+        encoder = Bert(preset(name))
+
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == count
+
+
+def test_initial_weights() -> None:
+    """Weights start normal with the config's standard deviation, biases at zero, norms at one."""
+    torch.manual_seed(0)
+    encoder = Bert(shape(hidden_size=128, initializer_range=0.05))
+
+    for name, parameter in encoder.named_parameters():
+        if parameter.dim() == 2 and parameter.numel() > 1000:
+            assert parameter.mean().abs() < 0.005, name
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.05), name
+        elif parameter.dim() == 1:
+            assert set(parameter.tolist()) == {float(name.endswith("norm.weight"))}, name
+
+
+def test_dropout_is_for_training_only() -> None:
+    """In training every pass drops others; asked in eval mode, the encoder always says the same."""
+    encoder = Bert(shape(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3))
+    arguments = ours(batch([8, 3]))
+
+    training = [encoder.train()(*arguments) for _ in range(2)]
+    asked = [encoder.eval()(*arguments) for _ in range(2)]
+
+    assert not torch.equal(*training)
+    assert torch.equal(*asked)
+
+
+@pytest.mark.parametrize("field", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_both_dropouts_work(field: str) -> None:
+    """Either dropout alone changes a training pass."""
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = Bert(shape(**{**none, field: 0.5})).train()
+    arguments = ours(batch([8, 3]))
+
+    assert not torch.equal(encoder(*arguments), encoder(*arguments))
+
+
+def test_without_pooler() -> None:
+    """An encoder without a pooler has none of its parameters."""
+    encoder = Bert(shape(), pooler=False)
+
+    assert encoder.pooler is None
+    assert not [name for name in encoder.state_dict() if "pooler" in name]
+
+
+def test_written_from_scratch() -> None:
+    """No file of ours uses torch's ready-made transformer or attention modules."""
+    ready_made = ("Transformer", "MultiheadAttention")
+    files = sorted(Path(next(iter(model.__path__))).rglob("*.py"))
+    assert "bert.py" in {file.name for file in files}
+
+    names = {
+        (file.name, name)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for name in (getattr(node, "attr", None), getattr(node, "name", None))
+        if isinstance(name, str) and name.startswith(ready_made)
+    }
+
+    assert names == set()
+
+
+def test_config_is_kept() -> None:
+    """The encoder carries the config that it was made from."""
+    config = BertConfig(**{**shape().__dict__, "num_hidden_layers": 3})
+
+    assert Bert(config).config is config
+    assert len(Bert(config).layers) == 3

@@ -1,0 +1,83 @@
+"""A config says exactly what the hub's `config.json` says, or is refused."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from model.config import PRESETS, BertConfig, preset
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads"),
+    [
+        ("tiny", 2, 128, 2),
+        ("mini", 4, 256, 4),
+        ("small", 6, 384, 12),
+        ("base", 12, 768, 12),
+        ("large", 24, 1024, 16),
+    ],
+)
+def test_presets(name: str, layers: int, hidden: int, heads: int) -> None:
+    """The presets have the shapes of Google's releases (and of MiniLM)."""
+    config = preset(name)
+
+    assert (config.num_hidden_layers, config.hidden_size) == (layers, hidden)
+    assert (config.num_attention_heads, config.intermediate_size) == (heads, 4 * hidden)
+    assert config.vocab_size == 30_522
+
+
+def test_preset_with_overrides() -> None:
+    """A preset's fields can be overridden, those it sets included."""
+    config = preset("tiny", vocab_size=100, num_hidden_layers=1)
+
+    assert (config.vocab_size, config.num_hidden_layers, config.hidden_size) == (100, 1, 128)
+
+
+def test_unknown_preset() -> None:
+    """An unknown preset is refused with the names of those there are."""
+    with pytest.raises(ValueError, match=f"'huge': one of {', '.join(PRESETS)}"):
+        preset("huge")
+
+
+def test_defaults_are_transformers() -> None:
+    """Every default is that of transformers."""
+    theirs = transformers.BertConfig().to_dict()
+
+    assert {
+        name: theirs.get(name, value) for name, value in BertConfig().to_dict().items()
+    } == BertConfig().to_dict()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_round_trip_by_transformers(name: str) -> None:
+    """A config comes back unchanged from transformers' own."""
+    config = preset(name, layer_norm_eps=1e-6, hidden_dropout_prob=0.2)
+
+    theirs = transformers.BertConfig(**config.to_dict())
+
+    assert BertConfig.from_dict(theirs.to_dict()) == config
+
+
+def test_from_dict_ignores_what_does_not_shape_the_encoder() -> None:
+    """Unknown fields and nulls of a hub config are passed over."""
+    config = BertConfig.from_dict({"hidden_size": 24, "use_cache": True, "pad_token_id": None})
+
+    assert config == BertConfig(hidden_size=24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "roberta"}, "model_type 'roberta' is not 'bert'"),
+        ({"position_embedding_type": "relative_key"}, "'relative_key' is not 'absolute'"),
+        ({"is_decoder": True}, "a decoder is not an encoder"),
+        ({"add_cross_attention": True}, "a decoder is not an encoder"),
+        ({"hidden_act": "gelu_new"}, "'gelu_new': only the erf form"),
+        ({"hidden_size": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
+    ],
+)
+def test_refuses_what_it_would_compute_differently(fields: dict[str, Any], message: str) -> None:
+    """A config that means another computation is refused by name."""
+    with pytest.raises(ValueError, match=message):
+        BertConfig.from_dict(fields)

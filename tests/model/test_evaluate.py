@@ -1,0 +1,430 @@
+"""What is measured is what will be answered: predictions go through the service's own decoding."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+from seqeval.metrics import f1_score
+
+from model import checkpoint, evaluate, rows, tasks
+from model.heads import Model
+from service.bundle import Head
+from service.encode import Encoder, Encoding
+from tests.model.helpers import perturb, shape
+
+SENTENCE = "Ada drew a comet in Turin . Grace Wu sold 2 tables , Zoë forgot it at U.S. dawn"
+WORDS = SENTENCE.split()
+KINDS = {0: "B-PER", 5: "B-LOC", 7: "B-PER", 8: "I-PER", 13: "B-PER", 17: "B-LOC"}
+TAGS = [KINDS.get(i, "O") for i in range(len(WORDS))]
+
+HEADS = {
+    "sentiment": Head(task="classification", labels=("bad", "good", "so-so")),
+    "topics": Head(
+        task="classification",
+        labels=("art", "law", "war"),
+        problem_type="multi_label_classification",
+    ),
+    "stars": Head(task="classification", labels=("score",), problem_type="regression"),
+    "entities": Head(task="ner", labels=("O", "B-LOC", "I-LOC", "B-PER", "I-PER")),
+    "answers": Head(task="qa"),
+    "vectors": Head(task="embedding", pooling="mean", dimensions=32),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """Small and untrained, but far from zero, so that its answers differ."""
+    torch.manual_seed(0)
+    model = Model(shape(vocab_size=200), HEADS)
+    perturb(model)
+    return model
+
+
+@pytest.fixture
+def encoder(tokenizer_file: Path) -> Encoder:
+    return Encoder.from_file(tokenizer_file, 48)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A file for each head, with rows of many lengths."""
+    folder = tmp_path_factory.mktemp("dev")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, size=size)) for size in range(1, 31)]
+
+    def jsonl(name: str, fields: Callable[[int], dict[str, Any]]) -> Path:
+        path = folder / f"{name}.jsonl"
+        lines = [json.dumps({"text": text, **fields(i)}) for i, text in enumerate(texts)]
+        path.write_text("\n".join(lines))
+        return path
+
+    conll = folder / "entities.conll"
+    chosen = [rng.integers(len(WORDS), size=size) for size in range(1, 40, 2)]
+    sentences = ["\n".join(f"{WORDS[i]} {TAGS[i]}" for i in some) for some in chosen]
+    conll.write_text("\n\n".join(sentences), encoding="utf-8")
+    squad = folder / "answers.json"
+    paragraphs = []
+    for number, text in enumerate(texts[4:]):
+        first = text.split()[2]
+        answers = [{"text": first, "answer_start": text.index(first)}] if number % 3 else []
+        paragraphs.append({"context": text, "qas": [{"question": "Who ?", "answers": answers}]})
+    squad.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}), encoding="utf-8")
+    labels = ["bad", "good", "so-so"]
+    subsets = [["art"], [], ["art", "war"], ["law"]]
+    return {
+        "sentiment": jsonl("sentiment", lambda i: {"label": labels[i % 3]}),
+        "topics": jsonl("topics", lambda i: {"labels": subsets[i % 4]}),
+        "stars": jsonl("stars", lambda i: {"label": i % 5}),
+        "entities": conll,
+        "answers": squad,
+        "vectors": jsonl("vectors", lambda i: {"text_pair": texts[-1 - i], "score": i % 6}),
+    }
+
+
+def judge(
+    model: Model, encoder: Encoder, name: str, files: Mapping[str, Path], **options: int
+) -> evaluate.Evaluation:
+    run = evaluate.torch_run(model, [name])
+    return evaluate.judge(run, encoder, model.described[name], name, files[name], **options)
+
+
+def alone(model: Model, name: str, encoding: Encoding) -> NDArray[np.float32]:
+    """One encoding's output, by the model itself."""
+    with torch.no_grad():
+        return tasks.forward(model, [encoding], [name])[name].numpy()
+
+
+def close(expected: float) -> object:
+    # Batched products sum in another order, which may show in the last place of a correlation.
+    return pytest.approx(expected, abs=1e-5)
+
+
+# -- through decode, or directly ------------------------------------------------------------------
+
+
+def test_accuracy_is_the_share_of_right_argmaxes(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """The same as without decoding, one text at a time."""
+    found = rows.read(files["sentiment"], "classification")
+    labels = HEADS["sentiment"].labels
+    direct = [
+        labels[alone(model, "sentiment", encoder.texts([row.text])[0].windows[0])[0].argmax()]
+        for row in found
+    ]
+    metrics, answers = judge(model, encoder, "sentiment", files)
+    assert answers == direct
+    right = [answer == row.labels[0] for answer, row in zip(direct, found, strict=True)]
+    assert metrics["accuracy"] == np.mean(right)
+    assert set(metrics) == {"accuracy", "macro_f1", "matthews"}
+
+
+def test_a_label_holds_from_one_half(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Each of several labels is decided by the sign of its own logit."""
+    found = rows.read(files["topics"], "classification", "multi_label_classification")
+    direct = [
+        alone(model, "topics", encoder.texts([row.text])[0].windows[0])[0] >= 0 for row in found
+    ]
+    gold = [[label in row.labels for label in ("art", "law", "war")] for row in found]
+    both = np.logical_and(direct, gold).sum()
+    metrics, answers = judge(model, encoder, "topics", files)
+    labels = np.array(["art", "law", "war"])
+    assert answers == [labels[chosen].tolist() for chosen in direct]
+    assert metrics["micro_f1"] == close(2 * both / (np.sum(direct) + np.sum(gold)))
+
+
+def test_a_regression_is_judged_by_correlation(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Spearman's of the logits."""
+    found = rows.read(files["stars"], "classification", "regression")
+    direct = [alone(model, "stars", encoder.texts([row.text])[0].windows[0])[0, 0] for row in found]
+    metrics, _ = judge(model, encoder, "stars", files)
+    assert metrics["spearman"] == close(spearmanr(direct, [row.score for row in found]).statistic)
+
+
+def test_a_word_has_the_tag_of_its_first_token(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Found by walking over characters; entities are then compared by seqeval."""
+    found = rows.read(files["entities"], "ner")
+    direct = {}
+    for number, row in enumerate(found):
+        (encoded,) = encoder.texts([row.text], truncate="window")
+        if len(encoded.windows) > 1:
+            continue
+        best = alone(model, "entities", encoded.windows[0]).argmax(axis=1)
+        at = {
+            int(start): HEADS["entities"].labels[label]
+            for label, (start, end), sequence in zip(
+                best, encoded.windows[0].offsets, encoded.windows[0].sequence, strict=True
+            )
+            if sequence == 0 and end > start
+        }
+        direct[number] = [at[start] for start in row.starts.tolist()]
+    metrics, answers = judge(model, encoder, "entities", files)
+    assert len(direct) > 3
+    assert {number: answers[number] for number in direct} == direct
+    assert metrics["f1"] == f1_score([row.tags for row in found], answers)
+
+
+def test_an_answer_is_the_best_span(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Found by trying every start and end, in the one window of each question."""
+    found = rows.read(files["answers"], "qa")
+    expected = []
+    for row in found:
+        (encoded,) = encoder.questions([row.question], [row.context])
+        (window,) = encoded.windows
+        logits = alone(model, "answers", window).astype(np.float64)
+        context = np.flatnonzero(window.sequence == 1)
+        spans = [(a, b) for a in context for b in context if a <= b < a + 30]
+        first, last = max(spans, key=lambda span: logits[span[0], 0] + logits[span[1], 1])
+        null = logits[0].sum() > logits[first, 0] + logits[last, 1]
+        words = window.words
+        begin = window.offsets[context[words[context] == words[first]][0], 0]
+        end = window.offsets[context[words[context] == words[last]][-1], 1]
+        expected.append("" if null else row.context[begin:end])
+    metrics, answers = judge(model, encoder, "answers", files)
+    assert answers == expected
+    golds = [[text for text, _ in row.answers] for row in found]
+    f1 = [evaluate.answer_f1(a, g) for a, g in zip(expected, golds, strict=True)]
+    assert metrics["f1"] == np.mean(f1)
+
+
+def test_similarity_is_the_cosine_of_vectors(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Of both texts of a pair, each by itself."""
+    found = rows.read(files["vectors"], "embedding")
+    cosines = []
+    for row in found:
+        first, second = (
+            alone(model, "vectors", encoder.texts([text])[0].windows[0])[0] for text in row.texts
+        )
+        norms = np.linalg.norm(first) * np.linalg.norm(second)
+        cosines.append(float(first @ second / norms))
+    metrics, answers = judge(model, encoder, "vectors", files)
+    assert metrics["spearman"] == close(spearmanr(cosines, [row.score for row in found]).statistic)
+    assert len(answers) == 2 * len(found)
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_any_run_can_be_asked(
+    name: str, model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """One that takes texts one by one gives the answers of one that batches them."""
+
+    def run(encodings: Sequence[Encoding]) -> list[dict[str, NDArray[np.float32]]]:
+        outputs = [alone(model, name, encoding) for encoding in encodings]
+        per_token = HEADS[name].per_token
+        return [{name: output if per_token else output[0]} for output in outputs]
+
+    slow = evaluate.judge(run, encoder, HEADS[name], name, files[name])
+    fast = judge(model, encoder, name, files)
+    assert slow.answers == fast.answers
+    assert slow.metrics == {metric: close(value) for metric, value in fast.metrics.items()}
+
+
+def test_outputs_come_in_the_order_of_encodings(encoder: Encoder) -> None:
+    """Although like lengths run together, within the budget of slots."""
+    texts = [" ".join(WORDS[:size]) for size in (3, 9, 1, 5, 9, 2)] * 300
+    encodings = [encoded.windows[0] for encoded in encoder.texts(texts)]
+    sizes = []
+
+    def run(batch: Sequence[Encoding]) -> list[dict[str, NDArray[np.float32]]]:
+        sizes.append(len(batch) * max(map(len, batch)))
+        return [{"length": np.float32([len(encoding)])} for encoding in batch]
+
+    found = evaluate.run_sorted(run, encodings)
+    assert [int(output["length"][0]) for output in found] == [len(e) for e in encodings]
+    assert len(sizes) > 1
+    assert max(sizes) <= evaluate.BATCH_TOKENS
+
+
+def test_evaluation_is_without_dropout_and_leaves_training_on(encoder: Encoder) -> None:
+    """A model in training is the same model when it is evaluated."""
+    model = Model(shape(vocab_size=200), {"a": HEADS["sentiment"]}).train()
+    windows = [encoder.texts(["Ada"])[0].windows[0]] * 2
+    first, second = evaluate.torch_run(model, ["a"])(windows)
+    np.testing.assert_array_equal(first["a"], second["a"])
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (9, [0, 1, 2, 3, 4])]
+)
+def test_a_limit_spreads_over_the_file(limit: int, expected: list[int]) -> None:
+    """Files are often sorted, so the first rows would not do."""
+    assert evaluate.spread([0, 1, 2, 3, 4], limit) == expected
+
+
+def test_limited_evaluation_counts_only_its_rows(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Each row has one answer."""
+    assert len(judge(model, encoder, "sentiment", files, limit=7).answers) == 7
+
+
+def test_pairs_without_a_score_cannot_be_judged(
+    model: Model, encoder: Encoder, tmp_path: Path
+) -> None:
+    """The error names the row."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"texts": ["a", "b"]}')
+    with pytest.raises(rows.DataError, match=r"a\.jsonl:1: .* with a score"):
+        judge(model, encoder, "vectors", {"vectors": path})
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Cat, sat.", "cat sat"),
+        ("An apple a day", "apple day"),
+        ("U.S.", "us"),
+        ("theatre", "theatre"),
+        ("the", ""),
+        ("Zoë’s", "zoë’s"),  # only ASCII's punctuation goes
+        ("3-4", "34"),
+    ],
+)
+def test_answers_are_normalised_as_squad_does(text: str, normal: str) -> None:
+    """Lower case, then no punctuation, no articles, single blanks."""
+    assert evaluate.normalize_answer(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "em", "f1"),
+    [
+        ("the Cat.", ["cat"], 1.0, 1.0),
+        ("big cat", ["cat"], 0.0, 2 / 3),
+        ("big cat", ["dog", "a big black cat"], 0.0, 0.8),
+        ("cat cat", ["cat"], 0.0, 2 / 3),
+        ("dog", ["cat"], 0.0, 0.0),
+        ("", [], 1.0, 1.0),
+        ("cat", [], 0.0, 0.0),
+        ("", ["cat"], 0.0, 0.0),
+        ("", ["the"], 1.0, 1.0),
+    ],
+)
+def test_the_best_right_answer_counts(answer: str, golds: list[str], em: float, f1: float) -> None:
+    """No right answer means that "" is right."""
+    assert evaluate.exact_match(answer, golds) == em
+    assert evaluate.answer_f1(answer, golds) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_threshold_is_better(seed: int) -> None:
+    """Tried at every margin and between, with equal margins among them."""
+    rng = np.random.default_rng(seed)
+    margins = rng.integers(-5, 5, size=30).astype(float)
+    spans, nulls = rng.random(30), (rng.random(30) < 0.5).astype(float)
+
+    def score(threshold: float) -> float:
+        return float(np.where(margins > threshold, nulls, spans).mean())
+
+    best, threshold = evaluate.best_threshold(margins.tolist(), spans.tolist(), nulls.tolist())
+    assert best == pytest.approx(max(score(t) for t in np.arange(-7, 7, 0.25)))
+    assert score(threshold) == pytest.approx(best)
+
+
+def test_the_best_threshold_gives_the_best_f1(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """Decoding with it reaches what was promised."""
+    run = evaluate.torch_run(model, ["answers"])
+    first = evaluate.evaluate_head(run, encoder, HEADS["answers"], "answers", files["answers"])
+    tuned = HEADS["answers"].model_copy(update={"null_threshold": first["best_f1_threshold"]})
+    second = evaluate.evaluate_head(run, encoder, tuned, "answers", files["answers"])
+    assert second["f1"] == pytest.approx(first["best_f1"])
+    assert second["f1"] >= first["f1"]
+
+
+def test_what_does_not_vary_does_not_correlate() -> None:
+    """No warning and no NaN where a correlation is not defined."""
+    assert evaluate.correlations([1, 1], [0, 1]) == {"pearson": 0.0, "spearman": 0.0}
+
+
+def test_the_nearest_vector_is_another_one() -> None:
+    """By cosine, over more vectors than are compared at once."""
+    vectors = np.random.default_rng(0).normal(size=(1500, 3)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    found = evaluate.nearest(vectors)
+    for row in (0, 1, 1023, 1024, 1499):
+        others = [other for other in range(1500) if other != row]
+        assert found[row] == others[(vectors[others] @ vectors[row]).argmax()]
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("sentiment", "accuracy"),
+        ("topics", "micro_f1"),
+        ("stars", "spearman"),
+        ("entities", "f1"),
+        ("answers", "f1"),
+        ("vectors", "spearman"),
+    ],
+)
+def test_every_head_has_a_main_metric(
+    name: str, metric: str, model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """It is among those that are measured."""
+    assert evaluate.main_metric(HEADS[name]) == metric
+    assert metric in judge(model, encoder, name, files).metrics
+
+
+# -- script ---------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_a_line_of_json(
+    model: Model,
+    files: Mapping[str, Path],
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A table for people, one JSON line last for machines."""
+    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    asked = [f"--eval={name}={files[name]}" for name in ("sentiment", "answers")]
+    command = ["evaluate", str(tmp_path / "joint"), *asked, "--max-length=48"]
+    monkeypatch.setattr("sys.argv", command)
+    evaluate.main()
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("sentiment" in line for line in table)
+    encoder = Encoder.from_file(tokenizer_file, 48)
+    assert json.loads(last)["metrics"] == {
+        f"{name}={files[name]}": judge(model, encoder, name, files).metrics
+        for name in ("sentiment", "answers")
+    }
+
+
+def test_the_command_refuses_an_unknown_head(
+    model: Model,
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It says which heads there are."""
+    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", "mood=a.jsonl"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert "a head of sentiment, topics" in capsys.readouterr().err

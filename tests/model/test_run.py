@@ -1,0 +1,198 @@
+"""A run reads its settings, keeps what it learnt, and goes on where it stopped."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from model import optim, run
+from model.run import Run, read_settings
+
+
+@dataclass
+class Settings:
+    output: str
+    steps: int
+    lr: float = 0.1
+    pairs: bool = True
+    files: list[str] = field(default_factory=list)
+    phases: list[list[float]] | None = None
+
+
+def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    return read_settings(Settings, "Train.")
+
+
+class TestSettings:
+    def test_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Settings come from the command line: text as it is, all else as JSON."""
+        arguments = ["--output", "3", "--steps", "7", "--lr", "1e-3", "--pairs", "false", "--files"]
+
+        settings = read(monkeypatch, *arguments, '["a", "b"]', "--phases", "[[1, 8]]")
+
+        assert settings == Settings("3", 7, 0.001, False, ["a", "b"], [[1, 8]])
+
+    def test_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Settings come from a TOML file, and the rest are defaults."""
+        path = tmp_path / "run.toml"
+        path.write_text('output = "runs/a"\nsteps = 7\nphases = [[0.5, 8], [0.5, 16]]\n')
+
+        settings = read(monkeypatch, str(path))
+
+        assert settings == Settings("runs/a", 7, phases=[[0.5, 8], [0.5, 16]])
+
+    def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """What the command line says replaces what the file says."""
+        path = tmp_path / "run.toml"
+        path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
+
+        assert read(monkeypatch, str(path), "--steps", "8") == Settings("runs/a", 8, 0.5)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--output", "a"], "missing: steps"),
+            (["--outptu", "a"], "unrecognized arguments: --outptu"),
+            (["--out", "a"], "unrecognized arguments: --out"),
+            (["--output", "a", "--steps", "many"], "--steps: 'many' is not JSON"),
+        ],
+    )
+    def test_refusals(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        message: str,
+    ) -> None:
+        """Missing, unknown, shortened and unreadable settings are refused by name."""
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, *arguments)
+
+        assert message in capsys.readouterr().err
+
+    def test_unknown_in_file(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+    ) -> None:
+        """An unknown name in the file is refused with the names there are."""
+        path = tmp_path / "run.toml"
+        path.write_text("stpes = 7\n")
+
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, str(path))
+
+        error = capsys.readouterr().err
+        assert "run.toml: unknown setting 'stpes': one of output, steps, lr" in error
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer and its optimiser after a step."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(3, 3)
+    optimizer = optim.adamw(layer.named_parameters(), 0.1, 0.01, (0.9, 0.98))
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(str(tmp_path / "runs" / "a"), 5)
+
+
+class TestRun:
+    def test_writes_its_settings(self, settings: Settings) -> None:
+        """An opened run has its directory, and what was asked for in it."""
+        with Run.open(settings.output, settings.steps, settings) as run:
+            assert json.loads((run.output / "settings.json").read_text()) == vars(settings)
+
+    def test_first_time(self, settings: Settings) -> None:
+        """A run that never saved starts at step 0."""
+        with Run.open(settings.output, settings.steps, settings) as run:
+            assert run.resume(*trained(1)) == {"step": 0}
+
+    def test_resumes(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        """A resumed run has the model, the optimiser, the history and the rest that was saved."""
+        layer, optimizer = trained(1)
+        with Run.open(settings.output, settings.steps, settings) as run:
+            for step in range(3):
+                run.step(step, {"loss": 3.0 - step}, 10, lr=0.1)
+            run.save(3, layer, optimizer, best=0.5)
+        other, other_optimizer = trained(2)
+
+        with Run.open(settings.output, settings.steps, settings) as again:
+            state = again.resume(other, other_optimizer)
+
+        assert (state["step"], state["best"]) == (3, 0.5)
+        assert again.history == [(0, 3.0), (1, 2.0), (2, 1.0)]
+        for name, value in layer.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value)
+        kept, loaded = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+        assert torch.equal(loaded[0]["exp_avg_sq"], kept[0]["exp_avg_sq"])
+        assert "resuming" in capsys.readouterr().out
+
+    def test_a_crash_leaves_the_old(
+        self, monkeypatch: pytest.MonkeyPatch, settings: Settings
+    ) -> None:
+        """A crash in the middle of saving leaves what was saved before."""
+        layer, optimizer = trained(1)
+
+        def crash(state: object, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise OSError("disk full")
+
+        with Run.open(settings.output, settings.steps, settings) as first:
+            first.save(3, layer, optimizer)
+            monkeypatch.setattr(run.torch, "save", crash)
+            with pytest.raises(OSError, match="disk full"):
+                first.save(4, layer, optimizer)
+
+            assert first.resume(layer, optimizer)["step"] == 3
+
+    def test_scalars(self, settings: Settings) -> None:
+        """Losses by name, the learning rate and what else was measured go to TensorBoard."""
+        with Run.open(settings.output, settings.steps, settings) as run:
+            run.step(0, {"loss": 3.0, "mlm": 2.5}, 10, lr=0.25)
+            run.scalar("held/mlm", 2.0, 0)
+
+        events = EventAccumulator(str(run.output / "tensorboard"))
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        assert {tag: events.Scalars(tag)[0].value for tag in tags} == {
+            "train/loss": 3.0,
+            "train/mlm": 2.5,
+            "train/lr": 0.25,
+            "held/mlm": 2.0,
+        }
+
+    def test_progress_without_a_terminal(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Without a terminal there is a line every fifty steps."""
+        settings.steps = 100
+        with Run.open(settings.output, settings.steps, settings) as run:
+            for step in range(50):
+                run.step(step, {"loss": 2.0}, 10, lr=0.1)
+
+        [line] = capsys.readouterr().out.splitlines()
+        assert line.startswith("step 50/100  loss 2.000")
+
+    def test_finish(self, settings: Settings) -> None:
+        """A finished run has its metrics and a picture of its loss."""
+        with Run.open(settings.output, settings.steps, settings) as run:
+            for step in range(5):
+                run.step(step, {"loss": 1 / (1 + step)}, 10, lr=0.1)
+            run.finish({"mlm": 1.5})
+
+        assert json.loads((run.output / "metrics.json").read_text()) == {"mlm": 1.5}
+        assert imread(run.output / "loss.png").std() > 0
+        assert run.tokens_per_second() > 0

@@ -1,0 +1,385 @@
+"""What a model should say is laid on the tokens that the service will read it from."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import tasks
+from model.heads import IGNORE_INDEX
+from model.rows import DataError, Question, Sentence, Similar, Text
+from model.tasks import Batch, Example, HeadSettings, Stream
+from service.bundle import Head
+from service.encode import Encoder, Encoding
+
+LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+
+
+@pytest.fixture
+def encoder(tokenizer_file: Path) -> Encoder:
+    return Encoder.from_file(tokenizer_file, 64)
+
+
+@pytest.fixture
+def narrow(tokenizer_file: Path) -> Encoder:
+    """Windows into which a text must be cut."""
+    return Encoder.from_file(tokenizer_file, 32)
+
+
+def sentence(words: str, tags: str) -> Sentence:
+    return Sentence("here", words.split(" "), tags.split())
+
+
+def window(length: int) -> Encoding:
+    """An encoding of some length, of which nothing else matters."""
+    rows = np.arange(length)
+    return Encoding(rows, 0 * rows, np.zeros((length, 2), np.int32), rows, rows.astype(np.int8))
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def test_labels_are_collected_and_sorted() -> None:
+    """Those that a setting does not name are taken from the rows."""
+    found = [Text("", "a", None, (label,)) for label in ("pos", "neg", "pos")]
+    settings = HeadSettings(task="classification", train=[], demo=True)
+    head = tasks.describe(settings, found, hidden_size=32)
+    assert head.labels == ("neg", "pos")
+    assert (head.problem_type, head.demo) == ("single_label_classification", True)
+
+
+def test_given_labels_keep_their_order() -> None:
+    """What a setting names is taken as it is."""
+    settings = HeadSettings(task="classification", train=[], labels=["pos", "neg"])
+    assert tasks.describe(settings, [], hidden_size=32).labels == ("pos", "neg")
+
+
+def test_tags_always_come_in_pairs() -> None:
+    """A type of one-word entities needs its I- too, for the word's further tokens."""
+    head = tasks.describe(HeadSettings("ner", []), [sentence("Ada Turin", "B-PER B-LOC")], 32)
+    assert head.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+
+
+def test_an_embedding_is_described_by_its_pooling() -> None:
+    """The vector has the encoder's size, and no labels."""
+    head = tasks.describe(HeadSettings("embedding", [], pooling="cls"), [], hidden_size=32)
+    assert (head.pooling, head.dimensions, head.labels) == ("cls", 32, ())
+
+
+def test_an_unknown_label_is_named_with_its_place(encoder: Encoder) -> None:
+    """A label that the head does not have is an error of the data."""
+    head = Head(task="classification", labels=("x", "y"))
+    with pytest.raises(DataError, match="f:3: 'z' is none of the labels x, y"):
+        list(tasks.examples([Text("f:3", "a", None, ("z",))], head, encoder, 0))
+
+
+def test_several_labels_are_a_row_of_zeros_and_ones(encoder: Encoder) -> None:
+    """In the order of the head's labels."""
+    head = Head(
+        task="classification", labels=("x", "y", "z"), problem_type="multi_label_classification"
+    )
+    (example,) = tasks.examples([Text("", "a", None, ("z", "x"))], head, encoder, 0)
+    assert example.labels.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_texts_and_pairs_keep_their_order(encoder: Encoder) -> None:
+    """They are encoded apart, and come back in the order of the rows."""
+    head = Head(task="classification", labels=("x",))
+    found = [Text("", "a", "b", ("x",)), Text("", "ab", None, ("x",)), Text("", "b", "a", ("x",))]
+    encoded = [e.encodings[0].input_ids for e in tasks.examples(found, head, encoder, 0)]
+    alone = [encoder.pairs(["a"], ["b"]), encoder.texts(["ab"]), encoder.pairs(["b"], ["a"])]
+    for ids, (expected,) in zip(encoded, alone, strict=True):
+        np.testing.assert_array_equal(ids, expected.windows[0].input_ids)
+
+
+# -- named entities -------------------------------------------------------------------------------
+
+
+SENTENCES = [
+    sentence("Ada drew Turin", "B-PER O B-LOC"),
+    sentence("Mr. Chien-Shiung Wu's U.S. visit", "O B-PER I-PER B-LOC O"),
+    sentence("café tables", "B-LOC I-LOC"),
+    sentence("Ada Grace Emmy", "B-PER B-PER I-PER"),
+    sentence("日本 x Ada 🙂🙂 Zoë", "B-LOC O B-PER O B-PER"),
+    sentence("cafe\N{COMBINING ACUTE ACCENT} \N{ZERO WIDTH SPACE} Ada", "B-LOC O B-PER"),
+]
+
+
+@pytest.mark.parametrize("row", SENTENCES, ids=lambda row: row.text)
+def test_every_token_has_the_tag_of_its_characters(row: Sentence, encoder: Encoder) -> None:
+    """Whatever the tokenizer makes of a word: B- on its first token, I- on the others."""
+    (encoded,) = encoder.texts([row.text])
+    (labels,) = tasks.token_labels(row, encoded.windows, LABELS)
+    word_at = [number for number, word in enumerate(row.words) for _ in f"{word} "]
+    seen: set[int] = set()
+    for label, (start, end), sequence in zip(
+        labels, encoded.windows[0].offsets, encoded.windows[0].sequence, strict=True
+    ):
+        if sequence < 0:
+            assert label == IGNORE_INDEX
+        elif start < end:
+            word = word_at[start]
+            tag = row.tags[word]
+            assert LABELS[label] == (tag.replace("B-", "I-") if word in seen else tag)
+            seen.add(word)
+    assert len(seen) >= len(row.words) - ("\N{ZERO WIDTH SPACE}" in row.words)
+
+
+def test_words_split_at_punctuation_are_inside_their_entity(encoder: Encoder) -> None:
+    """The service sees four words in U.S., the data one; all four are one entity."""
+    row = sentence("U.S.", "B-LOC")
+    (encoded,) = encoder.texts([row.text])
+    (labels,) = tasks.token_labels(row, encoded.windows, LABELS)
+    assert encoded.windows[0].words.max() == 3
+    tags = [LABELS[label] for label in labels if label != IGNORE_INDEX]
+    assert tags == ["B-LOC", "I-LOC", "I-LOC", "I-LOC"]
+
+
+def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file: Path) -> None:
+    """Each token has one label, in whichever window it is."""
+    encoder = Encoder.from_file(tokenizer_file, 6)
+    row = sentence("U.S.A.F. Ada", "B-LOC B-PER")
+    (encoded,) = encoder.texts([row.text], truncate="window", stride=1)
+    assert len(encoded.windows) > 2
+    labels = tasks.token_labels(row, encoded.windows, LABELS)
+    found = {
+        (int(start), LABELS[label])
+        for window, ids in zip(encoded.windows, labels, strict=True)
+        for label, (start, _) in zip(ids, window.offsets, strict=True)
+        if label != IGNORE_INDEX
+    }
+    assert found >= {(0, "B-LOC"), (9, "B-PER"), *((start, "I-LOC") for start in range(1, 8))}
+    assert len({start for start, _ in found}) == len(found)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+CONTEXT = "Grace forgot the old engine in Turin. Zoë, at dawn, sold 40 comets. " * 3
+
+
+def asked(answer: str, occurrence: int = 0, context: str = CONTEXT) -> Question:
+    start = -1
+    for _ in range(occurrence + 1):
+        start = context.index(answer, start + 1)
+    return Question("here", "Who?", context, ((answer, start),))
+
+
+def text_of(span: Sequence[int], window: Encoding, context: str) -> str:
+    first, last = span
+    return context[window.offsets[first, 0] : window.offsets[last, 1]]
+
+
+@pytest.mark.parametrize("answer", ["Grace", "the old engine", "Zoë, at dawn", "40", "Turin. Zoë"])
+def test_the_labelled_tokens_are_the_answer(answer: str, narrow: Encoder) -> None:
+    """In every window that holds it whole; in the others, the null answer."""
+    question = asked(answer, occurrence=1)
+    (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
+    spans = tasks.answer_tokens(question, encoded.windows)
+    (_, start), end = question.answers[0], question.answers[0][1] + len(answer)
+    whole = 0
+    for window, span in zip(encoded.windows, spans, strict=True):
+        context = window.offsets[window.sequence == 1]
+        if context[0, 0] <= start and end <= context[-1, 1]:
+            assert text_of(span, window, CONTEXT) == answer
+            whole += 1
+        else:
+            assert span.tolist() == [0, 0]
+    assert 0 < whole < len(encoded.windows)
+
+
+def test_an_answer_within_a_token_is_that_token(encoder: Encoder) -> None:
+    """Data may answer 40 where the text says 40s; the nearest tokens around it are labelled."""
+    context = "Ada sold the comet"
+    question = Question("here", "Who?", context, (("om", 14),))
+    (encoded,) = encoder.questions(["Who?"], [context])
+    (span,) = tasks.answer_tokens(question, encoded.windows)
+    assert "om" in text_of(span, encoded.windows[0], context)
+
+
+def test_a_question_without_answer_is_null_everywhere(narrow: Encoder) -> None:
+    """Both ends at [CLS]."""
+    (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
+    spans = tasks.answer_tokens(Question("here", "Who?", CONTEXT, ()), encoded.windows)
+    assert np.asarray(spans).tolist() == [[0, 0]] * len(encoded.windows)
+
+
+def test_an_answer_longer_than_any_window_is_null(narrow: Encoder) -> None:
+    """No window holds it whole."""
+    (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
+    spans = tasks.answer_tokens(Question("", "Who?", CONTEXT, ((CONTEXT, 0),)), encoded.windows)
+    assert not np.any(spans)
+
+
+def test_an_answer_that_stands_elsewhere_is_an_error(encoder: Encoder) -> None:
+    """A wrong offset would teach nonsense."""
+    (encoded,) = encoder.questions(["Who?"], [CONTEXT])
+    with pytest.raises(DataError, match="here: the answer 'Ada' does not stand at 3"):
+        tasks.answer_tokens(Question("here", "Who?", CONTEXT, (("Ada", 3),)), encoded.windows)
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+def test_an_epoch_takes_every_row_once() -> None:
+    """Batches run over the end of an epoch into the next, in another order."""
+    drawn = [row for step in range(10) for row in tasks.draw(5, 4, (1, 0), step)]
+    epochs = np.reshape(drawn, (8, 5))
+    assert {tuple(sorted(epoch)) for epoch in epochs.tolist()} == {(0, 1, 2, 3, 4)}
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) > 4
+
+
+def test_a_batch_follows_from_seed_and_step_alone() -> None:
+    """Asked again, in any order, it is the same; another seed or head draws others."""
+    later, first = tasks.draw(100, 8, (1, 0), 7), tasks.draw(100, 8, (1, 0), 0)
+    assert (tasks.draw(100, 8, (1, 0), 0), tasks.draw(100, 8, (1, 0), 7)) == (first, later)
+    assert tasks.draw(100, 8, (2, 0), 7) != later != tasks.draw(100, 8, (1, 1), 7)
+
+
+def groups(*sizes: int) -> Stream:
+    """Texts that say the same, in groups; a text is known by its length."""
+    lengths = iter(range(1, sum(sizes) + 1))
+    found = [
+        Example(tuple(window(next(lengths)) for _ in range(size)), np.asarray(number))
+        for number, size in enumerate(sizes)
+    ]
+    return Stream("s", "s", found, 4, 1.0, tasks.contrastive_loss)
+
+
+def test_pairs_are_drawn_from_groups() -> None:
+    """All first texts come before all second ones; a partner is another text of the same group."""
+    stream = groups(5, 2, 3, 5)
+    group_of = {len(w): int(e.labels) for e in stream.examples for w in e.encodings}
+    partners = set()
+    for step in range(20):
+        batch = stream.batch((1, 0), step)
+        lengths = [len(encoding) for encoding in batch.encodings]
+        for first, second, label in zip(lengths[:4], lengths[4:], batch.labels, strict=True):
+            assert first != second
+            assert group_of[first] == group_of[second] == label
+            partners.add((first, second))
+    assert len(partners) > 20
+
+
+def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
+    """Nothing is remembered from one step to the next."""
+    lengths = [[len(e) for e in groups(5, 5, 5).batch((1, 0), 3).encodings] for _ in range(2)]
+    assert lengths[0] == lengths[1]
+
+
+def test_scored_and_equal_texts_are_learnt_apart(encoder: Encoder) -> None:
+    """Each kind has a stream, with a batch size and a loss of its own."""
+    found = [Similar("", ("a", "b"), 0.5), Similar("", ("a", "b", "ab"), None)]
+    settings = HeadSettings("embedding", [], batch_size=8, scored_batch_size=3, weight=0.5)
+    head = tasks.describe(settings, found, 32)
+    made = tasks.streams("v", settings, head, list(tasks.examples(found, head, encoder, 0)))
+    assert [(s.name, s.head, s.batch_size, s.weight, len(s.examples)) for s in made] == [
+        ("v/contrastive", "v", 8, 0.5, 1),
+        ("v/cosent", "v", 3, 0.5, 1),
+    ]
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def labelled(*labels: Any, lengths: Sequence[int] = ()) -> Batch:
+    return Batch([window(length) for length in lengths], [np.asarray(label) for label in labels])
+
+
+def test_every_loss_starts_at_its_chance() -> None:
+    """A model that knows nothing costs as much as guessing evenly, so heads start alike."""
+    spans = labelled([1, 2], [0, 0], lengths=[6, 6])
+    for encoding in spans.encodings:
+        encoding.offsets[:, 1] = 1
+        encoding.sequence[:] = 1
+    floats = np.float32([0, 1, 0])
+    cases = [
+        tasks.text_loss(torch.zeros(2, 3), labelled(0, 2), None),
+        tasks.text_loss(torch.zeros(2, 3), labelled(floats, floats), "multi_label_classification"),
+        tasks.token_loss(torch.zeros(5, 9), labelled([1, IGNORE_INDEX], [2, 3, 8])),
+        tasks.span_loss(torch.zeros(12, 2), spans),
+        tasks.contrastive_loss(torch.ones(8, 4), labelled(0, 1, 2, 3)),
+        tasks.cosent_loss(torch.ones(6, 4), labelled(*np.float32([0.1, 0.5, 0.9]))),
+    ]
+    for value, chance in cases:
+        assert value.item() == pytest.approx(chance, abs=1e-6)
+
+
+def test_spans_compete_within_their_own_sequence(encoder: Encoder) -> None:
+    """The packed loss is the mean over sequences, each a softmax over [CLS] and its context."""
+    encoded = encoder.questions(["Who?", "What?"], ["Ada drew a comet", "Emmy sold it"])
+    windows = [e.windows[0] for e in encoded]
+    logits = torch.randn(sum(map(len, windows)), 2, generator=torch.Generator().manual_seed(0))
+    labels = [np.array([8, 9]), np.array([0, 0])]
+    parts = logits.split([len(window) for window in windows])
+    expected = []
+    for part, encoding, label in zip(parts, windows, labels, strict=True):
+        may = np.flatnonzero(tasks.candidates(encoding))
+        for side in (0, 1):
+            target = int(np.flatnonzero(may == label[side])[0])
+            expected.append(-torch.log_softmax(part[may, side], dim=0)[target])
+    found = tasks.span_loss(logits, Batch(windows, labels)).value
+    torch.testing.assert_close(found, torch.stack(expected).mean())
+
+
+def test_a_gradient_through_spans_is_finite(encoder: Encoder) -> None:
+    """Tokens that cannot be answers are ruled out, not divided by."""
+    windows = [e.windows[0] for e in encoder.questions(["Who?", "Who?"], ["Ada", "Ada drew"])]
+    logits = torch.zeros(sum(map(len, windows)), 2, requires_grad=True)
+    tasks.span_loss(logits, Batch(windows, [np.array([0, 0])] * 2)).value.backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+def random_vectors(count: int) -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(count))
+
+
+def test_partners_compete_with_all_other_pairs() -> None:
+    """Cross-entropy of 20 times the cosines, from either side."""
+    vectors = random_vectors(6)
+    cosines = F.cosine_similarity(vectors[:3, None], vectors[None, 3:], dim=-1)
+    rows = [-torch.log_softmax(20 * c, dim=1).diagonal().mean() for c in (cosines, cosines.T)]
+    found = tasks.contrastive_loss(vectors, labelled(0, 1, 2)).value
+    torch.testing.assert_close(found, (rows[0] + rows[1]) / 2)
+
+
+def test_texts_of_the_same_row_are_no_negatives() -> None:
+    """A row drawn twice does not push its own texts apart."""
+    vectors = random_vectors(6)
+    twice = torch.cat([vectors[:3], vectors[:1], vectors[3:], vectors[3:4]])
+    cosines = 20 * F.cosine_similarity(twice[:4, None], twice[None, 4:], dim=-1)
+    cosines[0, 3] = cosines[3, 0] = -math.inf
+    rows = [-torch.log_softmax(c, dim=1).diagonal().mean() for c in (cosines, cosines.T)]
+    found = tasks.contrastive_loss(twice, labelled(0, 1, 2, 0)).value
+    torch.testing.assert_close(found, (rows[0] + rows[1]) / 2)
+
+
+def test_cosent_orders_pairs() -> None:
+    """Every two pairs of different scores count once: log(1 + sum of exp(20 (lower - higher)))."""
+    vectors, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
+    cosines = F.cosine_similarity(vectors[:4], vectors[4:]).tolist()
+    total = sum(
+        math.exp(20 * (cosines[low] - cosines[high]))
+        for low in range(4)
+        for high in range(4)
+        if scores[low] < scores[high]
+    )
+    found = tasks.cosent_loss(vectors, labelled(*np.float32(scores))).value
+    assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
+
+
+def test_pairs_of_one_score_have_nothing_to_learn() -> None:
+    """CoSENT has no order to go by, and its gradient is zero rather than undefined."""
+    vectors = random_vectors(4).requires_grad_()
+    loss, chance = tasks.cosent_loss(vectors, labelled(*np.float32([0.5, 0.5])))
+    (loss / chance).backward()
+    assert loss.item() == 0
+    assert vectors.grad is not None
+    assert not vectors.grad.any()

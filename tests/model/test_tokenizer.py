@@ -1,0 +1,117 @@
+"""A tokenizer trained here is BERT's: WordPiece, its special tokens, its template for texts and pairs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from model import tokenizer
+from model.tokenizer import SPECIAL_TOKENS, train
+
+TEXTS = ["the unaffable river affected the café", "The river is unaffected, unlike the Café"] * 10
+
+
+def test_special_tokens_come_first() -> None:
+    """The special tokens have the first five ids, in the order that is documented."""
+    trained = train(TEXTS, vocab_size=60)
+
+    assert [trained.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+
+
+def test_word_pieces() -> None:
+    """Words are cut into known pieces, continued by ##; what has none is unknown."""
+    trained = train(TEXTS, vocab_size=60)
+
+    encoding = trained.encode("unaffected 漢", add_special_tokens=False)
+
+    assert encoding.tokens[-1] == "[UNK]"
+    first, *others = encoding.tokens[:-1]
+    assert others
+    assert all(piece.startswith("##") for piece in others)
+    assert first + "".join(piece.removeprefix("##") for piece in others) == "unaffected"
+    assert trained.decode(encoding.ids[:-1]) == "unaffected"
+
+
+def test_vocabulary_size_is_a_limit() -> None:
+    """No more tokens are learnt than asked for."""
+    assert train(TEXTS, vocab_size=50).get_vocab_size() == 50
+
+
+@pytest.mark.parametrize(
+    ("lowercase", "tokens"), [(True, ["the", "cafe"]), (False, ["The", "Café"])]
+)
+def test_lowercase(lowercase: bool, tokens: list[str]) -> None:
+    """The uncased kind drops case and accents, the cased kind keeps both."""
+    trained = train(TEXTS, vocab_size=200, lowercase=lowercase)
+
+    assert trained.encode("The Café", add_special_tokens=False).tokens == tokens
+
+
+def test_template() -> None:
+    """A text is framed by [CLS] and [SEP]; of a pair, the second with its [SEP] is segment 1."""
+    trained = train(TEXTS, vocab_size=200)
+
+    single, pair = trained.encode("the river"), trained.encode("the river", "the café is")
+
+    assert single.tokens == ["[CLS]", "the", "river", "[SEP]"]
+    assert single.type_ids == [0, 0, 0, 0]
+    assert pair.tokens == ["[CLS]", "the", "river", "[SEP]", "the", "cafe", "is", "[SEP]"]
+    assert pair.type_ids == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_mask_in_a_text() -> None:
+    """[MASK] written in a text is the mask token, not five pieces."""
+    trained = train(TEXTS, vocab_size=200)
+
+    assert trained.encode("the [MASK] is", add_special_tokens=False).tokens[1] == "[MASK]"
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """A tokenizer comes back whole from its file, without truncation or padding."""
+    trained = train(TEXTS, vocab_size=100)
+
+    trained.save(str(tmp_path / "tokenizer.json"))
+
+    again = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert again.to_str() == trained.to_str()
+    assert again.truncation is None
+    assert again.padding is None
+
+
+def test_vocabulary_file(minilm: Path) -> None:
+    """An older checkpoint's `vocab.txt` cuts as the `tokenizer.json` beside it does."""
+    theirs = Tokenizer.from_file(str(minilm / "tokenizer.json"))
+    theirs.no_truncation()
+    theirs.no_padding()
+    texts = ["It's Ünaffable, 漢字 & 😀.", "[CLS] the [MASK]", "", "x" * 200]
+    pairs = list(zip(texts, texts[::-1], strict=True))
+
+    ours = tokenizer.wordpiece(str(minilm / "vocab.txt"))
+
+    for inputs in (texts, pairs):
+        found, expected = ours.encode_batch(inputs), theirs.encode_batch(inputs)
+        assert [e.ids for e in found] == [e.ids for e in expected]
+        assert [e.type_ids for e in found] == [e.type_ids for e in expected]
+
+
+@pytest.mark.parametrize(("flags", "cased"), [([], False), (["--cased"], True)])
+def test_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    corpus_file: Path,
+    flags: list[str],
+    cased: bool,
+) -> None:
+    """The command reads files, writes `tokenizer.json` where it is told, and says how large it is."""
+    out = tmp_path / "new" / "tokenizer.json"
+    arguments = [str(out), str(corpus_file), "--vocab-size", "150", *flags]
+    monkeypatch.setattr(sys, "argv", ["tokenizer", *arguments])
+
+    tokenizer.main()
+
+    vocabulary = Tokenizer.from_file(str(out)).get_vocab()
+    assert len(vocabulary) == 150
+    assert ("A" in vocabulary) == cased
+    assert capsys.readouterr().out == f"{out}: 150 tokens\n"
