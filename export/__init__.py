@@ -1,0 +1,1 @@
+"""From a checkpoint to a verified bundle: the only package that sees both training and serving."""

@@ -1,0 +1,293 @@
+"""Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8]`.
+
+CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. OUT is the bundle's
+directory. Every graph is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from export import card, evaluation, goldens, graph, quantize, verify
+from export.source import Source, read_source
+from model.checkpoint import CheckpointError
+from service import bundle
+from service.bundle import Bundle, BundleError, Manifest
+from service.encode import Encoder
+from service.session import RUNTIME, Outputs
+
+PORTABLE = "fp32.portable.onnx"
+EXPECTED_ERRORS = (
+    BundleError,
+    CheckpointError,
+    FileExistsError,
+    FileNotFoundError,
+    ValueError,
+    evaluation.QualityError,
+    verify.ParityError,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    checkpoint: str
+    out: Path
+    precisions: tuple[str, ...]
+    name: str
+    version: str
+    max_length: int | None
+    evaluations: Mapping[str, Path]
+    max_changed: float
+    told: Mapping[str, Any]
+    replace: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = read_request(argv)
+    try:
+        export(asked)
+    except EXPECTED_ERRORS as error:
+        print(f"export: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_request(argv: Sequence[str] | None) -> Request:
+    parser = argparse.ArgumentParser("python -m export", description=__doc__)
+    parser.add_argument("checkpoint", help="a local directory or a hub name")
+    parser.add_argument("out", type=Path, help="the bundle's directory")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=["fp32", "int8"],
+        default=["fp32", "int8"],
+        dest="precisions",
+        help="graphs to write; the first is what `auto` serves on a CPU",
+    )
+    parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
+    parser.add_argument("--version", default="1")
+    parser.add_argument("--max-length", type=int, help="tokens; the checkpoint's own by default")
+    parser.add_argument(
+        "--eval", nargs="+", default=[], metavar="HEAD=FILE", help="measure heads on labelled files"
+    )
+    parser.add_argument(
+        "--max-changed",
+        type=float,
+        default=0.05,
+        help="the largest share of answers that int8 may change where --eval gives data",
+    )
+    parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
+    parser.add_argument("--replace", action="store_true", help="replace OUT if it exists")
+    given = parser.parse_args(argv)
+    evaluations = dict(part.split("=", 1) for part in given.eval if "=" in part)
+    if len(evaluations) != len(given.eval):
+        parser.error("--eval takes HEAD=FILE, each head once")
+    return Request(
+        checkpoint=given.checkpoint,
+        out=given.out,
+        precisions=tuple(dict.fromkeys(given.precisions)),
+        name=given.name or given.out.resolve().name,
+        version=given.version,
+        max_length=given.max_length,
+        evaluations={head: Path(file) for head, file in evaluations.items()},
+        max_changed=given.max_changed,
+        told=tomllib.loads(given.provenance.read_text()) if given.provenance else {},
+        replace=given.replace,
+    )
+
+
+def export(asked: Request) -> None:
+    """Read, trace, quantise, check, measure, write. Raises what EXPECTED_ERRORS lists."""
+    if asked.out.exists() and not asked.replace:
+        raise FileExistsError(f"{asked.out} exists; use --replace, or give another name")
+    source = read_source(asked.checkpoint)
+    encoder = Encoder(source.tokenizer, _max_length(asked, source))
+    heads = ", ".join(f"{name} ({head.task})" for name, head in source.model.described.items())
+    print(f"{source.folder}: {heads}; inputs of up to {encoder.max_length} tokens")
+    unknown = set(asked.evaluations) - set(source.model.described)
+    if unknown:
+        raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        full = Path(scratch) / "full"
+        full.mkdir()
+        write_graphs(source, full, quantized="int8" in asked.precisions)
+        draft = _describe(asked, source, encoder, full)
+        report = check(draft, source, encoder)
+        metrics = measure(draft, encoder, asked)
+        finished = finish(draft, report, metrics, asked)
+        with bundle.writing(asked.out, replace=asked.replace) as folder:
+            keep(finished, full, folder, card.render(finished, asked.told, report.lines))
+    summarise(asked.out, finished)
+
+
+def _max_length(asked: Request, source: Source) -> int:
+    if asked.max_length is None:
+        return source.max_length
+    if not 8 <= asked.max_length <= source.max_length:
+        raise ValueError(f"--max-length: from 8 to the checkpoint's own {source.max_length}")
+    return asked.max_length
+
+
+def write_graphs(source: Source, folder: Path, quantized: bool) -> None:
+    """All graphs of a full bundle; fp32 packed and portable share one weight file."""
+    print("tracing the packed and the portable graph ...")
+    packed = graph.export_packed(source.model)
+    portable = graph.export_portable(source.model)
+    if quantized:
+        onnx.save(quantize.quantize(packed), folder / "int8.onnx")
+    graph.save_sharing_weights(
+        {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / graph.WEIGHTS
+    )
+
+
+def _describe(asked: Request, source: Source, encoder: Encoder, folder: Path) -> Bundle:
+    """The full bundle before it is checked: with goldens, without tolerances and metrics."""
+    source.tokenizer.save(str(folder / "tokenizer.json"))
+    golden = goldens.make_golden(source.model, goldens.golden_encodings(encoder))
+    bundle.save_golden(folder / "golden.npz", golden)
+    records = graph_records(folder)
+    precisions = dict.fromkeys(record["precision"] for record in records)
+    tolerance: dict[str, dict[str, Any]] = {precision: {} for precision in precisions}
+    told = {key: asked.told[key] for key in ("weights_license",) if key in asked.told}
+    manifest = Manifest.model_validate(
+        {
+            "format_version": bundle.FORMAT_VERSION,
+            "name": asked.name,
+            "version": asked.version,
+            "heads": source.model.described,
+            "default_precision": asked.precisions[0],
+            "max_length": encoder.max_length,
+            "vocabulary": {
+                **bundle.describe_file(folder / "tokenizer.json"),
+                "size": source.model.config.vocab_size,
+            },
+            "graphs": records,
+            "goldens": {**bundle.describe_file(folder / "golden.npz"), "tolerance": tolerance},
+            "embedding_space": embedding_space(folder, source),
+            "provenance": {**asked.told.get("provenance", {}), "runtime": RUNTIME},
+            **told,
+        }
+    )
+    return Bundle(folder, manifest, "", golden)
+
+
+def graph_records(folder: Path) -> list[dict[str, Any]]:
+    weights = bundle.describe_file(folder / graph.WEIGHTS)
+    fp32 = {"precision": "fp32", "opset": graph.OPSET, "provider": "any", "weights": weights}
+    records = [
+        {**fp32, **bundle.describe_file(folder / "fp32.onnx"), "layout": "packed"},
+        {**fp32, **bundle.describe_file(folder / PORTABLE), "layout": "portable"},
+    ]
+    if (folder / "int8.onnx").is_file():
+        int8 = {"precision": "int8", "opset": graph.OPSET, "provider": "cpu", "layout": "packed"}
+        records.append({**int8, **bundle.describe_file(folder / "int8.onnx")})
+    return records
+
+
+def embedding_space(folder: Path, source: Source) -> str | None:
+    """A name that changes whenever vectors stop being comparable: of the weights, the tokenizer and the pooling."""
+    heads = {
+        n: h.model_dump_json() for n, h in source.model.described.items() if h.task == "embedding"
+    }
+    if not heads:
+        return None
+    parts = [bundle.hash_file(folder / graph.WEIGHTS), bundle.hash_file(folder / "tokenizer.json")]
+    return hashlib.sha256("".join([*parts, *heads.values()]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What checking found: lines for people by graph, and what the goldens are to demand of each precision."""
+
+    lines: dict[str, str]
+    tolerance: dict[str, dict[str, Any]]
+
+
+def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
+    """Every graph against PyTorch, and alone against in company. Raises ParityError."""
+    encodings = goldens.golden_encodings(encoder)
+    expected = [
+        output for encoding in encodings for output in goldens.run_torch(source.model, [encoding])
+    ]
+    lines: dict[str, str] = {}
+    tolerance: dict[str, dict[str, Any]] = {}
+    for record in draft.manifest.graphs:
+        run = verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
+        what = f"{record.precision} {record.layout}"
+        if record.precision == "fp32":
+            worst = verify.check_parity(expected, run, encodings, what)
+            tolerance["fp32"] = {"max_difference": 10 * verify.FP32_TOLERANCE}
+            lines[what] = f"differs from PyTorch by {worst:.1e}"
+        else:
+            found = run(encodings)
+            heads = draft.manifest.heads
+            tolerance["int8"] = {"min_cosine": verify.golden_cosines([*heads], expected, found)}
+            lines[what] = agreement(draft.manifest, expected, found)
+        company = verify.check_company(run, encodings, what)
+        lines[what] += f"; alone and in a batch by {company:.1e}"
+        print(f"{what}: {lines[what]}")
+    return Report(lines, tolerance)
+
+
+def agreement(manifest: Manifest, expected: Sequence[Outputs], found: Sequence[Outputs]) -> str:
+    parts = []
+    for name, head in manifest.heads.items():
+        agreed = verify.compare(name, head, expected, found)
+        parts.append(f"{name} cosine {agreed.cosine:.4f}, {agreed.same:.1%} the same decision")
+    return "against fp32 on the goldens: " + "; ".join(parts)
+
+
+def measure(
+    draft: Bundle, encoder: Encoder, asked: Request
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Each evaluated head's metrics per precision. Raises QualityError when int8 loses too much."""
+    runs: dict[str, verify.Run] = {
+        record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
+        for record in draft.manifest.graphs
+        if record.layout == "packed"
+    }
+    metrics = {}
+    for name, file in asked.evaluations.items():
+        head = draft.manifest.heads[name]
+        metrics[name] = evaluation.measure_head(name, head, file, encoder, runs, asked.max_changed)
+    return metrics
+
+
+def finish(draft: Bundle, report: Report, metrics: Mapping[str, Any], asked: Request) -> Manifest:
+    """The manifest of what is kept: the asked precisions, with tolerances and metrics."""
+    record = draft.manifest.model_dump()
+    record["graphs"] = [g for g in record["graphs"] if g["precision"] in asked.precisions]
+    record["goldens"]["tolerance"] = {p: report.tolerance[p] for p in asked.precisions}
+    record["metrics"] = metrics
+    return Manifest.model_validate(record)
+
+
+def keep(manifest: Manifest, full: Path, folder: Path, text: str) -> None:
+    """Write what the manifest answers for into the bundle, and the manifest last."""
+    for name in manifest.files():
+        (folder / name).write_bytes((full / name).read_bytes())
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    document = manifest.model_dump_json(indent=2, exclude_defaults=True)
+    (folder / bundle.MANIFEST).write_text(document + "\n", encoding="utf-8")
+
+
+def summarise(out: Path, manifest: Manifest) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    total = sum(sizes.values()) / 1e6
+    print(f"{out}: {manifest.id}, {', '.join(manifest.precisions)}, {total:.1f} MB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

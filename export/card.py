@@ -1,0 +1,76 @@
+"""The bundle's model card: what it is, how it was trained and on what, measured quality, limits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from service.bundle import Head, Manifest
+
+
+def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str]) -> str:
+    """Markdown; `told` is what the provenance file says beyond the manifest (`description`, `training`, `limits`)."""
+    parts = [
+        f"# {manifest.name} {manifest.version}",
+        str(told.get("description", "An encoder exported with Quartet.")).strip(),
+        _heads(manifest),
+        _metrics(manifest),
+        _parity(parity),
+        _section("How it was trained", told.get("training")),
+        _data(manifest),
+        _section("Limits", told.get("limits")),
+        f"## Terms\n\nWeights: {manifest.weights_license}. The data sets have terms of their own, above.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _section(title: str, text: str | None) -> str:
+    return f"## {title}\n\n{text.strip()}" if text else ""
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _heads(manifest: Manifest) -> str:
+    rows = [
+        [f"`{name}`", head.task, _meaning(head), "demo" if head.demo else ""]
+        for name, head in manifest.heads.items()
+    ]
+    rows_table = _table(["head", "task", "gives", ""], rows)
+    return f"## Heads\n\nInputs of up to {manifest.max_length} tokens; longer text goes in windows.\n\n{rows_table}"
+
+
+def _meaning(head: Head) -> str:
+    if head.labels:
+        return ", ".join(head.labels)
+    if head.task == "qa":
+        return f"answer spans of up to {head.max_answer_tokens} tokens"
+    return f"{head.dimensions} numbers, {head.pooling} pooling"
+
+
+def _metrics(manifest: Manifest) -> str:
+    rows = [
+        [f"`{name}`", precision, ", ".join(f"{key} {value:.2f}" for key, value in values.items())]
+        for name, precisions in manifest.metrics.items()
+        for precision, values in precisions.items()
+    ]
+    if not rows:
+        return ""
+    table = _table(["head", "precision", "measured"], rows)
+    return f"## Quality\n\nMeasured through the exported graphs.\n\n{table}"
+
+
+def _parity(parity: Mapping[str, str]) -> str:
+    table = _table(["graph", "measured at export"], [[key, value] for key, value in parity.items()])
+    return f"## Parity\n\n{table}"
+
+
+def _data(manifest: Manifest) -> str:
+    rows = [
+        [data.name, data.used_for, data.origin, data.terms, data.commercial_use]
+        for data in manifest.provenance.datasets
+    ]
+    if not rows:
+        return ""
+    header = ["data set", "used for", "origin", "terms", "commercial use"]
+    return f"## Data\n\n{_table(header, rows)}"

@@ -1,0 +1,55 @@
+"""Golden inputs: a few texts of every kind that a served model meets, with the outputs that PyTorch gives for them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from model.attention import Layout
+from model.heads import Model
+from service.bundle import Golden
+from service.encode import Encoder, Encoding
+from service.packing import Packed, pack, split
+from service.session import Outputs
+
+TEXTS = (
+    "The ferry to the island was late again, but nobody on the quay seemed to mind.",
+    "In 1998 Marta Lindqvist left Volvo in Gothenburg and opened a bakery near Lake Siljan.",
+    "Terrible sound, a broken hinge and no reply from support: send it back.",
+    "What does this cost?",
+    "Überraschung! Café owners in São Paulo paid 3,50 € (≈ US$ 3.80) for it 😀.",
+    "",
+)
+PAIR = (
+    "Who built the bridge?",
+    "The bridge over the gorge was built by the engineer Elena Duarte between 1921 and 1924.",
+)
+LONG = "The committee met on the first Monday of every month and wrote down what it had agreed. "
+
+
+def golden_encodings(encoder: Encoder) -> list[Encoding]:
+    """Short and empty texts, a pair, and one text as long as the model takes."""
+    texts = [*TEXTS, LONG * (encoder.max_length // 8)]
+    encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
+    return [item.windows[0] for item in encoded]
+
+
+def torch_outputs(model: Model, packed: Packed) -> Outputs:
+    """Every head's output, computed by PyTorch in fp32: what the graphs must agree with."""
+    arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    with torch.no_grad():
+        outputs = model.eval()(*map(torch.from_numpy, arrays), Layout.of(packed.layout))
+    return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
+
+
+def make_golden(model: Model, encodings: Sequence[Encoding]) -> Golden:
+    packed = pack(encodings)
+    outputs = torch_outputs(model, packed)
+    return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
+
+
+def run_torch(model: Model, encodings: Sequence[Encoding]) -> list[Outputs]:
+    """Each encoding's own outputs."""
+    packed = pack(encodings)
+    per_token = {name for name, head in model.described.items() if head.per_token}
+    return split(torch_outputs(model, packed), packed.layout, per_token)

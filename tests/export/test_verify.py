@@ -1,0 +1,112 @@
+"""The checks themselves: what they measure, and that they stop what they should."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from export.verify import (
+    COSINE_MARGIN,
+    ParityError,
+    check_company,
+    check_parity,
+    compare,
+    golden_cosines,
+)
+from service.bundle import Head
+from service.encode import Encoding
+
+Outputs = list[dict[str, NDArray[np.float32]]]
+
+LABELS = Head(task="classification", labels=("a", "b"))
+MANY = Head(task="classification", labels=("a", "b"), problem_type="multi_label_classification")
+TAGS = Head(task="ner", labels=("O", "B-X"))
+SPANS = Head(task="qa")
+VECTOR = Head(task="embedding", pooling="mean", dimensions=2)
+
+
+def outputs(*rows: object) -> Outputs:
+    """The head's output for each input."""
+    return [{"head": np.asarray(row, dtype=np.float32)} for row in rows]
+
+
+def made(length: int) -> Encoding:
+    zeros = np.zeros(length, dtype=np.int64)
+    return Encoding(zeros, zeros, np.zeros((length, 2), np.int32), zeros, zeros)
+
+
+def answering(change: Callable[[int], float]) -> Callable[[Sequence[Encoding]], Outputs]:
+    """A run whose answers move by what `change` makes of the batch's size."""
+
+    def run(encodings: Sequence[Encoding]) -> Outputs:
+        return outputs(*([len(e) + change(len(encodings)), 0.5] for e in encodings))
+
+    return run
+
+
+ENCODINGS = [made(2), made(5), made(3)]
+EXPECTED = outputs([2, 0.5], [5, 0.5], [3, 0.5])
+
+
+def test_parity_is_the_largest_difference() -> None:
+    """What the check returns is the worst of all inputs."""
+    worst = check_parity(EXPECTED, answering(lambda _: 5e-5), ENCODINGS, "fp32")
+    assert 5e-5 == pytest.approx(worst, rel=0.01)
+
+
+@pytest.mark.parametrize(("moved", "said"), [(2e-3, "2.0e-03"), (np.nan, "nan")])
+def test_parity_names_graph_head_and_figure(moved: float, said: str) -> None:
+    """A graph that differs, or gives no number, is refused with what differs by how much."""
+    line = f"fp32 packed: head head differs from PyTorch by {said} \\(allowed 1e-04\\)"
+    with pytest.raises(ParityError, match=line):
+        check_parity(EXPECTED, answering(lambda _: moved), ENCODINGS, "fp32 packed")
+
+
+def test_company_may_not_matter() -> None:
+    """Answers that are the same in a batch as alone pass, wherever they are wrong."""
+    assert 0 == check_company(answering(lambda _: 7.0), ENCODINGS, "int8")
+
+
+@pytest.mark.parametrize("moved", [1e-3, np.nan])
+def test_company_that_matters_is_refused(moved: float) -> None:
+    """Answers that depend on the size of their batch do not."""
+    with pytest.raises(
+        ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"
+    ):
+        check_company(answering(lambda size: moved * (size > 1)), ENCODINGS, "int8 packed")
+
+
+@pytest.mark.parametrize(
+    ("head", "a", "b", "same"),
+    [
+        (LABELS, [1, 2], [0, 9], 1.0),
+        (LABELS, [1, 2], [2, 1], 0.0),
+        (MANY, [1, -2], [9, 2], 0.5),
+        (TAGS, [[1, 2], [2, 1]], [[1, 2], [1, 2]], 0.5),
+        (SPANS, [[1, 9], [3, 2]], [[2, 3], [4, 9]], 0.5),
+        (VECTOR, [1, 2], [-1, -2], 1.0),
+    ],
+    ids=["label", "other label", "labels", "tags", "ends of a span", "vectors decide nothing"],
+)
+def test_same_decisions(head: Head, a: object, b: object, same: float) -> None:
+    """Each task has its own decisions: labels, tags, or the tokens where an answer starts and ends."""
+    assert same == compare("head", head, outputs(a), outputs(b)).same
+
+
+def test_agreement_is_the_worst_input_s() -> None:
+    """Difference and cosine are of the input that agrees least."""
+    found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [0, 1]))
+    assert (1.0, 0.0) == (found.difference, found.cosine)
+
+
+def test_agreement_with_nan_is_none() -> None:
+    """A NaN in any input's output is never averaged or compared away."""
+    found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [np.nan, 0]))
+    assert np.isnan([found.difference, found.cosine]).all()
+
+
+def test_golden_cosines_leave_a_margin() -> None:
+    """What the goldens will demand is the cosine over all inputs, less room for other processors."""
+    demanded = golden_cosines(["head"], outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]))
+    assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded

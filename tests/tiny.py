@@ -1,0 +1,68 @@
+"""A joint model with random weights: too small to know anything, complete enough to serve all four tasks."""
+
+from pathlib import Path
+
+import tokenizers
+import torch
+from torch import nn
+
+from model import checkpoint, tokenizer
+from model.config import BertConfig
+from model.heads import Model
+from service.bundle import Head
+from tests import samples
+
+MAX_LENGTH = 512
+HEADS = {
+    "sentiment": Head(task="classification", labels=("negative", "neutral", "positive")),
+    "topics": Head(
+        task="classification",
+        labels=("sea", "sky", "trade", "craft"),
+        problem_type="multi_label_classification",
+    ),
+    "entities": Head(task="ner", labels=("O", "B-PER", "I-PER", "B-LOC", "I-LOC")),
+    "answers": Head(task="qa", max_answer_tokens=12, max_query_tokens=24),
+    "embeddings": Head(task="embedding", pooling="mean", dimensions=64),
+}
+
+
+def save_tiny(folder: Path) -> Path:
+    """Write the tiny joint checkpoint with a tokenizer of its own; returns its folder."""
+    folder.mkdir(parents=True)
+    learnt = tokenizer.train(samples.corpus(), vocab_size=600)
+    learnt.save(str(folder / "tokenizer.json"))
+    checkpoint.save_joint(folder, make_tiny(learnt), folder / "tokenizer.json")
+    return folder
+
+
+def make_tiny(learnt: tokenizers.Tokenizer) -> Model:
+    """Two layers of 64, moved away from their initial values so that answers differ from text to text."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=learnt.get_vocab_size(),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=MAX_LENGTH,
+    )
+    model = perturb(Model(config, HEADS))
+    plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
+    return model
+
+
+def perturb(model: Model, scale: float = 0.1) -> Model:
+    """Move every parameter at random, norms and biases too."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model.eval()
+
+
+def plant_outlier(model: Model, token: int) -> None:
+    """One token whose embedding is a thousand times the others', and a norm that lets that through."""
+    embeddings = model.encoder.embeddings
+    assert isinstance(embeddings.norm, nn.LayerNorm)
+    with torch.no_grad():
+        embeddings.word.weight[token, 7] += 1000
+        embeddings.norm.weight[7] = 5
