@@ -30,6 +30,7 @@ from service.encode import Encoder, Encoding
 from service.settings import usable_cores
 
 CONNECTIONS = (1, 8, 32, 128)
+WORDS = ["the", "river", "and", "town", "of", "a", "north", "station", "in", "early", "spring"]
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
 
 
@@ -57,11 +58,8 @@ def export_minilm(out: Path) -> Path:
 def mixed_texts(count: int = 600, seed: int = 0) -> list[str]:
     """Texts of mixed lengths: log-normal, about 45 tokens on average, with a tail to 256."""
     rng = np.random.default_rng(seed)
-    words = (
-        "the river and town of a north station in early spring was closed to all traffic by".split()
-    )
     lengths = np.clip(rng.lognormal(3.5, 0.75, count), 4, 250).astype(int)
-    return [" ".join(rng.choice(words, size=length)) for length in lengths]
+    return [" ".join(rng.choice(WORDS, size=length)) for length in lengths]
 
 
 def measure(full: bundle.Bundle, texts: list[str], seconds: float, scratch: Path) -> dict:

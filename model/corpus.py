@@ -149,7 +149,7 @@ class Specials:
 
 @dataclass(frozen=True)
 class Sample:
-    """One training text: [CLS] A [SEP] or [CLS] A [SEP] B [SEP]; `is_next` 0 for a real neighbour, 1 for a random text."""
+    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP] with `is_next` 0 where B really follows A and 1 where it is random."""
 
     input_ids: NDArray[np.int64]
     token_type_ids: NDArray[np.int64]

