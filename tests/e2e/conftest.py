@@ -1,0 +1,133 @@
+"""Real processes: `python -m service` on a free port, and a client that shows what it was told."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_S = 60  # a loaded machine may take its time
+URL = re.compile(r'"url": "(http://[^"]+)"')
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Server:
+    """A service process, where it listens and what it has logged."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send(
+            "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
+        )
+
+    def get(self, path: str) -> Reply:
+        return self.send("GET", path, None, {})
+
+    def send(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> Reply:
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return Reply(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as answer:
+            return Reply(answer.code, dict(answer.headers), answer.read())
+
+    def answer(self, path: str, body: object) -> Any:
+        """The body of an answer that must be 200."""
+        reply = self.post(path, body)
+        assert 200 == reply.status, reply.body.decode()
+        return reply.json()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "service", *map(str, arguments), "--log-format", "json"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[Server]:
+    """A server for `python -m service` with these arguments, ready; ended when the block ends."""
+    server = Server(start(*arguments, "--port", "0"))
+    ready = threading.Event()
+    reader = threading.Thread(target=read_log, args=(server, ready), daemon=True)
+    reader.start()
+    try:
+        assert ready.wait(START_S), f"not ready: {server.log}"
+        assert server.url, f"ended at start: {server.log}"
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+        reader.join(10)
+        if server.process.stderr is not None:
+            server.process.stderr.close()
+
+
+def read_log(server: Server, ready: threading.Event) -> None:
+    assert server.process.stderr is not None
+    for line in server.process.stderr:
+        server.log.append(line)
+        if found := URL.search(line):
+            server.url = found.group(1)
+            ready.set()
+    ready.set()
+
+
+def until(condition: Any, timeout_s: float = 10) -> None:
+    """Wait for what another process will do."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_bundle: Path) -> Iterator[Server]:
+    """A server of the tiny bundle, at fp32."""
+    with serving(tiny_bundle) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mini(mini_bundle: Path) -> Iterator[Server]:
+    """A server of the repository's default bundle."""
+    with serving(mini_bundle) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mini_url(mini: Server) -> str:
+    return mini.url
+
+
+@pytest.fixture(scope="session")
+def server_url(mini_url: str) -> str:
+    """Where the page and all four tasks are served."""
+    return mini_url

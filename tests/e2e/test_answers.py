@@ -1,0 +1,160 @@
+"""What a real server answers: the reference's vectors, windows, offsets, and the same to many at once."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import samples
+from tests.e2e.conftest import Server, serving
+
+pytestmark = pytest.mark.e2e
+
+LONG = samples.text(700, seed=5)
+
+
+def calls() -> list[tuple[str, dict[str, Any]]]:
+    """64 requests of all tasks, short and long, some with several texts, some read in windows."""
+    made: list[tuple[str, dict[str, Any]]] = []
+    for index in range(16):
+        text = samples.text(3 + 11 * index, seed=index)
+        question = f"Who {samples.VERBS[index % 8]} it?"
+        made += [
+            ("/classify", {"inputs": [text, samples.text(index + 1)]}),
+            ("/ner", {"inputs": LONG if index == 3 else text}),
+            ("/qa", {"question": question, "context": LONG if index == 5 else text, "top_k": 2}),
+            ("/embed", {"inputs": text, "truncate": "window" if index % 2 else True}),
+        ]
+    return made
+
+
+def close(expected: Any, found: Any) -> bool:
+    """Equal, numbers to 1e-5."""
+    if isinstance(expected, float):
+        return abs(expected - found) <= 1e-5
+    if isinstance(expected, list):
+        return len(expected) == len(found) and all(map(close, expected, found))
+    if isinstance(expected, dict):
+        return expected.keys() == found.keys() and all(
+            close(expected[k], found[k]) for k in expected
+        )
+    return bool(expected == found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) -> None:
+    """64 concurrent mixed requests are answered as the same requests one after the other."""
+    with serving(tiny_bundle, "--precision", precision) as server:
+        alone = [server.answer(*call) for call in calls()]
+        with ThreadPoolExecutor(64) as clients:
+            replies = list(clients.map(lambda call: server.post(*call), calls()))
+
+    together = [reply.json() for reply in replies]
+    sizes = [int(r.headers["x-quartet-batch"].split(";")[0].removeprefix("size=")) for r in replies]
+    assert all(close(a, b) for a, b in zip(alone, together, strict=True))
+    assert max(sizes) > 1
+
+
+def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: Path) -> None:
+    """Vectors of MiniLM are those of sentence-transformers, which cuts where we cut."""
+    reference = pytest.importorskip("sentence_transformers").SentenceTransformer(
+        str(minilm_folder), device="cpu"
+    )
+    words = (8, 40, 120, 200, 240, 260, 800, 1600)
+    texts = [*samples.STRANGE.values(), *(samples.text(n, seed=n) for n in words)]
+    expected = reference.encode(texts, normalize_embeddings=True)
+
+    with serving(minilm_bundle, "--precision", "fp32") as server:
+        answer = server.answer("/embed", {"inputs": texts})
+
+    assert (
+        1600 * 1.1 < len(reference.tokenizer(texts[-1])["input_ids"])
+        or answer["usage"]["truncated"]
+    )
+    np.testing.assert_allclose(answer["embeddings"], expected, rtol=0, atol=1e-4)
+    assert len(texts) - 1 in answer["usage"]["truncated"]
+
+
+def test_entities_of_a_long_text_are_where_they_say(tiny: Server) -> None:
+    """In every window of a long text, `text[start:end]` is the word."""
+    answer = tiny.answer("/ner", {"inputs": LONG})
+
+    (found,) = answer["results"]
+    assert answer["usage"]["windows"] > 1
+    assert found
+    assert [e["word"] for e in found] == [LONG[e["start"] : e["end"]] for e in found]
+    assert max(e["end"] for e in found) > 0.9 * len(LONG)
+
+
+@pytest.mark.parametrize("name", samples.STRANGE)
+def test_offsets_count_code_points(tiny: Server, name: str) -> None:
+    """Emoji, combining marks, right-to-left text and line ends do not shift a span."""
+    text = samples.STRANGE[name]
+    entities = tiny.answer("/ner", {"inputs": text})["results"][0]
+    answers = tiny.answer("/qa", {"question": "Who?", "context": text, "top_k": 5})["results"][0]
+
+    assert [e["word"] for e in entities] == [text[e["start"] : e["end"]] for e in entities]
+    assert answers
+    assert [a["answer"] for a in answers] == [text[a["start"] : a["end"]] for a in answers]
+
+
+def test_an_answer_may_stand_anywhere_in_a_long_context(tiny: Server) -> None:
+    """A context of thousands of tokens is read whole, in windows that hold the question."""
+    context = samples.text(2000, seed=9)
+    answer = tiny.answer("/qa", {"question": "Who sold it?", "context": context, "top_k": 50})
+
+    starts = [found["start"] for found in answer["results"][0]]
+    assert answer["usage"] == {
+        "tokens": answer["usage"]["tokens"],
+        "windows": 6,
+        "truncated": [],
+    } or (answer["usage"]["windows"] > 4 and answer["usage"]["truncated"] == [])
+    assert max(starts) - min(starts) > len(context) / 4
+
+
+def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny: Server) -> None:
+    """`truncate: "window"` reads all of a text, true reads its beginning and says so."""
+    body = {"inputs": LONG, "normalize": False}
+    whole = tiny.answer("/embed", {**body, "truncate": "window"})
+    cut = tiny.answer("/embed", {**body, "truncate": True})
+
+    assert whole["usage"]["windows"] > 1
+    assert whole["usage"]["truncated"] == []
+    assert cut["usage"] == {"tokens": 512, "windows": 1, "truncated": [0]}
+    assert not np.allclose(whole["embeddings"], cut["embeddings"], atol=1e-3)
+
+
+def test_base64_holds_the_same_numbers(tiny: Server) -> None:
+    """Base64 is the vector's little-endian float32 bytes."""
+    import base64
+
+    body = {"inputs": "Ada drew a comet.", "dimensions": 8}
+    (numbers,) = tiny.answer("/embed", body)["embeddings"]
+    (text,) = tiny.answer("/embed", {**body, "encoding_format": "base64"})["embeddings"]
+
+    assert numbers == pytest.approx(np.frombuffer(base64.b64decode(text), dtype="<f4").tolist())
+
+
+def test_models_names_and_versions(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
+    """Several bundles serve side by side: by name, by name@version, the first by default."""
+    import shutil
+
+    second = shutil.copytree(tiny_bundle, tmp_path / "second")
+    manifest = json.loads((second / "manifest.json").read_text())
+    (second / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
+
+    with serving(second, tiny_bundle) as server:
+        listed = [model["id"] for model in server.get("/models").json()["models"]]
+        asked = [None, "tiny", "tiny@1", "tiny@2"]
+        answered = [
+            server.answer("/embed", {"inputs": "sea", **({"model": m} if m else {})})["model"]
+            for m in asked
+        ]
+        unknown = server.post("/embed", {"inputs": "sea", "model": "tiny@3"})
+
+    assert ["tiny@2", "tiny@1"] == listed
+    assert ["tiny@2", "tiny@2", "tiny@1", "tiny@2"] == answered
+    assert (404, "unknown_model") == (unknown.status, unknown.json()["error"]["code"])

@@ -1,0 +1,250 @@
+"""What a real server refuses, and how it ends: every declared code, the drain, and bundles not to be served."""
+
+import http.client
+import json
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from service import bundle
+from tests import samples
+from tests.e2e.conftest import Reply, Server, serving, start, until
+
+pytestmark = pytest.mark.e2e
+
+LONG = samples.text(2000, seed=1)
+JSON = {"Content-Type": "application/json"}
+
+REFUSED = {
+    "broken JSON": ("POST", "/embed", b'{"inputs": ', JSON, 400, "bad_request"),
+    "invalid UTF-8": ("POST", "/embed", b'{"inputs": "\xff"}', JSON, 400, "bad_request"),
+    "NaN": ("POST", "/embed", b'{"inputs": NaN}', JSON, 400, "bad_request"),
+    "lone surrogate": ("POST", "/embed", b'{"inputs": "\\ud800"}', JSON, 400, "bad_request"),
+    "empty body": ("POST", "/embed", b"", JSON, 400, "bad_request"),
+    "no such route": ("GET", "/nothing", None, {}, 404, "not_found"),
+    "no such model": (
+        "POST",
+        "/embed",
+        b'{"inputs": "a", "model": "x"}',
+        JSON,
+        404,
+        "unknown_model",
+    ),
+    "no such head": ("POST", "/embed", b'{"inputs": "a", "head": "x"}', JSON, 404, "unknown_head"),
+    "wrong method": ("GET", "/embed", None, {}, 405, "method_not_allowed"),
+    "wrong type": ("POST", "/embed", b"a", {"Content-Type": "text/plain"}, 415, None),
+    "compressed": ("POST", "/embed", b"a", {**JSON, "Content-Encoding": "gzip"}, 415, None),
+    "unknown field": ("POST", "/embed", b'{"inputs": "a", "input": 1}', JSON, 422, "invalid"),
+    "a number": ("POST", "/embed", b'{"inputs": 7}', JSON, 422, "invalid"),
+    "no inputs": ("POST", "/embed", b'{"inputs": []}', JSON, 422, "invalid"),
+    "large stride": ("POST", "/ner", b'{"inputs": "a", "stride": 400}', JSON, 422, "invalid"),
+    "many dimensions": (
+        "POST",
+        "/embed",
+        b'{"inputs": "a", "dimensions": 65}',
+        JSON,
+        422,
+        "invalid",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(tiny: Server, case: str) -> None:
+    """Each is refused with its status and code, in the one shape that errors have."""
+    method, path, body, headers, status, code = REFUSED[case]
+    reply = tiny.send(method, path, body, headers)
+
+    error = reply.json()["error"]
+    assert status == reply.status
+    assert {"code", "message", "param"} == set(error)
+    assert code in (None, error["code"])
+
+
+def test_every_bad_input_is_named(tiny: Server) -> None:
+    """Of a request, all bad texts are named; good ones are not."""
+    wrong = tiny.post("/classify", {"inputs": ["good", 1, "good", None]})
+    long = tiny.post("/classify", {"inputs": [LONG, "short", LONG], "truncate": False})
+
+    assert (422, "inputs[1]") == (wrong.status, wrong.json()["error"]["param"])
+    assert "inputs[3]" in wrong.json()["error"]["message"]
+    assert (422, "inputs[0]") == (long.status, long.json()["error"]["param"])
+    assert "inputs[2]" in long.json()["error"]["message"]
+    assert "inputs[1]" not in long.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def strict(tiny_bundle: Path):
+    """A server with small limits and short patience."""
+    limits = ["--max-body-bytes", "20000", "--body-timeout-s", "0.3", "--max-queue-tokens", "600"]
+    with serving(tiny_bundle, *limits, "--max-inputs-per-request", "4") as server:
+        yield server
+
+
+def test_too_large(strict: Server) -> None:
+    """A body, a number of inputs, and texts that could never wait in the queue are too large."""
+    body = strict.post("/embed", {"inputs": "a" * 30_000})
+    inputs = strict.post("/embed", {"inputs": ["a"] * 5})
+    tokens = strict.post("/ner", {"inputs": LONG})
+
+    assert [(413, "too_large")] * 3 == [
+        (r.status, r.json()["error"]["code"]) for r in (body, inputs, tokens)
+    ]
+
+
+def test_slow_body(strict: Server) -> None:
+    """A body that does not come is not waited for."""
+    with socket.create_connection(("127.0.0.1", strict.port)) as client:
+        client.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(b'Content-Length: 100\r\n\r\n{"inputs": ')
+        client.settimeout(10)
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_overload(strict: Server) -> None:
+    """More than the queue holds is refused with a time to come back; what was accepted is answered."""
+    body = {"inputs": [samples.text(60, seed=seed) for seed in range(3)]}
+    with ThreadPoolExecutor(48) as clients:
+        replies: list[Reply] = list(clients.map(lambda _: strict.post("/embed", body), range(96)))
+
+    refused = [reply for reply in replies if reply.status == 429]
+    assert {200, 429} == {reply.status for reply in replies}
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+    assert {"overloaded"} == {reply.json()["error"]["code"] for reply in refused}
+
+
+def test_deadline(tiny: Server) -> None:
+    """A request that cannot be answered within its time is told so."""
+    body = {"inputs": [samples.text(300, seed=seed) for seed in range(200)]}
+    reply = tiny.post("/embed", body, {"X-Request-Timeout-Ms": "1"})
+
+    assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
+
+
+def test_a_client_that_leaves_takes_its_work_along(tiny: Server) -> None:
+    """What a client queued is dropped once it has gone."""
+    body = json.dumps({"inputs": [samples.text(250, seed=seed) for seed in range(400)]}).encode()
+    client = http.client.HTTPConnection("127.0.0.1", tiny.port)
+    client.request("POST", "/embed", body, JSON)
+    until(lambda: queued(tiny) > 20_000)
+    client.close()
+    gone = time.monotonic()
+
+    until(lambda: queued(tiny) == 0)
+    assert time.monotonic() - gone < 5
+    assert 200 == tiny.post("/embed", {"inputs": "a"}).status
+
+
+def queued(server: Server) -> float:
+    found = re.search(r"^quartet_queue_tokens (\S+)$", server.get("/metrics").body.decode(), re.M)
+    assert found
+    return float(found.group(1))
+
+
+def test_drain_loses_none(tiny_bundle: Path) -> None:
+    """After SIGTERM all that was sent is answered, new requests go elsewhere, and the exit is clean."""
+    statuses: list[int] = []
+    with serving(tiny_bundle) as server:
+
+        def ask(seed: int) -> None:
+            body = {"inputs": [samples.text(200, seed=seed + n) for n in range(6)]}
+            statuses.append(server.post("/embed", body).status)
+
+        clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(60)]
+        for client in clients:
+            client.start()
+        until(lambda: queued(server) > 5_000)
+        server.process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.join(60)
+        code = server.process.wait(40)
+
+    assert [200] * 60 == statuses
+    assert 0 == code
+
+
+def test_ready_soon_and_open_about_itself(tiny: Server) -> None:
+    """The named metrics are there, the server is live and ready, and pages name no other origin."""
+    tiny.answer("/embed", {"inputs": "a"})
+    metrics = tiny.get("/metrics").body.decode()
+    pages = [tiny.get(path) for path in ("/", "/docs", "/static/app.js")]
+
+    for name in (
+        "quartet_request_duration_seconds",
+        "quartet_queue_wait_seconds",
+        "quartet_inference_seconds",
+        "quartet_batch_tokens",
+        "quartet_padding_ratio",
+        "quartet_queue_tokens",
+        "quartet_requests_rejected_total",
+    ):
+        assert name in metrics
+    assert [200, 200] == [tiny.get(f"/health/{probe}").status for probe in ("live", "ready")]
+    assert not any(re.search(rb'(src|href)="https?://', page.body) for page in pages)
+
+
+# -- bundles that are not served ------------------------------------------------------------------
+
+
+def refused(*arguments: str | Path) -> tuple[int, str]:
+    """The exit status and what was said, of a service that must not start."""
+    process = start(*arguments, "--port", "0")
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Weights that are not those of the manifest are not served."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    data = bytearray((copy / "weights.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "weights.bin").write_bytes(data)
+
+    code, said = refused(copy)
+    assert code != 0
+    assert "weights.bin has SHA-256" in said
+    assert "Traceback" not in said
+
+
+def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Other weights with right hashes are not served: what they answer is not what PyTorch answered."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    golden = bundle.load(copy).golden
+    golden.outputs["sentiment"][0] += 1
+    bundle.save_golden(copy / "golden.npz", golden)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["goldens"] |= bundle.describe_file(copy / "golden.npz")
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+
+    code, said = refused(copy)
+    assert code != 0
+    assert "goldens disagree at fp32: sentiment differs by 1.00e+00" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--precision", "fp16"], "it has no fp16 graph, only fp32, int8"),
+        (["--provider", "cuda"], "CUDA was asked for, but"),
+    ],
+)
+def test_what_is_not_to_be_had(tiny_bundle: Path, flags: list[str], said: str) -> None:
+    """A precision or provider that was named and is not there ends the start with its name."""
+    code, log = refused(tiny_bundle, *flags)
+    assert code != 0
+    assert said in log
+    assert "Traceback" not in log
+
+
+def test_the_same_model_twice(tiny_bundle: Path) -> None:
+    """Two bundles of one name and version are refused."""
+    code, said = refused(tiny_bundle, tiny_bundle)
+    assert code != 0
+    assert "tiny@1 is served already" in said
