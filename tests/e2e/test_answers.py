@@ -1,6 +1,8 @@
 """What a real server answers: the reference's vectors, windows, offsets, and the same to many at once."""
 
+import base64
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,12 +72,8 @@ def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: 
     with serving(minilm_bundle, "--precision", "fp32") as server:
         answer = server.answer("/embed", {"inputs": texts})
 
-    assert (
-        1600 * 1.1 < len(reference.tokenizer(texts[-1])["input_ids"])
-        or answer["usage"]["truncated"]
-    )
     np.testing.assert_allclose(answer["embeddings"], expected, rtol=0, atol=1e-4)
-    assert len(texts) - 1 in answer["usage"]["truncated"]
+    assert {len(texts) - 1, len(texts) - 2} <= set(answer["usage"]["truncated"])
 
 
 def test_entities_of_a_long_text_are_where_they_say(tiny: Server) -> None:
@@ -107,11 +105,8 @@ def test_an_answer_may_stand_anywhere_in_a_long_context(tiny: Server) -> None:
     answer = tiny.answer("/qa", {"question": "Who sold it?", "context": context, "top_k": 50})
 
     starts = [found["start"] for found in answer["results"][0]]
-    assert answer["usage"] == {
-        "tokens": answer["usage"]["tokens"],
-        "windows": 6,
-        "truncated": [],
-    } or (answer["usage"]["windows"] > 4 and answer["usage"]["truncated"] == [])
+    assert answer["usage"]["windows"] > 4
+    assert [] == answer["usage"]["truncated"]
     assert max(starts) - min(starts) > len(context) / 4
 
 
@@ -129,8 +124,6 @@ def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny: Server) -> None:
 
 def test_base64_holds_the_same_numbers(tiny: Server) -> None:
     """Base64 is the vector's little-endian float32 bytes."""
-    import base64
-
     body = {"inputs": "Ada drew a comet.", "dimensions": 8}
     (numbers,) = tiny.answer("/embed", body)["embeddings"]
     (text,) = tiny.answer("/embed", {**body, "encoding_format": "base64"})["embeddings"]
@@ -140,8 +133,6 @@ def test_base64_holds_the_same_numbers(tiny: Server) -> None:
 
 def test_models_names_and_versions(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
     """Several bundles serve side by side: by name, by name@version, the first by default."""
-    import shutil
-
     second = shutil.copytree(tiny_bundle, tmp_path / "second")
     manifest = json.loads((second / "manifest.json").read_text())
     (second / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
