@@ -108,6 +108,13 @@ def until(condition: Any, timeout_s: float = 10) -> None:
         time.sleep(0.01)
 
 
+def queued(server: Server) -> float:
+    """Tokens that wait in the server's queue."""
+    found = re.search(r"^quartet_queue_tokens (\S+)$", server.get("/metrics").body.decode(), re.M)
+    assert found
+    return float(found.group(1))
+
+
 @pytest.fixture(scope="session")
 def tiny(tiny_bundle: Path) -> Iterator[Server]:
     """A server of the tiny bundle, at fp32."""

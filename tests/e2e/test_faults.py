@@ -1,13 +1,10 @@
 """What a real server refuses, and how it ends: every declared code, the drain, and bundles not to be served."""
 
-import http.client
 import json
 import re
 import shutil
 import signal
-import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 
 from service import bundle
 from tests import samples
-from tests.e2e.conftest import Reply, Server, serving, start, until
+from tests.e2e.conftest import Reply, Server, queued, serving, start, until
 
 pytestmark = pytest.mark.e2e
 
@@ -82,8 +79,8 @@ def test_every_bad_input_is_named(tiny: Server) -> None:
 
 @pytest.fixture(scope="module")
 def strict(tiny_bundle: Path):
-    """A server with small limits and short patience."""
-    limits = ["--max-body-bytes", "20000", "--body-timeout-s", "0.3", "--max-queue-tokens", "600"]
+    """A server with small limits."""
+    limits = ["--max-body-bytes", "20000", "--max-queue-tokens", "600"]
     with serving(tiny_bundle, *limits, "--max-inputs-per-request", "4") as server:
         yield server
 
@@ -99,15 +96,6 @@ def test_too_large(strict: Server) -> None:
     ]
 
 
-def test_slow_body(strict: Server) -> None:
-    """A body that does not come is not waited for."""
-    with socket.create_connection(("127.0.0.1", strict.port)) as client:
-        client.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
-        client.sendall(b'Content-Length: 100\r\n\r\n{"inputs": ')
-        client.settimeout(10)
-        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
-
-
 def test_overload(strict: Server) -> None:
     """More than the queue holds is refused with a time to come back; what was accepted is answered."""
     body = {"inputs": [samples.text(60, seed=seed) for seed in range(3)]}
@@ -118,34 +106,6 @@ def test_overload(strict: Server) -> None:
     assert {200, 429} == {reply.status for reply in replies}
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
     assert {"overloaded"} == {reply.json()["error"]["code"] for reply in refused}
-
-
-def test_deadline(tiny: Server) -> None:
-    """A request that cannot be answered within its time is told so."""
-    body = {"inputs": [samples.text(300, seed=seed) for seed in range(200)]}
-    reply = tiny.post("/embed", body, {"X-Request-Timeout-Ms": "1"})
-
-    assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
-
-
-def test_a_client_that_leaves_takes_its_work_along(tiny: Server) -> None:
-    """What a client queued is dropped once it has gone."""
-    body = json.dumps({"inputs": [samples.text(250, seed=seed) for seed in range(400)]}).encode()
-    client = http.client.HTTPConnection("127.0.0.1", tiny.port)
-    client.request("POST", "/embed", body, JSON)
-    until(lambda: queued(tiny) > 20_000)
-    client.close()
-    gone = time.monotonic()
-
-    until(lambda: queued(tiny) == 0)
-    assert time.monotonic() - gone < 5
-    assert 200 == tiny.post("/embed", {"inputs": "a"}).status
-
-
-def queued(server: Server) -> float:
-    found = re.search(r"^quartet_queue_tokens (\S+)$", server.get("/metrics").body.decode(), re.M)
-    assert found
-    return float(found.group(1))
 
 
 def test_drain_loses_none(tiny_bundle: Path) -> None:

@@ -1,0 +1,109 @@
+"""A server whose batches wait for company: its queue stands still, so that its limits can be met one by one."""
+
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import samples
+from tests.e2e.conftest import Server, queued, serving, until
+
+pytestmark = pytest.mark.e2e
+
+LIMITS = ["--max-wait-ms", "60000", "--max-queue-tokens", "300", "--body-timeout-s", "0.3"]
+BODY = json.dumps({"inputs": samples.text(60, seed=1)})
+
+
+@pytest.fixture(scope="module")
+def still(tiny_bundle: Path) -> Iterator[Server]:
+    """A server that holds a batch for a minute, unless it is full or everybody has left."""
+    with serving(tiny_bundle, *LIMITS, "--drain-s", "1") as server:
+        yield server
+
+
+@contextmanager
+def waiting(server: Server, requests: int) -> Iterator[float]:
+    """So many requests in the queue, from clients that leave at the end; gives the tokens they hold."""
+    clients = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(requests)]
+    for client in clients:
+        client.request("POST", "/embed", BODY, {"Content-Type": "application/json"})
+    until(lambda: queued(server) > 0 and queued(server) % requests == 0)
+    try:
+        yield queued(server)
+    finally:
+        for client in clients:
+            client.close()
+        until(lambda: queued(server) == 0)
+
+
+def rejected(server: Server, reason: str) -> float:
+    metrics = server.get("/metrics").body.decode()
+    name = rf'^quartet_requests_rejected_total{{reason="{reason}"}} (\S+)$'
+    found = re.search(name, metrics, re.M)
+    return float(found.group(1)) if found else 0.0
+
+
+def assert_error(error: dict[str, Any], code: str, param: str | None = None) -> None:
+    """The one shape of errors: a code for machines, a message for people, the field at fault."""
+    assert [*error] == ["error"]
+    assert [*error["error"]] == ["code", "message", "param"]
+    assert (code, param) == (error["error"]["code"], error["error"]["param"])
+    assert error["error"]["message"]
+
+
+def test_client_that_leaves_takes_its_work_along(still: Server) -> None:
+    """What a client has queued is dropped when it disconnects, long before its batch would have run."""
+    with waiting(still, 1) as tokens:
+        assert tokens > 60
+    assert 0 == queued(still)
+
+
+def test_overload(still: Server) -> None:
+    """A request that the queue has no room for now is refused, and told when to come back."""
+    before = rejected(still, "overloaded")
+    with waiting(still, 2):
+        reply = still.post("/embed", {"inputs": samples.text(150, seed=2)})
+    assert 429 == reply.status
+    assert int(reply.headers["retry-after"]) >= 1
+    assert_error(reply.json(), "overloaded")
+    assert before + 1 == rejected(still, "overloaded")
+
+
+def test_never_enough_room(still: Server) -> None:
+    """One that an empty queue could not hold is refused for good."""
+    reply = still.post("/embed", {"inputs": [samples.text(200, seed=2)] * 2})
+    assert (413, None) == (reply.status, reply.headers.get("retry-after"))
+    assert_error(reply.json(), "too_large")
+
+
+def test_deadline(still: Server) -> None:
+    """A request that its batch keeps waiting beyond its time is answered 504, and leaves the queue."""
+    reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "100"})
+    assert 504 == reply.status
+    assert_error(reply.json(), "deadline_exceeded")
+    until(lambda: queued(still) == 0)
+
+
+def test_impatience_that_is_no_number(still: Server) -> None:
+    """The header that shortens the deadline is checked like a field."""
+    reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "soon"})
+    assert 422 == reply.status
+    assert_error(reply.json(), "invalid", "X-Request-Timeout-Ms")
+
+
+def test_slow_body(still: Server) -> None:
+    """A body that does not come is given up, and so is its connection."""
+    with closing(socket.create_connection(("127.0.0.1", still.port), timeout=20)) as client:
+        client.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(b'Content-Length: 100\r\n\r\n{"inputs": ')
+        with client.makefile("rb") as wire:
+            head, _, body = wire.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nconnection: close" in head.lower()
+    assert_error(json.loads(body), "slow_body")
