@@ -7,6 +7,7 @@ directory. Every graph is checked before OUT appears; when a check fails, the ex
 import argparse
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import tomllib
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from pydantic import ValidationError
 
 from export import card, evaluation, goldens, graph, quantize, verify
 from export.source import Source, read_source
-from model.checkpoint import CheckpointError
+from model.names import CheckpointError
 from service import bundle
-from service.bundle import Bundle, BundleError, Manifest
+from service.bundle import Bundle, BundleError, Manifest, Provenance
 from service.encode import Encoder
 from service.session import RUNTIME, Outputs
 
@@ -29,8 +31,7 @@ PORTABLE = "fp32.portable.onnx"
 EXPECTED_ERRORS = (
     BundleError,
     CheckpointError,
-    FileExistsError,
-    FileNotFoundError,
+    OSError,
     ValueError,
     evaluation.QualityError,
     verify.ParityError,
@@ -54,13 +55,19 @@ class Request:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = read_request(argv)
     try:
-        export(asked)
+        export(read_request(argv))
     except EXPECTED_ERRORS as error:
-        print(f"export: {error}", file=sys.stderr)
+        print(f"export: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def one_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        faults = error.errors(include_url=False)
+        return "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults)
+    return " ".join(str(error).split())
 
 
 def read_request(argv: Sequence[str] | None) -> Request:
@@ -111,6 +118,7 @@ def export(asked: Request) -> None:
     """Read, trace, quantise, check, measure, write. Raises what EXPECTED_ERRORS lists."""
     if asked.out.exists() and not asked.replace:
         raise FileExistsError(f"{asked.out} exists; use --replace, or give another name")
+    check_words(asked)
     source = read_source(asked.checkpoint)
     encoder = Encoder(source.tokenizer, _max_length(asked, source))
     heads = ", ".join(f"{name} ({head.task})" for name, head in source.model.described.items())
@@ -130,6 +138,14 @@ def export(asked: Request) -> None:
         with bundle.writing(asked.out, replace=asked.replace) as folder:
             keep(finished, full, folder, card.render(finished, asked.told, report.lines))
     summarise(asked.out, finished)
+
+
+def check_words(asked: Request) -> None:
+    """Refuse early what the manifest would refuse late. Raises ValueError."""
+    for flag, word in (("--name", asked.name), ("--version", asked.version)):
+        if not re.fullmatch(bundle.NAME, word):
+            raise ValueError(f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only")
+    Provenance.model_validate(asked.told.get("provenance", {}))
 
 
 def _max_length(asked: Request, source: Source) -> int:

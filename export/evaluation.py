@@ -48,7 +48,7 @@ def _gate(
         f"{name}: {metric} {100 * exact.metrics[metric]:.2f} at fp32,"
         f" {100 * rounded.metrics[metric]:.2f} at int8; {changed:.1%} of answers changed"
     )
-    if loss > MAX_LOSS:
+    if not loss <= MAX_LOSS:
         raise QualityError(f"{name}: int8 loses {loss:.2f} points of {metric}, allowed {MAX_LOSS}")
     if changed > max_changed:
         said = f"{name}: int8 changes {changed:.1%} of answers, allowed {max_changed:.1%}"

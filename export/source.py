@@ -4,30 +4,36 @@ Which heads it has is read from `heads.json` (a joint checkpoint), else from `mo
 directory), else from `architectures`. What cannot be served is refused by name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from safetensors.torch import load_file
+from tokenizers import normalizers
 from torch import nn
 
 from model.checkpoint import (
-    CheckpointError,
-    from_hub,
     load_encoder,
     load_model,
     locate,
     read_config,
     read_json,
+    read_pooling,
+    read_weights,
 )
 from model.heads import Model, SentenceEmbedding
+from model.names import CheckpointError, from_hub
 from model.tokenizer import wordpiece
 from service.bundle import Head
 from service.encode import load_tokenizer
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
+ST = "sentence_transformers."
+MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
+ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
+SENTENCE = "sentence_embedding"  # the pooled vector's name there
 LONGEST = 1_000_000  # tokenizer_config.json says "no limit" by absurdly large numbers
 
 
@@ -57,13 +63,26 @@ def read_source(name: str | Path) -> Source:
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """`tokenizer.json`, or the WordPiece tokenizer that an older checkpoint's `vocab.txt` stands for."""
-    if (folder / "tokenizer.json").is_file():
-        return load_tokenizer(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return _old_tokenizer(folder)
+    try:
+        return load_tokenizer(path)
+    except Exception as error:  # the library has no narrower one
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _old_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if not (folder / "vocab.txt").is_file():
         raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.txt")
     config = _optional(folder / "tokenizer_config.json")
-    lowercase = config.get("do_lower_case", True)
-    return wordpiece(str(folder / "vocab.txt"), lowercase)
+    tokenizer = wordpiece(str(folder / "vocab.txt"))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    return tokenizer
 
 
 def read_max_length(folder: Path) -> int:
@@ -84,25 +103,36 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _sentence_transformer(folder: Path) -> Model:
     """The encoder, and one embedding head made of the modules that follow it."""
-    pooling, normalize, dense = None, False, []
-    for module in read_json(folder / "modules.json"):
-        path = folder / module["path"]
-        match module["type"].rpartition(".")[2]:
-            case "Transformer":
-                pass
-            case "Pooling":
-                pooling = _pooling(path)
-            case "Dense":
-                dense += _dense(path)
-            case "Normalize":
-                normalize = True
-            case kind:
-                raise CheckpointError(
-                    f"{folder}: cannot serve the sentence-transformers module {kind}"
-                )
-    if pooling is None:
-        raise CheckpointError(f"{folder}: modules.json has no Pooling module")
-    return _embedding_model(folder, pooling, normalize, dense)
+    modules = _modules(folder)
+    (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
+    dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
+    return _embedding_model(folder, pooling, modules[-1][0] == "Normalize", dense)
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Each module's kind and folder. Raises CheckpointError unless they are what our head computes."""
+    path = folder / "modules.json"
+    modules = []
+    for module in read_json(path):
+        whole, place = _get(path, module, "type", "path")
+        kind = whole.rpartition(".")[2]
+        if kind not in MODULES or not whole.startswith(ST):
+            raise CheckpointError(
+                f"{folder}: cannot serve the sentence-transformers module {whole}"
+            )
+        modules.append((kind, folder / place))
+    kinds = ", ".join(kind for kind, _ in modules)
+    if not ORDER.fullmatch(kinds):
+        said = "Transformer, Pooling, any Dense, and Normalize or not"
+        raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
+    return modules
+
+
+def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
+    missing = [name for name in names if name not in config]
+    if missing:
+        raise CheckpointError(f"{path} does not say {', '.join(missing)}")
+    return [config[name] for name in names]
 
 
 def _embedding_model(folder: Path, pooling: str, normalize: bool, dense: list[nn.Module]) -> Model:
@@ -122,31 +152,17 @@ def _embedding_model(folder: Path, pooling: str, normalize: bool, dense: list[nn
     return model.eval()
 
 
-def _pooling(path: Path) -> str:
-    config = read_json(path / "config.json")
-    modes: list[str] = [config["pooling_mode"]] if "pooling_mode" in config else []
-    modes += [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
-    known = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-    names = [known.get(mode, mode) for mode in modes]
-    if len(names) != 1 or names[0] not in ("cls", "mean"):
-        raise CheckpointError(
-            f"{path}: cannot serve pooling {', '.join(names) or 'none'}: mean or cls only"
-        )
-    return names[0]
-
-
 def _dense(path: Path) -> list[nn.Module]:
     config = read_json(path / "config.json")
-    activation = config["activation_function"].rpartition(".")[2]
+    names = ("in_features", "out_features", "bias", "activation_function")
+    inputs, outputs, bias, activation = _get(path / "config.json", config, *names)
+    activation = activation.rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise CheckpointError(
             f"{path}: cannot serve activation {activation}: {', '.join(ACTIVATIONS)} only"
         )
-    linear = nn.Linear(config["in_features"], config["out_features"], bias=config["bias"])
-    weights = path / "model.safetensors"
-    if not weights.is_file():
-        raise CheckpointError(
-            f"{weights} is missing (pickled weights are not read: they can run code)"
-        )
-    from_hub(linear, load_file(weights), lambda name: [f"linear.{name}"], str(path))
+    if config.get("use_residual") or config.get("module_input_name", SENTENCE) != SENTENCE:
+        raise CheckpointError(f"{path}: cannot serve a Dense of tokens, or with a residual")
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    from_hub(linear, read_weights(path), lambda name: [f"linear.{name}"], str(path))
     return [linear, ACTIVATIONS[activation]()]

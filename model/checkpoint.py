@@ -1,16 +1,12 @@
 """Checkpoints in the hub's layout, both ways: `config.json`, `model.safetensors`, `tokenizer.json`.
 
-The files hold BERT's own names. Each kind of checkpoint is one function from our parameter name to the hub's names
-for it: three for the fused query-key-value projection, one for all else. Saving splits a tensor over its names,
-loading joins them, and both go through the same function.
-
-A joint checkpoint has the trunk under BERT's names, heads as `heads.<name>.*`, and `heads.json`.
+The files hold BERT's own names (`model/names.py`). A joint checkpoint has the trunk under them, heads as
+`heads.<name>.*`, and `heads.json`.
 """
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,46 +15,24 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from model.bert import Bert
 from model.config import BertConfig
 from model.heads import Model, Pretraining
+from model.names import (
+    CheckpointError,
+    Names,
+    State,
+    from_hub,
+    joint_names,
+    modern_names,
+    pooler_names,
+    pretraining_names,
+    single_names,
+    to_hub,
+    trunk_names,
+)
 from service import bundle
-
-State = dict[str, Tensor]
-Names = Callable[[str], list[str]]
-
-# Our parameter's stem (what stands before `.weight` or `.bias`) -> the hub's.
-TRUNK = {
-    r"embeddings\.word": ["embeddings.word_embeddings"],
-    r"embeddings\.position": ["embeddings.position_embeddings"],
-    r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
-    r"embeddings\.norm": ["embeddings.LayerNorm"],
-    r"layers\.(\d+)\.attention\.qkv": [
-        r"encoder.layer.\1.attention.self.query",
-        r"encoder.layer.\1.attention.self.key",
-        r"encoder.layer.\1.attention.self.value",
-    ],
-    r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.output.dense"],
-    r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.output.LayerNorm"],
-    r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
-    r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
-    r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
-    r"pooler\.dense": ["pooler.dense"],
-}
-HEADS = {
-    "pooler.dense": "bert.pooler.dense",
-    "classifier": "classifier",
-    "qa_outputs": "qa_outputs",
-}
-OBJECTIVES = {
-    "masked_lm": "cls.predictions",
-    "masked_lm.dense": "cls.predictions.transform.dense",
-    "masked_lm.norm": "cls.predictions.transform.LayerNorm",
-    "next_sentence.pooler.dense": "bert.pooler.dense",
-    "next_sentence.classifier": "cls.seq_relationship",
-}
 
 ARCHITECTURES = {
     "classification": "BertForSequenceClassification",
@@ -70,85 +44,6 @@ TASKS = {architecture: task for task, architecture in ARCHITECTURES.items()}
 # What the hub has no word for; kept in `config.json` where it differs from the default.
 OURS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as asked; the message names the file and what is wrong."""
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-def trunk_names(name: str, prefix: str = "") -> list[str]:
-    """The hub's names for a parameter of `Bert`."""
-    stem, _, kind = name.rpartition(".")
-    for ours, theirs in TRUNK.items():
-        if match := re.fullmatch(ours, stem):
-            return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
-    raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
-
-
-def single_names(name: str) -> list[str]:
-    """The hub's names for a parameter of a `Model` with one head."""
-    if name.startswith("encoder."):
-        return trunk_names(name.removeprefix("encoder."), prefix="bert.")
-    _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
-    stem, _, kind = rest.rpartition(".")
-    return [f"{HEADS[stem]}.{kind}"]
-
-
-def joint_names(name: str) -> list[str]:
-    """The names in a joint checkpoint: a bare trunk's, and the heads' own."""
-    return trunk_names(name.removeprefix("encoder.")) if name.startswith("encoder.") else [name]
-
-
-def pretraining_names(name: str) -> list[str]:
-    if name.startswith("encoder."):
-        return trunk_names(name.removeprefix("encoder."), prefix="bert.")
-    stem, _, kind = name.rpartition(".")
-    return [f"{OBJECTIVES[stem]}.{kind}"]
-
-
-def to_hub(module: nn.Module, names: Names) -> State:
-    """A module's parameters under the hub's names."""
-    hub = {}
-    for ours, tensor in module.state_dict().items():
-        theirs = names(ours)
-        pieces = tensor.detach().cpu().chunk(len(theirs))
-        hub.update((name, piece.contiguous()) for name, piece in zip(theirs, pieces, strict=True))
-    return hub
-
-
-def from_hub(module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str) -> None:
-    """Fill a module from a state under the hub's names; the `bert.` prefix may be absent.
-
-    Raises CheckpointError naming missing and misshapen tensors.
-    """
-    found = {name.removeprefix("bert."): tensor for name, tensor in hub.items()}
-    wanted = {name.removeprefix("bert."): tensor for name, tensor in to_hub(module, names).items()}
-    missing = sorted(set(wanted) - set(found))
-    if missing:
-        raise CheckpointError(
-            f"{where}: {len(missing)} tensors are missing: {', '.join(missing[:3])} ..."
-        )
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            shapes = f"{tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
-            raise CheckpointError(f"{where}: {name} has shape {shapes}")
-    parts = {
-        ours: [found[name.removeprefix("bert.")] for name in names(ours)]
-        for ours in module.state_dict()
-    }
-    module.load_state_dict({ours: torch.cat(tensors) for ours, tensors in parts.items()})
-
-
-def modern_names(state: Mapping[str, Tensor]) -> State:
-    """Old files say `gamma` and `beta` for a norm's weight and bias."""
-    new = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-    return {
-        re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: new[m.group()], k): v
-        for k, v in state.items()
-    }
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -238,8 +133,9 @@ def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
         problem_type = config.get("problem_type")
         return _describe(where, task=task, labels=labels, problem_type=problem_type, **ours)
     if task == "embedding":
+        pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
         return _describe(
-            where, task=task, pooling=_pooling(folder), dimensions=config["hidden_size"], **ours
+            where, task=task, pooling=pooling, dimensions=config["hidden_size"], **ours
         )
     return _describe(where, task=task, **ours)
 
@@ -252,21 +148,21 @@ def _describe(where: Path, **head: Any) -> bundle.Head:
         raise CheckpointError(f"{where}: {problems}") from None
 
 
-def _pooling(folder: Path) -> str:
-    """How sentence-transformers pools this checkpoint: one name, or a switch for each; the mean where nothing says."""
-    path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return "mean"
-    config = read_json(path)
-    switches = [
-        key for key, value in config.items() if key.startswith("pooling_mode_") and value is True
-    ]
-    mode = config.get("pooling_mode") or ", ".join(
-        POOLING.get(switch, switch) for switch in switches
-    )
-    if mode not in POOLING.values():
-        raise CheckpointError(f"{path}: pooling {mode!r} is none of {', '.join(POOLING.values())}")
-    return str(mode)
+def read_pooling(path: Path) -> str:
+    """How a sentence-transformers Pooling module pools: it has a name for it, or a switch for each way.
+
+    Raises CheckpointError naming a way that is not ours, or several at once.
+    """
+    config = read_json(path / "config.json")
+    said = config.get("pooling_mode", [])
+    modes = [said] if isinstance(said, str) else list(said)
+    modes += [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
+    names = [POOLING.get(mode, mode) for mode in modes]
+    if len(names) != 1 or names[0] not in POOLING.values():
+        raise CheckpointError(
+            f"{path}: cannot serve pooling {', '.join(names) or 'none'}: mean or cls only"
+        )
+    return str(names[0])
 
 
 def load_model(source: str | Path) -> Model:
@@ -314,11 +210,7 @@ def init_from(model: Model, source: str | Path) -> None:
     )
     for name, head in model.described.items():
         if head.task == "classification" and has_pooler:
-            from_hub(model.heads[name].pooler, weights, _pooler_names, str(folder))
-
-
-def _pooler_names(name: str) -> list[str]:
-    return [f"pooler.{name}"]
+            from_hub(model.heads[name].pooler, weights, pooler_names, str(folder))
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

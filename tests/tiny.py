@@ -1,6 +1,7 @@
 """A joint model with random weights: too small to know anything, complete enough to serve all four tasks."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 import torch
@@ -11,6 +12,8 @@ from model.config import BertConfig
 from model.heads import Model
 from service.bundle import Head
 from tests import samples
+
+M = TypeVar("M", bound=nn.Module)
 
 MAX_LENGTH = 512
 HEADS = {
@@ -46,17 +49,18 @@ def make_tiny(learnt: tokenizers.Tokenizer) -> Model:
         intermediate_size=256,
         max_position_embeddings=MAX_LENGTH,
     )
-    model = perturb(Model(config, HEADS))
+    model = perturb(Model(config, HEADS), scale=0.2)
     plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
     return model
 
 
-def perturb(model: Model, scale: float = 0.1) -> Model:
+def perturb(module: M, scale: float = 0.1) -> M:
     """Move every parameter at random, norms and biases too."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return model.eval()
+        for parameter in module.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return module.eval()
 
 
 def plant_outlier(model: Model, token: int) -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import model
-from model import checkpoint
+from model import checkpoint, names
 from model.bert import Bert
 from model.config import BertConfig, preset
 from service import packing
@@ -74,7 +74,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
     encoder = Bert(config).eval()
-    checkpoint.from_hub(encoder, peer.state_dict(), checkpoint.trunk_names, "transformers")
+    names.from_hub(encoder, peer.state_dict(), names.trunk_names, "transformers")
 
     for seed, lengths in enumerate(LENGTHS.values()):
         assert_parity(encoder, peer, batch(lengths, seed=seed))

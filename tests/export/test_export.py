@@ -1,0 +1,469 @@
+"""`python -m export`: what it writes, what it refuses, and that a refusal leaves nothing behind."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export import quantize
+from export.__main__ import main
+from export.goldens import run_torch
+from model.checkpoint import load_model
+from service import bundle
+from service.encode import Encoder
+from service.session import RUNTIME, SessionOptions, open_session
+from tests import samples
+from tests.conftest import Traced
+from tests.tiny import HEADS
+
+Spoil = Callable[[Path], None]
+
+FULL = {
+    "README.md",
+    "fp32.onnx",
+    "fp32.portable.onnx",
+    "golden.npz",
+    "int8.onnx",
+    "manifest.json",
+    "tokenizer.json",
+    "weights.bin",
+}
+
+PROVENANCE = """
+description = "A model that knows nothing."
+training = "It was not."
+limits = "All there are."
+weights_license = "CC0-1.0"
+
+[provenance]
+recipe = "nothing.toml"
+seed = 7
+
+[[provenance.datasets]]
+name = "made-up"
+origin = "these tests"
+terms = "none"
+commercial_use = "yes"
+used_for = "nothing"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_tracing(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced.spare(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files go where a test can see whether they went."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where to export to; its parent holds nothing else."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "tiny"
+
+
+def export(checkpoint: Path, out: Path, *flags: str | Path) -> int:
+    return main([str(checkpoint), str(out), "--max-length", "64", *map(str, flags)])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1, one line that says why, and nothing beside OUT, in it, or among temporary files."""
+    errors = capsys.readouterr().err
+    assert (1, 1) == (status, errors.count("\n"))
+    assert errors.startswith("export: ")
+    assert said in errors
+    assert [] == [*out.parent.iterdir()]
+    assert [] == [*(out.parent.parent / "scratch").iterdir()]
+
+
+# -- what is written ------------------------------------------------------------------------------
+
+
+class TestFullBundle:
+    def test_files(self, tiny_bundle: Path) -> None:
+        """By default a bundle has all graphs, and nothing that its manifest does not answer for."""
+        manifest = bundle.load(tiny_bundle).manifest
+        assert FULL == files(tiny_bundle)
+        assert FULL - {"README.md", "manifest.json"} == set(manifest.files())
+
+    def test_manifest(self, tiny_bundle: Path) -> None:
+        """The manifest names the model, its heads in their order, and each graph."""
+        manifest = bundle.load(tiny_bundle).manifest
+        assert ("tiny@1", 512, "fp32") == (
+            manifest.id,
+            manifest.max_length,
+            manifest.default_precision,
+        )
+        assert [*HEADS.items()] == [*manifest.heads.items()]
+        graphs = [(g.precision, g.layout, g.provider) for g in manifest.graphs]
+        assert [
+            ("fp32", "packed", "any"),
+            ("fp32", "portable", "any"),
+            ("int8", "packed", "cpu"),
+        ] == graphs
+        assert RUNTIME == manifest.provenance.runtime
+
+    def test_fp32_graphs_share_their_weights(self, tiny_bundle: Path) -> None:
+        """Both fp32 graphs name the one weight file; the int8 graph has its own within."""
+        weights = [g.weights and g.weights.file for g in bundle.load(tiny_bundle).manifest.graphs]
+        assert ["weights.bin", "weights.bin", None] == weights
+        largest = max(
+            (tiny_bundle / f"{name}.onnx").stat().st_size for name in ("fp32", "fp32.portable")
+        )
+        assert largest < 0.1 * (tiny_bundle / "weights.bin").stat().st_size
+
+    def test_goldens(self, tiny_bundle: Path, tiny_checkpoint: Path) -> None:
+        """Goldens are PyTorch's outputs; fp32 must meet them closely, int8 by a cosine of each head."""
+        opened = bundle.load(tiny_bundle)
+        tolerance = opened.manifest.goldens.tolerance
+        assert 1e-3 == tolerance["fp32"].max_difference
+        assert set(HEADS) == set(tolerance["int8"].min_cosine)
+        assert all(0.9 < least < 1 for least in tolerance["int8"].min_cosine.values())
+        assert 512 == opened.golden.lengths.max()
+        assert 2 == opened.golden.lengths.min()
+
+    def test_tokenizer_does_not_cut(self, tiny_bundle: Path) -> None:
+        """The tokenizer has no truncation and no padding: cutting is the encoder's."""
+        written = json.loads((tiny_bundle / "tokenizer.json").read_text(encoding="utf-8"))
+        assert (None, None) == (written["truncation"], written["padding"])
+
+    def test_card(self, tiny_bundle: Path) -> None:
+        """The card says what each head gives and how each graph agreed with PyTorch."""
+        card = (tiny_bundle / "README.md").read_text(encoding="utf-8")
+        assert card.startswith("# tiny 1\n")
+        assert "| `sentiment` | classification | negative, neutral, positive |" in card
+        assert "| `embeddings` | embedding | 64 numbers, mean pooling |" in card
+        assert "| fp32 packed | differs from PyTorch by " in card
+        assert "| int8 packed | against fp32 on the goldens: sentiment cosine " in card
+
+    @pytest.mark.parametrize("precision", ["fp32", "int8"])
+    def test_it_serves(self, precision: str, tiny_bundle: Path) -> None:
+        """Its goldens hold where it is opened."""
+        opened = bundle.load(tiny_bundle)
+        session = open_session(opened, precision=precision, options=SessionOptions(threads=1))
+        assert (precision, "packed") == (session.graph.precision, session.graph.layout)
+
+
+def test_slim(tiny_checkpoint: Path, out: Path) -> None:
+    """Asked for int8 alone, a bundle holds no fp32 graph and no fp32 weights, and serves."""
+    assert 0 == export(tiny_checkpoint, out, "--precision", "int8")
+    assert FULL - {"fp32.onnx", "fp32.portable.onnx", "weights.bin"} == files(out)
+    opened = bundle.load(out)
+    assert (("int8",), "int8") == (opened.manifest.precisions, opened.manifest.default_precision)
+    assert {"int8"} == set(opened.manifest.goldens.tolerance)
+    assert "int8" == open_session(opened, options=SessionOptions(threads=1)).graph.precision
+
+
+def test_exact_only(tiny_checkpoint: Path, out: Path) -> None:
+    """Asked for fp32 alone, a bundle holds the two graphs that share weights."""
+    assert 0 == export(tiny_checkpoint, out, "--precision", "fp32")
+    assert FULL - {"int8.onnx"} == files(out)
+
+
+def test_first_precision_is_the_default(tiny_checkpoint: Path, out: Path) -> None:
+    """The precision that is named first is what `auto` serves; name, version and length are as asked."""
+    flags = ("--precision", "int8", "fp32", "--name", "other", "--version", "2.1")
+    assert 0 == export(tiny_checkpoint, out, *flags)
+    manifest = bundle.load(out).manifest
+    assert ("int8", "other@2.1", 64) == (
+        manifest.default_precision,
+        manifest.id,
+        manifest.max_length,
+    )
+
+
+def test_export_is_reproducible(tiny_checkpoint: Path, out: Path) -> None:
+    """The same checkpoint makes the same bundle, byte for byte."""
+    other = out.with_name("again")
+    assert [0, 0] == [export(tiny_checkpoint, path, "--name", "tiny") for path in (out, other)]
+    for name in FULL:
+        assert (out / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """What the provenance file says is in the manifest and on the card."""
+    (tmp_path / "told.toml").write_text(PROVENANCE)
+    assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
+    manifest = bundle.load(out).manifest
+    assert ("CC0-1.0", "nothing.toml", 7) == (
+        manifest.weights_license,
+        manifest.provenance.recipe,
+        manifest.provenance.seed,
+    )
+    assert ["made-up"] == [data.name for data in manifest.provenance.datasets]
+    card = (out / "README.md").read_text()
+    for told in (
+        "A model that knows nothing.",
+        "## How it was trained\n\nIt was not.",
+        "| made-up | nothing | these tests | none | yes |",
+        "## Limits\n\nAll there are.",
+        "Weights: CC0-1.0.",
+    ):
+        assert told in card
+
+
+# -- replacing ------------------------------------------------------------------------------------
+
+
+def test_existing_out_is_refused(
+    tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies at OUT already is not touched."""
+    out.mkdir()
+    (out / "precious").touch()
+    assert 1 == export(tiny_checkpoint, out)
+    assert f"export: {out} exists; use --replace" in capsys.readouterr().err
+    assert {"precious"} == files(out)
+
+
+def test_replace(tiny_checkpoint: Path, out: Path) -> None:
+    """Told to, an export replaces what is at OUT, whole."""
+    out.mkdir()
+    (out / "precious").touch()
+    assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--replace")
+    assert "precious" not in files(out)
+    assert {"tiny"} == files(out.parent)
+
+
+def test_failed_replacement_keeps_the_old(
+    tiny_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export that fails leaves the bundle that it was to replace."""
+    out.mkdir()
+    (out / "precious").touch()
+    break_graph(monkeypatch)
+    assert 1 == export(tiny_checkpoint, out, "--replace")
+    assert ({"precious"}, {"tiny"}) == (files(out), files(out.parent))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def change(name: str, **fields: Any) -> Spoil:
+    """Set fields of a JSON file."""
+
+    def spoil(folder: Path) -> None:
+        document = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**document, **fields}))
+
+    return spoil
+
+
+def drop(*names: str) -> Spoil:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def be(architecture: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / "heads.json").unlink()
+        change("config.json", architectures=[architecture])(folder)
+
+    return spoil
+
+
+REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
+    "architecture": (
+        be("BertForMaskedLM"),
+        [],
+        "architecture BertForMaskedLM is none of BertForSequenceClassification, ",
+    ),
+    "another encoder": (
+        change("config.json", model_type="roberta"),
+        [],
+        "config.json: model_type 'roberta' is not 'bert'",
+    ),
+    "gelu_new": (change("config.json", hidden_act="gelu_new"), [], "hidden_act 'gelu_new': only"),
+    "no config": (drop("config.json"), [], "config.json is missing"),
+    "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
+    "no tokenizer": (drop("tokenizer.json"), [], "has neither tokenizer.json nor vocab.txt"),
+    "no checkpoint": (shutil.rmtree, [], "not a local directory, and not to be had from the hub"),
+    "name": (lambda _: None, ["--name", "a b"], "--name: 'a b' may have letters"),
+    "version": (lambda _: None, ["--version", "1@2"], "--version: '1@2' may have letters"),
+    "long": (
+        lambda _: None,
+        ["--max-length", "513"],
+        "--max-length: from 8 to the checkpoint's own 512",
+    ),
+    "short": (lambda _: None, ["--max-length", "7"], "--max-length: from 8"),
+    "no provenance": (lambda _: None, ["--provenance", "nowhere.toml"], "nowhere.toml"),
+    "unknown head": (
+        lambda _: None,
+        ["--eval", "sentimental=x.jsonl"],
+        "--eval: the checkpoint has no head sentimental",
+    ),
+    "no data": (lambda _: None, ["--eval", "sentiment=nowhere.jsonl"], "nowhere.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(
+    case: str,
+    tiny_checkpoint: Path,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What cannot be exported as asked ends in one line that names it."""
+    spoil, flags, said = REFUSED[case]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    spoil(checkpoint)
+    assert_refused(export(checkpoint, out, *flags), said, out, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[provenance]\nsede = 1\n", "sede: Extra inputs are not permitted"),
+        ("[[provenance.datasets]]\nname = 'x'\n", "datasets.0.origin: Field required"),
+        ("[provenance", "Expected ']'"),
+    ],
+)
+def test_refused_provenance(
+    text: str,
+    said: str,
+    tiny_checkpoint: Path,
+    out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A provenance file that says what a manifest cannot hold is refused by its field."""
+    (tmp_path / "told.toml").write_text(text)
+    status = export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
+    assert_refused(status, said, out, capsys)
+
+
+def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the packed graph another model's: one norm is a tenth off."""
+    from export import graph
+
+    whole = graph.export_packed
+
+    def broken(model: Any) -> onnx.ModelProto:
+        proto = whole(model)
+        scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
+        return proto
+
+    monkeypatch.setattr(graph, "export_packed", broken)
+
+
+def scale_weights(proto: onnx.ModelProto, name: str, factor: float | np.ndarray) -> None:
+    (tensor,) = (t for t in proto.graph.initializer if t.name.endswith(name))
+    value = (numpy_helper.to_array(tensor) * factor).astype(np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+
+
+def test_parity_failure(
+    tiny_checkpoint: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A graph that does not answer as PyTorch does is never written."""
+    break_graph(monkeypatch)
+    status = export(tiny_checkpoint, out)
+    assert_refused(status, "fp32 packed: head sentiment differs from PyTorch by ", out, capsys)
+
+
+# -- int8 on labelled data ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decided(tiny_checkpoint: Path) -> dict[str, str]:
+    """Texts of which fp32 is sure, with the label that it gives each."""
+    model = load_model(tiny_checkpoint)
+    texts = [samples.text(2 + index % 20, seed=index) for index in range(60)]
+    encoder = Encoder.from_file(tiny_checkpoint / "tokenizer.json", 64)
+    outputs = run_torch(model, [item.windows[0] for item in encoder.texts(texts)])
+    logits = [output["sentiment"] for output in outputs]
+    labels = HEADS["sentiment"].labels
+    found = {
+        text: labels[row.argmax()]
+        for text, row in zip(texts, logits, strict=True)
+        if np.ptp(np.sort(row)[-2:]) > 0.5
+    }
+    assert len(found) > 20
+    return found
+
+
+def write_rows(path: Path, rows: dict[str, str]) -> str:
+    """A data file, as a value of --eval."""
+    lines = [json.dumps({"text": text, "label": label}) for text, label in rows.items()]
+    path.write_text("\n".join(lines))
+    return f"sentiment={path}"
+
+
+def break_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make int8 say "positive" to everything."""
+    whole = quantize.quantize
+
+    def broken(proto: onnx.ModelProto) -> onnx.ModelProto:
+        quantized = whole(proto)
+        (tensor,) = (
+            t for t in quantized.graph.initializer if t.name.endswith("sentiment.classifier.bias")
+        )
+        bias = np.array([0, 0, 1e3], dtype=np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(bias, tensor.name))
+        return quantized
+
+    monkeypatch.setattr(quantize, "quantize", broken)
+
+
+def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]) -> None:
+    """What was measured at each precision stands in the manifest and on the card."""
+    data = write_rows(tmp_path / "dev.jsonl", decided)
+    assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--eval", data)
+    metrics = bundle.load(out).manifest.metrics
+    assert {"sentiment"} == set(metrics)
+    assert {"fp32", "int8"} == set(metrics["sentiment"])
+    assert 100.0 == metrics["sentiment"]["fp32"]["accuracy"]
+    assert 100.0 == metrics["sentiment"]["int8"]["accuracy"]
+    assert "| `sentiment` | fp32 | accuracy 100.00, " in (out / "README.md").read_text()
+
+
+def test_int8_that_loses_is_refused(
+    tiny_checkpoint: Path,
+    out: Path,
+    tmp_path: Path,
+    decided: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """More than a point of the head's metric lost at int8 ends the export."""
+    break_int8(monkeypatch)
+    data = write_rows(tmp_path / "dev.jsonl", decided)
+    status = export(tiny_checkpoint, out, "--eval", data, "--max-changed", "1")
+    assert_refused(status, "sentiment: int8 loses ", out, capsys)
+
+
+def test_int8_that_changes_answers_is_refused(
+    tiny_checkpoint: Path,
+    out: Path,
+    tmp_path: Path,
+    decided: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So do too many changed answers, though the metric be the same."""
+    break_int8(monkeypatch)
+    wrong = {t: "negative" if label == "neutral" else "neutral" for t, label in decided.items()}
+    data = write_rows(tmp_path / "dev.jsonl", wrong)
+    status = export(tiny_checkpoint, out, "--eval", data)
+    assert_refused(status, "of answers, allowed 5.0% (--max-changed)", out, capsys)

@@ -1,0 +1,424 @@
+"""What can be exported: hub checkpoints and sentence-transformers directories, as their own libraries read them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentence_transformers
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from export import graph
+from export.goldens import run_torch
+from export.source import Source, read_max_length, read_source, read_tokenizer
+from model.names import CheckpointError
+from service import decode
+from service.encode import Encoder
+from tests import samples
+from tests.export.helpers import Arrays, assert_close, batch, padded_feeds, run_packed
+from tests.tiny import perturb
+
+MAX_POSITIONS = 96
+PACKED = batch([5, 96, 17, 1], vocab_size=300)
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertForSequenceClassification": ("classification", {"num_labels": 3}),
+    "BertForTokenClassification": ("ner", {"num_labels": 5}),
+    "BertForQuestionAnswering": ("qa", {}),
+    "BertModel": ("embedding", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint / "tokenizer.json"
+
+
+def peer_of(architecture: str, tokenizer: Path, **fields: Any) -> Any:
+    """A model of transformers with random weights."""
+    config = transformers.BertConfig(
+        vocab_size=tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size(),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=MAX_POSITIONS,
+        **fields,
+    )
+    return perturb(getattr(transformers, architecture)(config))
+
+
+def save(folder: Path, peer: Any, tokenizer: Path) -> Path:
+    """A checkpoint as transformers writes it."""
+    peer.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer),
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")},
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare encoder, as transformers writes it."""
+    folder = tmp_path_factory.mktemp("hub") / "encoder"
+    return save(folder, peer_of("BertModel", tokenizer), tokenizer)
+
+
+@pytest.fixture
+def encoder(saved: Path, tmp_path: Path) -> Path:
+    """The encoder's checkpoint, the test's own copy."""
+    return shutil.copytree(saved, tmp_path / "encoder")
+
+
+def write_json(path: Path, document: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+@torch.no_grad()
+def peer_outputs(task: str, peer: Any) -> Arrays:
+    """What transformers gives for the batch, per token without its padding."""
+    feeds = padded_feeds(PACKED)
+    real = feeds["attention_mask"].astype(bool)
+    found = peer(**{name: torch.from_numpy(value) for name, value in feeds.items()})
+    if task == "classification":
+        return {task: found.logits.numpy()}
+    if task == "ner":
+        return {task: found.logits.numpy()[real]}
+    if task == "qa":
+        return {task: np.stack([found.start_logits, found.end_logits], axis=-1)[real]}
+    hidden = found.last_hidden_state.numpy()
+    return {task: np.stack([h[mask].mean(axis=0) for h, mask in zip(hidden, real, strict=True)])}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hub_architectures(architecture: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Every architecture that transformers saves becomes a graph with transformers' own logits."""
+    task, fields = ARCHITECTURES[architecture]
+    peer = peer_of(architecture, tokenizer, **fields)
+    source = read_source(save(tmp_path, peer, tokenizer))
+    found = run_packed(graph.export_packed(source.model), PACKED)
+    assert_close(peer_outputs(task, peer), found)
+
+
+# -- sentence-transformers ------------------------------------------------------------------------
+
+
+TANH = "torch.nn.modules.activation.Tanh"
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def write_modules(folder: Path, *kinds: str) -> None:
+    """`modules.json`, the first of which is the encoder itself."""
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", modules)
+
+
+def write_pooling(folder: Path, *modes: str) -> None:
+    names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    switches = {f"pooling_mode_{name}": name in modes for name in names}
+    write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32, **switches})
+
+
+def write_dense(folder: Path, activation: str, bias: bool = True, **fields: Any) -> None:
+    config = {
+        "in_features": 32,
+        "out_features": 20,
+        "bias": bias,
+        "activation_function": activation,
+    }
+    write_json(folder / "2_Dense/config.json", {**config, **fields})
+    generator = torch.Generator().manual_seed(1)
+    state = {"linear.weight": torch.randn(20, 32, generator=generator)}
+    if bias:
+        state["linear.bias"] = torch.randn(20, generator=generator)
+    save_file(state, folder / "2_Dense/model.safetensors")
+
+
+def vectors(source: Source, texts: list[str]) -> np.ndarray:
+    """What serving would answer."""
+    head = source.model.described["embedding"]
+    encoded = Encoder(source.tokenizer, source.max_length).texts(texts)
+    outputs = run_torch(source.model, [item.windows[0] for item in encoded])
+    made = (o["embedding"] for o in outputs)
+    return np.stack(
+        [decode.embed([v], [1], normalize=head.normalize, dimensions=None) for v in made]
+    )
+
+
+TEXTS = [*samples.STRANGE.values(), *(samples.text(words, seed=words) for words in (1, 20, 200))]
+
+
+class TestSentenceTransformers:
+    @pytest.mark.parametrize(
+        ("pooling", "activation", "bias", "kinds"),
+        [
+            ("mean_tokens", None, True, ["Normalize"]),
+            ("cls_token", None, True, []),
+            ("mean_tokens", TANH, True, ["Dense"]),
+            ("cls_token", IDENTITY, False, ["Dense", "Normalize"]),
+        ],
+        ids=["mean, normalised", "cls", "mean, tanh", "cls, projected, normalised"],
+    )
+    def test_vectors(
+        self, pooling: str, activation: str | None, bias: bool, kinds: list[str], encoder: Path
+    ) -> None:
+        """Whatever its modules, a directory gives sentence-transformers' own vectors."""
+        write_modules(encoder, "Transformer", "Pooling", *kinds)
+        write_pooling(encoder, pooling)
+        if activation:
+            write_dense(encoder, activation, bias)
+        reference = sentence_transformers.SentenceTransformer(str(encoder), device="cpu")
+        source = read_source(encoder)
+
+        expected = reference.encode(TEXTS, show_progress_bar=False)
+        np.testing.assert_allclose(vectors(source, TEXTS), expected, rtol=0, atol=1e-5)
+        assert expected.shape[1] == source.model.described["embedding"].dimensions
+        assert ("Normalize" in kinds) == source.model.described["embedding"].normalize
+
+    def test_saved_today(self, encoder: Path, tmp_path: Path) -> None:
+        """What today's sentence-transformers writes is read as what the old one wrote."""
+        write_modules(encoder, "Transformer", "Pooling", "Dense", "Normalize")
+        write_pooling(encoder, "mean_tokens")
+        write_dense(encoder, TANH)
+        reference = sentence_transformers.SentenceTransformer(str(encoder), device="cpu")
+        reference.max_seq_length = 40
+        reference.save(str(tmp_path / "saved"))
+        source = read_source(tmp_path / "saved")
+
+        expected = reference.encode(TEXTS, show_progress_bar=False)
+        np.testing.assert_allclose(vectors(source, TEXTS), expected, rtol=0, atol=1e-5)
+        assert 40 == source.max_length
+
+    def test_dense_in_the_graph(self, encoder: Path) -> None:
+        """Dense layers are part of the graph, as the pooling is."""
+        write_modules(encoder, "Transformer", "Pooling", "Dense")
+        write_pooling(encoder, "cls_token")
+        write_dense(encoder, TANH)
+        model = read_source(encoder).model
+        (vector,) = run_packed(graph.export_packed(model), PACKED).values()
+        assert (len(PACKED.lengths), 20) == vector.shape
+        assert 1 >= np.abs(vector).max() > 0.5
+
+    def test_minilm(self, minilm_folder: Path) -> None:
+        """Three files name three lengths for MiniLM, and 256, sentence-transformers' own, is its limit."""
+        source = read_source(minilm_folder)
+        assert (
+            128
+            == json.loads((minilm_folder / "tokenizer.json").read_text())["truncation"][
+                "max_length"
+            ]
+        )
+        assert (
+            512
+            == json.loads((minilm_folder / "tokenizer_config.json").read_text())["model_max_length"]
+        )
+        assert 256 == source.max_length
+        assert source.tokenizer.truncation is None
+        assert source.tokenizer.padding is None
+        assert {"embedding": 384} == {n: h.dimensions for n, h in source.model.described.items()}
+
+
+Spoil = Callable[[Path], None]
+
+
+def set_dense(activation: str = TANH, **fields: Any) -> Spoil:
+    return lambda folder: write_dense(folder, activation, **fields)
+
+
+REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
+    "unknown module": (
+        lambda f: write_modules(f, "Transformer", "Pooling", "LSTM"),
+        "cannot serve the sentence-transformers module sentence_transformers.models.LSTM",
+    ),
+    "someone's own module": (
+        lambda f: write_json(f / "modules.json", [{"type": "custom_st.Pooling", "path": ""}]),
+        "cannot serve the sentence-transformers module custom_st.Pooling",
+    ),
+    "no pooling": (
+        lambda f: write_modules(f, "Transformer", "Dense"),
+        "cannot serve Transformer, Dense: they must be",
+    ),
+    "another order": (
+        lambda f: write_modules(f, "Transformer", "Pooling", "Normalize", "Dense"),
+        "cannot serve Transformer, Pooling, Normalize, Dense: they must be",
+    ),
+    "nothing": (write_modules, "cannot serve no modules: they must be"),
+    "module without a path": (
+        lambda f: write_json(
+            f / "modules.json", [{"type": "sentence_transformers.models.Pooling"}]
+        ),
+        "modules.json does not say path",
+    ),
+    "unknown pooling": (
+        lambda f: write_pooling(f, "max_tokens"),
+        "cannot serve pooling pooling_mode_max_tokens",
+    ),
+    "two poolings": (
+        lambda f: write_pooling(f, "cls_token", "mean_tokens"),
+        "cannot serve pooling cls, mean",
+    ),
+    "two poolings, said today": (
+        lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}),
+        "cannot serve pooling mean, max",
+    ),
+    "no pooling mode": (write_pooling, "cannot serve pooling none"),
+    "unknown activation": (
+        set_dense(activation="torch.nn.modules.activation.GELU"),
+        "cannot serve activation GELU: Identity, Tanh only",
+    ),
+    "residual": (
+        set_dense(use_residual=True),
+        "cannot serve a Dense of tokens, or with a residual",
+    ),
+    "tokens": (
+        set_dense(module_input_name="token_embeddings"),
+        "cannot serve a Dense of tokens, or with a residual",
+    ),
+    "dense without a size": (
+        lambda f: write_json(f / "2_Dense/config.json", {"bias": True}),
+        "config.json does not say in_features, out_features, activation_function",
+    ),
+    "dense without weights": (
+        lambda f: (f / "2_Dense/model.safetensors").unlink(),
+        "model.safetensors is missing (pickled weights are not read: they can run code)",
+    ),
+    "no pooling file": (
+        lambda f: (f / "1_Pooling/config.json").unlink(),
+        "1_Pooling/config.json is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODULES)
+def test_refused_modules(case: str, encoder: Path) -> None:
+    """What our head would compute differently is refused by its name, not served wrong."""
+    spoil, reason = REFUSED_MODULES[case]
+    write_modules(encoder, "Transformer", "Pooling", "Dense", "Normalize")
+    write_pooling(encoder, "mean_tokens")
+    write_dense(encoder, TANH)
+    spoil(encoder)
+    with pytest.raises(CheckpointError) as caught:
+        read_source(encoder)
+    assert reason in str(caught.value)
+
+
+# -- tokenizers and lengths -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sentence", "tokenizer_config", "expected"),
+    [
+        ({"max_seq_length": 40}, {"model_max_length": 64}, 40),
+        ({"max_seq_length": None}, {"model_max_length": 64}, 64),
+        ({"max_seq_length": 4000}, {}, MAX_POSITIONS),
+        (None, {"model_max_length": 64}, 64),
+        (None, {"model_max_length": 10**30}, MAX_POSITIONS),
+        (None, {}, MAX_POSITIONS),
+        (None, None, MAX_POSITIONS),
+    ],
+)
+def test_max_length(
+    sentence: dict[str, Any] | None,
+    tokenizer_config: dict[str, Any] | None,
+    expected: int,
+    encoder: Path,
+) -> None:
+    """sentence-transformers' length, else the tokenizer's, and never more than there are positions."""
+    for name, document in (
+        ("sentence_bert_config.json", sentence),
+        ("tokenizer_config.json", tokenizer_config),
+    ):
+        (encoder / name).unlink(missing_ok=True)
+        if document is not None:
+            write_json(encoder / name, document)
+    assert expected == read_max_length(encoder)
+
+
+VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "Re",
+    "re",
+    "re\u0301",
+    "ada",
+    "Ada",
+    "##my",
+    "艾",
+    ".",
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"tokenize_chinese_chars": False},
+    ],
+    ids=["uncased", "cased", "uncased with accents", "cased without", "Chinese in words"],
+)
+def test_vocabulary_files(config: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint of old, with `vocab.txt` alone, is cut as transformers' BertTokenizer cuts it."""
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    write_json(tmp_path / "tokenizer_config.json", config)
+    reference = transformers.BertTokenizer.from_pretrained(tmp_path)
+    ours = read_tokenizer(tmp_path)
+    for text in ("Remy Ada ada.", "Re\u0301my r\u00e9my", "艾达 Ada艾"):
+        assert reference(text)["input_ids"] == ours.encode(text).ids
+        pair = reference(text, "ada")
+        encoded = ours.encode(text, "ada")
+        assert [pair["input_ids"], pair["token_type_ids"]] == [encoded.ids, encoded.type_ids]
+
+
+def test_vocabulary_file_beside_weights(encoder: Path) -> None:
+    """Such a checkpoint is exported like any other."""
+    names = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).get_vocab()
+    (encoder / "vocab.txt").write_text("\n".join(sorted(names, key=names.__getitem__)) + "\n")
+    (encoder / "tokenizer.json").unlink()
+    assert names == read_source(encoder).tokenizer.get_vocab()
+
+
+REFUSED_TOKENIZERS: dict[str, tuple[Spoil, str]] = {
+    "no tokenizer": (lambda f: None, "has neither tokenizer.json nor vocab.txt"),
+    "broken tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "tokenizer.json cannot be read: ",
+    ),
+    "more tokens than the model": (
+        lambda f: (f / "vocab.txt").write_text("\n".join(map(str, range(9000)))),
+        "tokens, the model ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TOKENIZERS)
+def test_refused_tokenizers(case: str, encoder: Path) -> None:
+    """A tokenizer that is not there, not readable or not the model's is refused by its file."""
+    spoil, reason = REFUSED_TOKENIZERS[case]
+    (encoder / "tokenizer.json").unlink()
+    spoil(encoder)
+    with pytest.raises(CheckpointError) as caught:
+        read_source(encoder)
+    assert reason in str(caught.value)
