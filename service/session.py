@@ -42,7 +42,12 @@ class Session:
         self.provider = provider
         self.heads = bundle.manifest.heads
         self._session = _open(bundle.file(graph.file), provider, options)
-        self._outputs = [output.name for output in self._session.get_outputs()]
+        self._outputs = [*self.heads]  # a graph may have more beside them
+        missing = set(self._outputs) - {output.name for output in self._session.get_outputs()}
+        if missing:
+            raise BundleError(
+                bundle.path, f"{graph.file} has no output for {', '.join(sorted(missing))}"
+            )
         self._inputs = {value.name for value in self._session.get_inputs()}
 
     def run(self, packed: Packed) -> Outputs:

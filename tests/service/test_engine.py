@@ -1,0 +1,329 @@
+"""One engine on the tiny bundle: what each task answers, counts and refuses."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+
+from service import bundle, decode
+from service.batcher import Entry, Outcome
+from service.encode import Encoded, Encoding
+from service.engine import INLINE_CHARACTERS, Engine, Ticket
+from service.engines import open_engines
+from service.errors import InvalidInput, UnknownHead
+from service.settings import Settings
+from tests import samples
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHORT = [samples.text(words, seed=words) for words in (1, 9, 30)]
+LONG = samples.text(700, seed=3)
+
+CLASSIFY = {"head": None, "top_k": None, "truncate": True, "stride": 0}
+NER = {"head": None, "aggregation_strategy": "simple", "truncate": "window", "stride": 16}
+QA = {
+    "head": None,
+    "top_k": 3,
+    "handle_impossible_answer": False,
+    "truncate": "window",
+    "stride": 16,
+}
+EMBED = {"head": None, "normalize": None, "dimensions": None, "truncate": True, "stride": 0}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
+    """The tiny bundle's engine, open."""
+    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
+    async with open_engines(settings) as engines:
+        yield engines.get(None)
+
+
+def ticket() -> Ticket:
+    return Ticket("a request", deadline=time.monotonic() + 60)
+
+
+def outputs(tiny: Engine, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
+    """What a head gives for each window, each alone."""
+    return [tiny.run(0, [window])[0][head] for window in encoded.windows]
+
+
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=0, abs_tol=1e-5)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+async def test_classify(tiny: Engine) -> None:
+    """Each text gets every label, as decoded from its own logits."""
+    reply = await tiny.classify(SHORT, None, ticket(), **CLASSIFY)
+    head = tiny.manifest.heads["sentiment"]
+    assert ("sentiment", len(SHORT)) == (reply.head, len(reply.results))
+    for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
+        logits = outputs(tiny, encoded, "sentiment")
+        expected = decode.classify(logits, [1], labels=head.labels, problem_type=None, top_k=None)
+        assert [label.label for label in expected] == [label.label for label in found]
+        assert all(close(a.score, b.score) for a, b in zip(expected, found, strict=True))
+        assert close(1, sum(label.score for label in found))
+
+
+async def test_pairs(tiny: Engine) -> None:
+    """A text with its pair is one sequence of two segments, and another text than either."""
+    reply = await tiny.classify(SHORT, SHORT[::-1], ticket(), **{**CLASSIFY, "top_k": 1})
+    encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
+    logits = [outputs(tiny, item, "sentiment")[0] for item in encoded]
+    best = [tiny.manifest.heads["sentiment"].labels[row.argmax()] for row in logits]
+    assert [[label] for label in best] == [
+        [found.label for found in labels] for labels in reply.results
+    ]
+    assert sum(item.tokens for item in encoded) == reply.usage.tokens
+
+
+async def test_named_head(tiny: Engine) -> None:
+    """A head that is named answers: here labels that do not exclude each other."""
+    reply = await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "topics"})
+    assert "topics" == reply.head
+    assert {"sea", "sky", "trade", "craft"} == {label.label for label in reply.results[0]}
+    assert not close(1, sum(label.score for label in reply.results[0]))
+
+
+async def test_ner(tiny: Engine) -> None:
+    """Entities of a text in windows are words of that text, in its order, once each."""
+    reply = await tiny.ner([*SHORT, LONG], ticket(), **NER)
+    for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
+        assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
+        edges = [edge for e in entities for edge in (e.start, e.end)]
+        assert edges == sorted(edges)
+    assert max(entity.end for entity in reply.results[-1]) > 0.9 * len(LONG)
+
+
+@pytest.mark.parametrize("name", samples.STRANGE)
+async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
+    """Whatever a text is written in, spans are slices of it as the client sent it."""
+    text = samples.STRANGE[name]
+    entities = (await tiny.ner([text], ticket(), **NER)).results[0]
+    answers = (await tiny.qa(["Who?"], [text], ticket(), **QA)).results[0]
+    assert entities
+    assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
+    assert answers
+    assert [a.answer for a in answers] == [text[a.start : a.end] for a in answers]
+
+
+async def test_qa(tiny: Engine) -> None:
+    """Answers are spans of the context, best first, as decoded from all its windows at once."""
+    reply = await tiny.qa(["Who sold it?"] * 2, [SHORT[2], LONG], ticket(), **QA)
+    head = tiny.manifest.heads["answers"]
+    encoded = tiny.encoder.questions(
+        ["Who sold it?"], [LONG], stride=16, max_query_tokens=head.max_query_tokens
+    )[0]
+    expected = decode.qa(
+        encoded.windows,
+        outputs(tiny, encoded, "answers"),
+        LONG,
+        top_k=3,
+        handle_impossible_answer=False,
+        null_threshold=0,
+        max_answer_tokens=head.max_answer_tokens,
+    )
+    assert [a.answer for a in expected] == [a.answer for a in reply.results[1]]
+    assert all(close(a.score, b.score) for a, b in zip(expected, reply.results[1], strict=True))
+    assert [3, 3] == [len(answers) for answers in reply.results]
+
+
+async def test_embed(tiny: Engine) -> None:
+    """Vectors are of length one, as the head says, or as they come when asked for so."""
+    unit = await tiny.embed(SHORT, ticket(), **EMBED)
+    plain = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
+    expected = [outputs(tiny, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
+    np.testing.assert_allclose(plain.results, expected, rtol=0, atol=1e-5)
+    norms = np.linalg.norm(plain.results, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit.results, plain.results / norms, rtol=0, atol=1e-6)
+    assert np.float32 == unit.results.dtype
+
+
+async def test_dimensions(tiny: Engine) -> None:
+    """Shorter vectors are the beginnings of the long ones, at length one again."""
+    whole = (await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})).results
+    short = (await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 8})).results
+    norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
+
+
+# -- windows --------------------------------------------------------------------------------------
+
+
+def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[np.float64]:
+    """The mean of the windows' outputs, by hand: each counts with its tokens."""
+    lengths = [len(window) for window in encoded.windows]
+    total = sum(row.astype(float) * n for row, n in zip(rows, lengths, strict=True))
+    return total / sum(lengths)
+
+
+async def test_windows_of_a_label(tiny: Engine) -> None:
+    """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
+    how = {**CLASSIFY, "truncate": "window", "stride": 20}
+    reply = await tiny.classify([LONG, SHORT[0]], None, ticket(), **how)
+    encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
+    logits = weighted(outputs(tiny, encoded, "sentiment"), encoded)
+    scores = np.exp(logits) / np.exp(logits).sum()
+    expected = dict(zip(tiny.manifest.heads["sentiment"].labels, scores, strict=True))
+    assert len(encoded.windows) > 1
+    assert all(close(expected[label.label], label.score) for label in reply.results[0])
+
+
+async def test_windows_of_a_vector(tiny: Engine) -> None:
+    """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
+    how = {**EMBED, "truncate": "window", "stride": 20}
+    reply = await tiny.embed([LONG], ticket(), **how)
+    encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
+    mean = weighted(outputs(tiny, encoded, "embeddings"), encoded)
+    np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
+
+
+async def test_usage(tiny: Engine) -> None:
+    """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
+    texts = [LONG, SHORT[0], LONG]
+    windows = tiny.encoder.texts(texts, truncate="window", stride=16)
+    whole = (await tiny.ner(texts, ticket(), **NER)).usage
+    cut = (await tiny.ner(texts, ticket(), **{**NER, "truncate": True})).usage
+    tokens = sum(item.tokens for item in windows)
+    assert (tokens, sum(len(item.windows) for item in windows), []) == (
+        whole.tokens,
+        whole.windows,
+        whole.truncated,
+    )
+    assert (2 * 512 + len(windows[1].windows[0]), 3, [0, 2]) == (
+        cut.tokens,
+        cut.windows,
+        cut.truncated,
+    )
+
+
+async def test_timing(tiny: Engine) -> None:
+    """A reply knows where its time went, and the batch that it rode in."""
+    timing = (await tiny.embed(SHORT, ticket(), **EMBED)).timing
+    assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
+    assert 1 <= timing.batch_size <= 3
+    assert timing.batch_tokens >= 3
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+async def test_unknown_head(tiny: Engine) -> None:
+    """A head that is not there is refused with those that are."""
+    said = "tiny@1 has no classification head 'mood'; of this task it has: sentiment, topics"
+    with pytest.raises(UnknownHead, match=said) as caught:
+        await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "mood"})
+    assert "head" == caught.value.param
+
+
+async def test_head_of_another_task(tiny: Engine) -> None:
+    """A head answers its own task only."""
+    with pytest.raises(UnknownHead, match=r"no embedding head 'entities'.* it has: embeddings"):
+        await tiny.embed(SHORT, ticket(), **{**EMBED, "head": "entities"})
+
+
+async def test_too_long(tiny: Engine) -> None:
+    """Told not to cut, every text that is too long is named, and nothing is computed."""
+    how = {**CLASSIFY, "truncate": False}
+    said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
+    with pytest.raises(InvalidInput, match=said) as caught:
+        await tiny.classify([SHORT[0], LONG, SHORT[1], LONG], None, ticket(), **how)
+    assert "inputs[1]" == caught.value.param
+
+
+async def test_pairs_have_no_windows(tiny: Engine) -> None:
+    """A pair is read in one piece."""
+    with pytest.raises(InvalidInput, match="pairs have no windows") as caught:
+        await tiny.classify(SHORT, SHORT, ticket(), **{**CLASSIFY, "truncate": "window"})
+    assert "truncate" == caught.value.param
+
+
+async def test_large_stride(tiny: Engine) -> None:
+    """Windows share at most half of themselves."""
+    with pytest.raises(InvalidInput, match="tiny@1 takes strides of at most 255") as caught:
+        await tiny.ner(SHORT, ticket(), **{**NER, "stride": 256})
+    assert "stride" == caught.value.param
+
+
+async def test_many_dimensions(tiny: Engine) -> None:
+    """A vector has no more dimensions than its head."""
+    with pytest.raises(InvalidInput, match="embeddings has 64 dimensions, 65 were") as caught:
+        await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 65})
+    assert "dimensions" == caught.value.param
+
+
+# -- what it hands on -----------------------------------------------------------------------------
+
+
+class Recorder:
+    """A batcher that remembers what was submitted and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    async def submit(self, entries: Sequence[Entry]) -> list[Outcome]:
+        self.entries += entries
+        return [
+            Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
+            for entry in entries
+        ]
+
+
+async def test_entries(tiny_bundle: Path) -> None:
+    """An entry for each window, with all that the ticket says."""
+    batcher: Any = Recorder()
+    engine = Engine(bundle.load(tiny_bundle), [], batcher)
+    asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
+    await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
+    windows = [
+        w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
+    ]
+    assert [len(window) for window in windows] == [entry.tokens for entry in batcher.entries]
+    told = {
+        (e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.head) for e in batcher.entries
+    }
+    assert {("tiny@1", "r", 12.5, 3, "t", "embeddings")} == told
+
+
+@pytest.mark.parametrize("extra", [0, 1], ids=["short", "long"])
+async def test_long_texts_are_encoded_in_a_thread(
+    extra: int, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Much text is encoded beside the event loop, which goes on serving others."""
+    threaded = []
+
+    async def to_thread(encode: Any) -> Any:
+        threaded.append(encode)
+        return encode()
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    await tiny.embed(["a" * (INLINE_CHARACTERS + extra)], ticket(), **EMBED)
+    assert extra == len(threaded)
+
+
+async def test_run_splits_a_batch(tiny: Engine) -> None:
+    """A slot's run gives each encoding its own rows of every head."""
+    windows: list[Encoding] = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
+    results = tiny.run(0, windows)
+    assert [(len(window), 5) for window in windows] == [r["entities"].shape for r in results]
+    assert [(64,)] * 3 == [result["embeddings"].shape for result in results]
+
+
+async def test_description(tiny: Engine) -> None:
+    """It tells what it is, what it runs on and what it can."""
+    told = tiny.describe()
+    assert ("tiny@1", "tiny", "1", 512, "fp32", "packed") == tuple(
+        told[key] for key in ("id", "name", "version", "max_length", "precision", "layout")
+    )
+    assert ["sentiment", "topics", "entities", "answers", "embeddings"] == [*told["heads"]]
+    assert tiny.fingerprint.startswith(f"{tiny.sha256[:12]};precision=fp32;provider=CPU")

@@ -1,0 +1,114 @@
+"""The life of all engines: opened in order, checked, observed, drained; and what is not opened."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.typing import EventDict
+
+from service.batcher import BatchStats
+from service.bundle import BundleError
+from service.engine import Engine, Ticket
+from service.engines import open_engines
+from service.errors import Draining, UnknownModel
+from service.session import ProviderError
+from service.settings import Settings
+from tests import samples
+
+
+def settings(*bundles: Path, **fields: object) -> Settings:
+    return Settings(bundles=bundles, **{"provider": "cpu", "threads": 1, **fields})
+
+
+@pytest.fixture
+def second(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """The tiny bundle as version 2."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "second")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
+    return copy
+
+
+async def embed(engine: Engine, *texts: str) -> np.ndarray:
+    ticket = Ticket("a request", deadline=time.monotonic() + 60)
+    how = {"head": None, "normalize": True, "dimensions": None, "truncate": True, "stride": 0}
+    return (await engine.embed([*texts], ticket, **how)).results
+
+
+async def test_names(second: Path, tiny_bundle: Path) -> None:
+    """The first bundle is the default; each is found by name@version, and by name the first of it."""
+    async with open_engines(settings(second, tiny_bundle)) as engines:
+        asked = [None, "tiny", "tiny@2", "tiny@1"]
+        assert ["tiny@2", "tiny@2", "tiny@2", "tiny@1"] == [engines.get(m).id for m in asked]
+        assert ["tiny@2", "tiny@1"] == [engine.id for engine in engines.all()]
+        said = "no model 'tiny@3'; served here: tiny@2, tiny@1"
+        with pytest.raises(UnknownModel, match=said):
+            engines.get("tiny@3")
+
+
+async def test_both_answer(second: Path, tiny_bundle: Path) -> None:
+    """Bundles share the slots, and each answers for itself."""
+    async with open_engines(settings(second, tiny_bundle)) as engines:
+        one, two = [await embed(engine, "Ada drew a comet.") for engine in engines.all()]
+    np.testing.assert_array_equal(one, two)
+
+
+async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Two bundles of one name and version could not be told apart."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    with pytest.raises(BundleError, match=f"{copy}: tiny@1 is served already"):
+        async with open_engines(settings(tiny_bundle, copy)):
+            pytest.fail("it opened")
+
+
+async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that is not to be had is told before any bundle is read."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: "there is none")
+    with pytest.raises(ProviderError, match="there is none"):
+        async with open_engines(settings(tmp_path / "nowhere", provider="cuda")):
+            pytest.fail("it opened")
+
+
+async def test_unused_gpu(
+    tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is there and not used is warned of, and `describe` says why."""
+    for place in ("engine", "engines"):
+        monkeypatch.setattr(f"service.{place}.unused_gpu", lambda _: "a library is missing")
+    async with open_engines(settings(tiny_bundle)) as engines:
+        note = engines.get(None).describe()["provider_note"]
+    warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
+    assert ("a library is missing", [("tiny@1", "a library is missing")]) == (note, warned)
+
+
+async def test_replicas(tiny_bundle: Path) -> None:
+    """Several replicas answer as one does."""
+    texts = [samples.text(words, seed=words) for words in range(1, 40)]
+    answers = []
+    for replicas in (1, 2):
+        async with open_engines(settings(tiny_bundle, replicas=replicas)) as engines:
+            answers.append(await embed(engines.get(None), *texts))
+    np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=1e-5)
+
+
+async def test_observers(tiny_bundle: Path) -> None:
+    """Whoever observes is told of every batch."""
+    seen: list[BatchStats] = []
+    async with open_engines(settings(tiny_bundle)) as engines:
+        engines.observe(seen.append)
+        await embed(engines.get(None), "Ada", "Emmy")
+    assert {"tiny@1"} == {stats.bundle for stats in seen}
+    assert 2 == sum(stats.size for stats in seen)
+
+
+async def test_life(tiny_bundle: Path) -> None:
+    """Engines are ready while they are open, and afterwards take nothing more."""
+    async with open_engines(settings(tiny_bundle)) as engines:
+        assert engines.load().ready
+        assert engines.load().tokens_per_second > 0
+    assert not engines.load().ready
+    with pytest.raises(Draining):
+        await embed(engines.get(None), "Ada")
