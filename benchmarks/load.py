@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ async def closed_loop(
 ) -> Measured:
     """Keep `connections` requests in flight, each connection its next as soon as it is answered.
 
-    Requests are taken in turn, from the first. Only what starts and ends within the window after `warm_s` counts.
+    Requests are taken in turn, from the first. What ends within the window after `warm_s` counts.
     """
     turn = iter(range(2**62))
     begin = time.perf_counter() + warm_s
@@ -45,13 +46,13 @@ async def closed_loop(
 
     async def connection() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while (sent := time.perf_counter()) < end:
-            writer.write(requests[next(turn) % len(requests)])
-            await _read_answer(reader)
-            done = time.perf_counter()
-            if sent >= begin and done <= end:
-                latencies.append(done - sent)
-        writer.close()
+        with closing(writer):
+            while (sent := time.perf_counter()) < end:
+                writer.write(requests[next(turn) % len(requests)])
+                await _read_answer(reader)
+                done = time.perf_counter()
+                if begin <= done <= end:
+                    latencies.append(done - sent)
 
     await asyncio.gather(*(connection() for _ in range(connections)))
     return Measured(connections, len(latencies), seconds, np.asarray(latencies))
