@@ -65,20 +65,6 @@ def main_metric(head: bundle.Head) -> str:
     return "f1"
 
 
-def evaluate_head(
-    run: Run,
-    encoder: Encoder,
-    head: bundle.Head,
-    name: str,
-    file: str | Path,
-    *,
-    stride: int = STRIDE,
-    limit: int = 0,
-) -> dict[str, float]:
-    """The metrics of a head on a file; see `judge`."""
-    return judge(run, encoder, head, name, file, stride=stride, limit=limit).metrics
-
-
 def judge(
     run: Run,
     encoder: Encoder,
@@ -384,9 +370,9 @@ def main() -> None:
             parser.error(f"--eval {asked}: HEAD=FILE, with a head of {', '.join(model.described)}")
         head = model.described[name]
         run = torch_run(model, [name])
-        metrics[asked] = evaluate_head(
+        metrics[asked] = judge(
             run, encoder, head, name, file, stride=arguments.stride, limit=arguments.limit
-        )
+        ).metrics
         told = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[asked].items())
         table.add_row(name, file, told)
     Console().print(table)

@@ -68,7 +68,7 @@ def evaluate_heads(
         if not h.dev:
             continue
         judge = functools.partial(
-            evaluate.evaluate_head,
+            evaluate.judge,
             evaluate.torch_run(model, [saved], dtype),
             encoders[name],
             name=saved,
@@ -77,11 +77,11 @@ def evaluate_heads(
             limit=limit,
         )
         head = model.described[saved]
-        metrics[name] = judge(head=head)
+        metrics[name] = judge(head=head).metrics
         if "best_f1_threshold" in metrics[name]:
             threshold = metrics[name]["best_f1_threshold"]
             head = model.described[saved] = head.model_copy(update={"null_threshold": threshold})
-            metrics[name] = judge(head=head)
+            metrics[name] = judge(head=head).metrics
     return metrics
 
 

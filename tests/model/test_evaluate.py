@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -348,9 +349,10 @@ def test_the_best_threshold_gives_the_best_f1(
 ) -> None:
     """Decoding with it reaches what was promised."""
     run = evaluate.torch_run(model, ["answers"])
-    first = evaluate.evaluate_head(run, encoder, HEADS["answers"], "answers", files["answers"])
+    judge = partial(evaluate.judge, run, encoder, name="answers", file=files["answers"])
+    first = judge(head=HEADS["answers"]).metrics
     tuned = HEADS["answers"].model_copy(update={"null_threshold": first["best_f1_threshold"]})
-    second = evaluate.evaluate_head(run, encoder, tuned, "answers", files["answers"])
+    second = judge(head=tuned).metrics
     assert second["f1"] == pytest.approx(first["best_f1"])
     assert second["f1"] >= first["f1"]
 
