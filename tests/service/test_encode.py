@@ -361,7 +361,7 @@ class TestQuestions:
 
 
 class TestOffsets:
-    @settings(compare, max_examples=80)
+    @settings(compare, max_examples=250)  # 5,000 texts
     @given(texts=st.lists(odd_text, min_size=20, max_size=20))
     def test_every_token_is_in_its_text(
         self, tokenizer: tokenizers.Tokenizer, texts: list[str]
