@@ -115,6 +115,8 @@ def open_session(
     for graph in graphs[:-1]:
         try:
             return _checked(bundle, graph, name, options)
+        except BundleError:
+            raise
         except Exception:  # the provider may lack an operator; the next graph needs less
             continue
     return _checked(bundle, graphs[-1], name, options)

@@ -245,5 +245,35 @@ def test_graph_of_another_bundle(copy: Path) -> None:
     change_manifest(
         copy, lambda manifest: manifest["heads"].update(moods=manifest["heads"]["sentiment"])
     )
-    with pytest.raises(BundleError, match=r"fp32\.portable\.onnx has no output for moods"):
+    with pytest.raises(BundleError, match=r"fp32\.onnx has no output for moods"):
         open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
+
+
+def test_graph_that_disagrees_is_not_passed_over(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed graph with wrong answers refuses the bundle, though its portable graph may be right."""
+
+    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+        outputs = whole(self, packed)
+        return outputs if self.graph.layout == "portable" else {n: -v for n, v in outputs.items()}
+
+    whole = Session.run
+    monkeypatch.setattr(Session, "run", run)
+    with pytest.raises(BundleError, match="goldens disagree at fp32"):
+        open_session(opened, provider="cpu", options=ONE_THREAD)
+
+
+def test_graph_that_the_provider_cannot_run_is_passed_over(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the runtime lacks an operator of the packed graph, the portable one serves."""
+
+    def load(path: str, *arguments: Any, **named: Any) -> Any:
+        if path.endswith("/fp32.onnx"):
+            raise RuntimeError("no kernel for com.microsoft.MultiHeadAttention")
+        return whole(path, *arguments, **named)
+
+    whole = ort.InferenceSession
+    monkeypatch.setattr(ort, "InferenceSession", load)
+    assert "portable" == open_session(opened, provider="cpu", options=ONE_THREAD).graph.layout
