@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,  # longer than the 60 s after which load balancers let go
-            timeout_graceful_shutdown=math.ceil(settings.drain_s),
+            timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - 2 * GRACE_S)),
         )
         super().__init__(config)
         self.service: Service = app.state.service

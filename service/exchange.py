@@ -4,6 +4,7 @@ The outermost of our middleware, so it is also where an unexpected exception end
 traceback, answered with our bug's code and nothing else.
 """
 
+import asyncio
 import re
 import time
 import uuid
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.body import ClientDisconnected
-from service.errors import InternalError, QuartetError
+from service.errors import Draining, InternalError, QuartetError
 from service.logs import log_request
 from service.metrics import Metrics
 
@@ -69,7 +70,7 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
     )
 
 
-class Draining(Protocol):
+class Process(Protocol):
     """Whoever knows that this process is on its way out."""
 
     @property
@@ -79,7 +80,7 @@ class Draining(Protocol):
 class ExchangeMiddleware:
     """Names each request, answers what nobody else caught, and records how each request ended."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, process: Draining) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, process: Process) -> None:
         self.app = app
         self.metrics = metrics
         self.process = process
@@ -104,6 +105,10 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
         except ClientDisconnected:
             exchange.status = CLIENT_GONE
+        except asyncio.CancelledError:
+            if exchange.status or not self.process.draining:
+                raise
+            await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
         except Exception:
             log.exception("unexpected error")
             if exchange.status:

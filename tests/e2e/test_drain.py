@@ -66,9 +66,15 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
 
 
 def test_drain_ends_in_time(tiny_bundle: Path) -> None:
-    """A client that never finishes its request does not keep the process from ending."""
-    with serving(tiny_bundle, "--drain-s", "1") as server, half_sent(server):
+    """A client that never finishes its request is told so at the end, and does not put it off."""
+    with serving(tiny_bundle, "--drain-s", "1") as server, half_sent(server) as client:
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
+        with client.makefile("rb") as wire:
+            head, _, body = wire.read().partition(b"\r\n\r\n")
         server.process.wait(30)
+
     assert time.monotonic() - began < 15
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: " in head.lower()
+    assert "draining" == json.loads(body)["error"]["code"]
