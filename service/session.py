@@ -1,6 +1,7 @@
 """One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,7 @@ class Session:
     ) -> None:
         self.graph = graph
         self.provider = provider
+        self.gpu_problem: str | None = None
         self.heads = bundle.manifest.heads
         self._session = _open(bundle.file(graph.file), provider, options)
         self._outputs = [*self.heads]  # a graph may have more beside them
@@ -112,14 +114,30 @@ def open_session(
         name, graphs = CPU, _candidates(bundle, CPU, precision)
     if not graphs:
         raise BundleError(bundle.path, f"it has no graph for {name}")
+    try:
+        return _open_best(bundle, graphs, name, options)
+    except BundleError:
+        raise
+    except Exception as error:  # a GPU may be there and not work: the runtime's errors have no type
+        fallback = _candidates(bundle, CPU, precision)
+        if provider != "auto" or name == CPU or not fallback:
+            raise
+        session = _open_best(bundle, fallback, CPU, options)
+        session.gpu_problem = " ".join(str(error).split())
+        return session
+
+
+def _open_best(
+    bundle: Bundle, graphs: Sequence[Graph], provider: str, options: SessionOptions
+) -> Session:
     for graph in graphs[:-1]:
         try:
-            return _checked(bundle, graph, name, options)
+            return _checked(bundle, graph, provider, options)
         except BundleError:
             raise
         except Exception:  # the provider may lack an operator; the next graph needs less
             continue
-    return _checked(bundle, graphs[-1], name, options)
+    return _checked(bundle, graphs[-1], provider, options)
 
 
 def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOptions) -> Session:
@@ -175,7 +193,11 @@ def unused_gpu(session: Session) -> str | None:
     """Why a session runs on the CPU although the runtime is a GPU build, or None."""
     if session.provider != CPU or CUDA not in ort.get_available_providers():
         return None
-    return cuda_problem() or "the bundle has no graph for the GPU, or the CPU was asked for"
+    return (
+        session.gpu_problem
+        or cuda_problem()
+        or "the bundle has no graph for the GPU, or the CPU was asked for"
+    )
 
 
 def _open(path: Path, provider: str, options: SessionOptions) -> Any:
@@ -187,6 +209,7 @@ def _open(path: Path, provider: str, options: SessionOptions) -> Any:
     settings.log_severity_level = 3
     providers = [provider] if provider == CPU else [provider, CPU]
     session = ort.InferenceSession(str(path), settings, providers=providers)
+    session.disable_fallback()  # a session that fails says so, and does not move to the CPU
     if session.get_providers()[0] != provider:
         raise ProviderError(
             f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"

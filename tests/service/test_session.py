@@ -72,6 +72,8 @@ class Pretended:
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
+    def disable_fallback(self) -> None: ...
+
     def get_providers(self) -> list[str]:
         return [CPU]
 
@@ -183,6 +185,17 @@ def test_cpu_is_never_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for the CPU, nobody looks for a GPU."""
     monkeypatch.setattr("service.session.cuda_problem", lambda: pytest.fail("asked for a GPU"))
     assert CPU == find_provider("cpu")
+
+
+def test_auto_with_a_gpu_that_does_not_work(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where CUDA loads and its device cannot be used, `auto` serves on the CPU and says why."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    session = open_session(opened, options=ONE_THREAD)
+    assert (CPU, "fp32") == (session.provider, session.graph.precision)
+    assert CUDA in (unused_gpu(session) or "")
 
 
 def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
