@@ -125,6 +125,8 @@ class Batcher:
         self._post(partial(self._abandon, self._line.queues.pop(bundle), bundle))
 
     async def start(self) -> None:
+        for thread in self._threads:
+            thread.submit(int)  # a thread that cannot be had is known now
         self._state = "open"
         self._task = asyncio.create_task(self._serve(), name="batcher")
         self._task.add_done_callback(self._ended)
@@ -256,7 +258,10 @@ class Batcher:
         full = queue.tokens >= self._budget.tokens or queue.size >= self._budget.size
         if full or self._state != "open":
             return 0.0
-        return min(self._max_wait_s, head.arrival + self._max_wait_s - now)
+        if self._line.tokens > queue.tokens:
+            return 0.0  # another bundle could use the slot
+        spare = head.deadline - now - queue.estimator.cost.seconds(head.tokens, 1, head.tokens)
+        return min(self._max_wait_s, head.arrival + self._max_wait_s - now, spare)
 
     def _launch(self, queue: Queue, batch: Sequence[Entry]) -> None:
         self._line.take(batch)
@@ -275,7 +280,13 @@ class Batcher:
         ran: asyncio.Future[tuple[list[Result], BatchStats]],
     ) -> None:
         self._idle.append(slot)
-        results, stats = ran.result()
+        try:
+            results, stats = ran.result()
+        except Exception as error:
+            logger.exception("a batch was lost", exc_info=error)
+            for entry in batch:
+                self._fail(entry.owner, errors.InferenceFailed("our bug: the batch was lost"))
+            return
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             if isinstance(result, errors.InferenceFailed):
                 self._fail(entry.owner, result)
@@ -284,8 +295,14 @@ class Batcher:
         if not any(isinstance(result, errors.InferenceFailed) for result in results):
             shape = (stats.tokens, stats.size, stats.longest)
             queue.estimator.refine(Sample(*shape, stats.inference_s))
-        if self._observe is not None:
-            self._observe(stats)
+        self._tell(stats)
+
+    def _tell(self, stats: BatchStats) -> None:
+        try:
+            if self._observe is not None:
+                self._observe(stats)
+        except Exception:
+            logger.exception("an observer failed")
 
     def _answer(self, entry: Entry, outputs: Outputs, stats: BatchStats, index: int) -> None:
         request = entry.owner

@@ -5,6 +5,7 @@ surrogates in, and goes on working for clients that have gone.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
@@ -28,19 +29,26 @@ class ClientDisconnected(Exception):
 
 
 async def read_json(
-    headers: Mapping[str, str], receive: Receive, *, max_bytes: int, timeout_s: float
+    headers: Mapping[str, str],
+    receive: Receive,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    deadline: float = math.inf,
 ) -> object:
-    """Read and parse one JSON body.
+    """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
 
     Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
-    RequestTimeout, BadRequest and ClientDisconnected.
+    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected.
     """
     check_media_type(headers)
     check_length(headers.get("content-length", ""), max_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(min(timeout_s, seconds_left(deadline))):
             body = await read_bytes(receive, max_bytes)
     except TimeoutError:
+        if seconds_left(deadline) == 0:
+            raise DeadlineExceeded("the body did not arrive before the deadline") from None
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
     return parse_json(body)
 

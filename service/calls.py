@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Request)
 T = TypeVar("T")
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MILLISECONDS = re.compile(r"[1-9][0-9]{0,8}")
+MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
 
 
 @dataclass(slots=True)
@@ -50,6 +50,11 @@ class Service:
         self.refuse_draining()
         if not self.open_engines().load().ready:
             raise NotReady("the batcher does not run")
+
+    def check_alive(self) -> None:
+        """Raises NotReady when only a restart can help."""
+        if self.engines is not None and not self.draining and not self.engines.load().ready:
+            raise NotReady("the batcher has failed")
 
     def refuse_draining(self) -> None:
         if self.draining:
@@ -112,6 +117,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         request.receive,
         max_bytes=settings.max_body_bytes,
         timeout_s=settings.body_timeout_s,
+        deadline=deadline,
     )
     valid = parse(schema, body, settings.max_inputs_per_request)
     engine = engines.get(valid.model)

@@ -153,9 +153,10 @@ async def models(request: Request) -> Response:
     return json_response({"models": [engine.describe() for engine in engines]})
 
 
-@router.get("/health/live", **openapi.page(HealthResponse))
+@router.get("/health/live", **openapi.page(HealthResponse, ready=True))
 async def live(request: Request) -> Response:
-    """The process answers: restart it when this does not."""
+    """The process answers: restart it when this does not, or says 503."""
+    service_of(request).check_alive()
     return json_response({"status": "live"})
 
 

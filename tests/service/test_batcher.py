@@ -506,6 +506,24 @@ async def test_max_wait_ends() -> None:
     assert outcome.queue_s >= 0.002
 
 
+async def test_nobody_is_held_beyond_its_deadline() -> None:
+    """A text that could wait a minute for company leaves in time to be answered."""
+    clock = asyncio.get_running_loop().time
+    async with serving(echo, max_wait_ms=60_000, clock=clock) as batcher:
+        (outcome,) = await batcher.submit([text(arrival=clock(), deadline=clock() + 1.5)])
+    assert outcome.queue_s < 1.5
+
+
+async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
+    """A slot does not stand idle for one bundle's company while texts of another wait."""
+    gate = Gate()
+    async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
+        await submitted(batcher, texts(1, bundle="a@1"))
+        assert gate.started == 0
+        await submitted(batcher, texts(1, bundle="b@1"))
+        assert (await gate.batch()).bundle == "a@1"
+
+
 async def test_draining_does_not_wait_for_company() -> None:
     """Once no request can come, a held batch leaves."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
@@ -828,20 +846,40 @@ async def test_failures_do_not_teach_the_cost() -> None:
         assert batcher.load().tokens_per_second == FIXED.tokens_per_second([64] * 64)
 
 
-async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in the batcher's task is loud: nobody hangs, nothing more is accepted, it is logged."""
+async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in a replica's thread fails the requests of its batch, is logged, and ends nothing."""
+
+    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Any:
+        return echo(slot, bundle, encodings) if len(encodings[0]) > 1 else [None]
+
+    async with serving(run) as batcher:
+        with pytest.raises(errors.InferenceFailed, match="our bug: the batch was lost"):
+            await batcher.submit(texts(1, tokens=1))
+        assert len(await batcher.submit(texts(1, tokens=2))) == 1
+    assert "AttributeError" in caplog.text
+
+
+async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong with metrics is logged, and answers go on."""
 
     def broken(stats: BatchStats) -> None:
         raise ZeroDivisionError
 
-    gate = Gate()
-    async with serving(gate, observe=broken) as batcher:
-        answered = await submitted(batcher, texts(1))
-        waiting = await submitted(batcher, texts(1))
-        gate.let()
-        assert len(await answered) == 1
+    async with serving(echo, observe=broken) as batcher:
+        for _ in range(2):
+            assert len(await batcher.submit(texts(1))) == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in the batcher's task is loud: nobody hangs, nothing more is accepted, it is logged."""
+
+    def broken() -> float:
+        raise ZeroDivisionError
+
+    async with serving(echo, clock=broken) as batcher:
         with pytest.raises(errors.InferenceFailed, match="our bug"):
-            await waiting
+            await batcher.submit(texts(1))
         with pytest.raises(errors.NotReady):
             await batcher.submit(texts(1))
         assert not batcher.load().ready

@@ -39,6 +39,18 @@ async def read(
     return await read_json(headers, receiving(*messages), max_bytes=max_bytes, timeout_s=timeout_s)
 
 
+async def test_a_body_after_the_deadline_is_too_late() -> None:
+    """A client's own patience counts while its body is still on the way."""
+    with pytest.raises(DeadlineExceeded):
+        await read_json(
+            JSON,
+            receiving(chunk(b"[", more=True)),
+            max_bytes=100,
+            timeout_s=5,
+            deadline=time.monotonic() + 0.01,
+        )
+
+
 async def test_chunks_become_one_body() -> None:
     """A body may arrive in pieces."""
     assert await read(chunk(b'{"a":', more=True), chunk(b"1}")) == {"a": 1}

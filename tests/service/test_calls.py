@@ -48,7 +48,7 @@ def test_a_client_may_be_less_patient(service: Service, header: str | None, seco
     assert timeout_s(header, service.settings) == seconds
 
 
-@pytest.mark.parametrize("header", ["", "0", "-1", "1.5", "soon", "1e3", "٣", "1" * 10])
+@pytest.mark.parametrize("header", ["", "0", "-1", "1.5", "soon", "1e3", "٣", "1" * 19])
 def test_a_timeout_is_a_whole_number(service: Service, header: str) -> None:
     """Anything else is refused by the header's name."""
     with pytest.raises(InvalidInput) as caught:
