@@ -157,7 +157,7 @@ class Encoder:
         room = self.max_length - self._single.size
         encoded = []
         too_long = []
-        for index, tokens in enumerate(self._tokenize(texts)):
+        for index, tokens in enumerate(self._tokenize(texts, _needed(room, truncate))):
             if truncate is False and len(tokens) > room:
                 too_long.append(index)
             cuts = _cuts(len(tokens), room, stride, truncate)
@@ -199,7 +199,8 @@ class Encoder:
         """
         encoded = []
         too_long = []
-        both = zip(self._tokenize(questions), self._tokenize(contexts), strict=True)
+        needed = _needed(self.max_length, truncate)
+        both = zip(self._tokenize(questions), self._tokenize(contexts, needed), strict=True)
         for index, (question, context) in enumerate(both):
             room = self.max_length - self._pair.size
             asked = question[: min(max_query_tokens, room - 1)]  # a token of context at least
@@ -210,18 +211,25 @@ class Encoder:
             cuts = _cuts(len(context), room, min(stride, room // 2), truncate)
             windows = tuple(_build(self._pair, (asked, context[cut])) for cut in cuts)
             encoded.append(Encoded(windows, cut_off))
-        self._refuse(too_long)
+        self._refuse(too_long, f", or a question than {max_query_tokens}")
         return encoded
 
-    def _tokenize(self, texts: Sequence[str]) -> list[_Tokens]:
+    def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        for encoding in encodings:
+            if needed is not None and len(encoding) > needed:
+                encoding.truncate(needed)  # before the slow way into Python
         return [_tokens(encoding) for encoding in encodings]
 
-    def _refuse(self, too_long: list[int]) -> None:
+    def _refuse(self, too_long: list[int], limits: str = "") -> None:
         if too_long:
-            raise TextError(
-                too_long, f"longer than {self.max_length} tokens, and truncate is false"
-            )
+            said = f"longer than {self.max_length} tokens{limits}, and truncate is false"
+            raise TextError(too_long, said)
+
+
+def _needed(room: int, truncate: Truncate) -> int | None:
+    """How many tokens of a text are looked at: one more than fit tells that it is too long; None for all."""
+    return None if truncate == "window" else room + 1
 
 
 def _cuts(size: int, room: int, stride: int, truncate: Truncate) -> list[slice]:

@@ -6,6 +6,7 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,10 +28,15 @@ from service.session import (
 from service.waiting import Outputs
 
 T = TypeVar("T")
+W = TypeVar("W")
 Floats = NDArray[np.float32]
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
-INLINE_CHARACTERS = 4096  # a request of more is encoded in a thread, so that the event loop goes on
+# A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
+# request that leaves or is late while it waits for one costs nothing.
+INLINE_CHARACTERS = 4096
+INLINE_TOKENS = 4096
+HELPERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class Engine:
         )
         self._sessions = sessions
         self._batcher = batcher
+        self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
         self._per_token = {name for name, head in self.manifest.heads.items() if head.per_token}
 
     # -- the four tasks ---------------------------------------------------------------------------
@@ -261,12 +268,23 @@ class Engine:
         outcomes = await self._batcher.submit(self._entries(head, encoded, ticket))
         began = time.perf_counter()
         outputs = iter([outcome.outputs[head] for outcome in outcomes])
-        results = [
-            decode_one(index, _Windows(item.windows, [next(outputs) for _ in item.windows]))
-            for index, item in enumerate(encoded)
-        ]
+
+        def decode_all() -> list[T]:
+            return [
+                decode_one(index, _Windows(item.windows, [next(outputs) for _ in item.windows]))
+                for index, item in enumerate(encoded)
+            ]
+
+        usage = _usage(encoded)
+        results = await self._beside(decode_all, usage.tokens > INLINE_TOKENS)
         timing = _timing(outcomes, encode_s, time.perf_counter() - began)
-        return Reply(head, results, _usage(encoded), timing)
+        return Reply(head, results, usage, timing)
+
+    async def _beside(self, work: Callable[[], W], large: bool) -> W:
+        """Do it here or, if it may take long, in a thread, so that the event loop goes on."""
+        if not large:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
 
     def _stride(self, asked: int | None) -> int:
         """The tokens that windows are to share. Raises InvalidInput for more than half a window."""
@@ -279,9 +297,7 @@ class Engine:
 
     async def _encode(self, encode: Callable[[], list[Encoded]], characters: int) -> list[Encoded]:
         try:
-            if characters > INLINE_CHARACTERS:
-                return await asyncio.to_thread(encode)
-            return encode()
+            return await self._beside(encode, characters > INLINE_CHARACTERS)
         except TextError as error:
             named = ", ".join(f"inputs[{index}]" for index in error.indices)
             reason = f"{named}: {error.reason}"

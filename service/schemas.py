@@ -15,6 +15,7 @@ from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
 
 SHOWN = 64  # characters of a client's own field name that a message repeats
+NAMED = 16  # unknown fields that a message names
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -124,7 +125,7 @@ class QaRequest(Request):
     question: str | None = Field(None, description="what is asked of the context")
     context: str | None = Field(None, description="the text that the answer is a span of")
     inputs: list[Question] | None = Field(None, min_length=1, description="several questions")
-    top_k: int = Field(1, ge=1, description="answers to return for each question")
+    top_k: int = Field(1, ge=1, le=100, description="answers to return for each question")
     handle_impossible_answer: bool = Field(
         False, description='may answer "" (start 0, end 0) when the context holds no answer'
     )
@@ -193,11 +194,19 @@ def refuse_many(name: str, value: object, most: int) -> None:
 
 
 def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
-    """One readable error of all faults: places that share a fault are listed together."""
+    """One readable error of all faults: places that share a fault are listed together.
+
+    Unknown fields, of which a body may have any number, are named up to `NAMED`.
+    """
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+    others = [fault for fault in faults if fault["type"] != "extra_forbidden"]
     places: dict[str, list[str]] = {}
-    for fault in faults:
+    for fault in [*others, *unknown[:NAMED]]:
         places.setdefault(say(fault, fields), []).append(place(fault["loc"]))
-    message = "; ".join(f"{', '.join(names)}: {fault}" for fault, names in places.items())
+    told = [f"{', '.join(names)}: {fault}" for fault, names in places.items()]
+    if len(unknown) > NAMED:
+        told.append(f"and {len(unknown) - NAMED} more unknown fields")
+    message = "; ".join(told)
     return InvalidInput(message, param=place(faults[0]["loc"]))
 
 
@@ -219,6 +228,7 @@ PHRASES: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "greater_than_equal": "must be at least {ge}",
     "int_type": "must be an integer",
+    "less_than_equal": "must be at most {le}",
     "list_type": "must be a list of questions",
     "literal_error": "must be one of {expected}",
     "missing": "required",

@@ -149,8 +149,9 @@ function showSimilarity({ embeddings: [first, ...others] }, { inputs }) {
 
 function notices(answer, sent, demo) {
   const many = Array.isArray(sent.inputs) && sent.inputs.length > 1;
+  const what = "question" in sent ? "The question" : "The text"; // a context is read to its end
   const cut = (answer.usage?.truncated ?? []).map((index) =>
-    `${many ? `Sentence ${index + 1}` : "The text"} is longer than the model reads: its end was cut off.`);
+    `${many ? `Sentence ${index + 1}` : what} is longer than the model reads: its end was cut off.`);
   return [...cut, ...(demo ? [DEMO] : [])].map((text) => node("p", { className: "notice" }, text));
 }
 

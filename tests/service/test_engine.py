@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from service import bundle, decode
 from service.batcher import Entry, Outcome
-from service.encode import Encoded, Encoding
-from service.engine import INLINE_CHARACTERS, Engine, Ticket
+from service.encode import Encoded, Encoder, Encoding
+from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Ticket
 from service.engines import open_engines
 from service.errors import InvalidInput, UnknownHead
 from service.settings import Settings
@@ -295,20 +296,50 @@ async def test_entries(tiny_bundle: Path) -> None:
     assert {("tiny@1", "r", 12.5, 3, "t", "embeddings")} == told
 
 
-@pytest.mark.parametrize("extra", [0, 1], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("characters", "thread"), [(INLINE_CHARACTERS, "MainThread"), (INLINE_CHARACTERS + 1, "text-")]
+)
 async def test_long_texts_are_encoded_in_a_thread(
-    extra: int, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    characters: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Much text is encoded beside the event loop, which goes on serving others."""
-    threaded = []
+    threads = []
 
-    async def to_thread(encode: Any) -> Any:
-        threaded.append(encode)
-        return encode()
+    def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Encoded]:
+        threads.append(threading.current_thread().name)
+        return whole(self, *arguments, **named)
 
-    monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    await tiny.embed(["a" * (INLINE_CHARACTERS + extra)], ticket(), **EMBED)
-    assert extra == len(threaded)
+    whole = Encoder.texts
+    monkeypatch.setattr(Encoder, "texts", texts)
+    await tiny.embed(["a" * characters], ticket(), **EMBED)
+    (name,) = threads
+    assert name.startswith(thread)
+
+
+async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts of those who have gone before their turn are never encoded."""
+    release, encoded = threading.Event(), []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Encoded]:
+        assert release.wait(30)
+        encoded.append(len(texts))
+        return whole(self, ["a"] * len(texts), **named)
+
+    whole = Encoder.texts
+    monkeypatch.setattr(Encoder, "texts", texts)
+    long = "a" * (INLINE_CHARACTERS + 1)
+    asked = [
+        asyncio.create_task(tiny.embed([long] * n, ticket(), **EMBED))
+        for n in range(1, HELPERS + 2)
+    ]
+    await asyncio.sleep(0)  # all have asked, and the last has found no thread
+    asked[-1].cancel()
+    await asyncio.wait([asked[-1]])
+    release.set()
+    await asyncio.gather(*asked[:-1])
+    assert [*range(1, HELPERS + 1)] == sorted(encoded)
 
 
 async def test_run_splits_a_batch(tiny: Engine) -> None:

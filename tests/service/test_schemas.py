@@ -68,6 +68,22 @@ def test_every_fault_of_a_body_is_told_at_once() -> None:
     )
 
 
+def test_of_many_unknown_fields_some_are_named() -> None:
+    """A hundred thousand of them make a short answer, soon, and hide no bad input."""
+    body = {**{f"field {index}": 1 for index in range(100_000)}, "inputs": ["a", 1, 2]}
+    message, param = refused(ClassifyRequest, body)
+    assert message.startswith("inputs[1], inputs[2]: must be a string; field 0")
+    assert message.endswith("; and 99984 more unknown fields")
+    assert len(message) < 1000
+    assert param == "inputs[1]"
+
+
+def test_a_question_has_so_many_answers() -> None:
+    """Nobody reads more, and each of them costs."""
+    message, _ = refused(QaRequest, {**PAIR, "top_k": 101})
+    assert message == "top_k: must be at most 100"
+
+
 @pytest.mark.parametrize(
     ("schema", "fault", "message"),
     [
