@@ -118,22 +118,24 @@ def only_portable(full: bundle.Bundle, out: Path) -> Path:
 
 @contextmanager
 def serving(path: Path, precision: str) -> Iterator[int]:
-    """A server of its own on a free port."""
+    """A server of its own on a free port; what it logs goes to a file, as a log collector would take it."""
     command = [sys.executable, "-m", "service", str(path), "--port", "0", "--precision", precision]
-    process = subprocess.Popen(
-        [*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if match := re.search(r'"http://[^"]*:(\d+)"', line):
-                yield int(match.group(1))
-                break
-        else:
-            raise RuntimeError(f"the server for {path} did not start")
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen([*command, "--log-format", "json"], stderr=log)
+        try:
+            yield listening_port(process, Path(log.name))
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def listening_port(process: subprocess.Popen, log: Path) -> int:
+    """Wait for the line that says where the server listens."""
+    while process.poll() is None:
+        if match := re.search(r'"http://[^"]*:(\d+)"', log.read_text()):
+            return int(match.group(1))
+        time.sleep(0.05)
+    raise RuntimeError(f"the server did not start: {log.read_text()}")
 
 
 def through_http(

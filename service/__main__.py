@@ -67,6 +67,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
+        log.info("draining", seconds=self.service.settings.drain_s)
         for listener in sockets or []:
             listener.listen(0)  # no new ones; those that wait are still accepted
         await asyncio.sleep(GRACE_S)
@@ -76,7 +77,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        log.info("draining", seconds=self.service.settings.drain_s)
+        # No logging here: the signal may have interrupted a log line, which holds the log's lock.
         self.service.draining = True
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True

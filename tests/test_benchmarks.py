@@ -1,13 +1,14 @@
 """The load generator counts what a server answered, and the padded server is fed the same weights."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import mixed_texts, only_portable
+from benchmarks.bench import mixed_texts, only_portable, serving
 from benchmarks.load import closed_loop, request_bytes
 from service import bundle
 
@@ -48,6 +49,24 @@ async def test_closed_loop_stops_at_an_error() -> None:
     async with listening(b"HTTP/1.1 429 Too Many Requests\r\n\r\n") as (port, _):
         with pytest.raises(RuntimeError, match="429 Too Many Requests"):
             await closed_loop(port, REQUESTS, connections=1, seconds=0.2)
+
+
+@pytest.mark.e2e
+async def test_serving_takes_many_requests(tiny_bundle: Path) -> None:
+    """A server goes on answering when it has logged more than a pipe holds."""
+    body = json.dumps({"inputs": "Ada drew a comet."}).encode()
+    with serving(tiny_bundle, "int8") as port:
+        found = await closed_loop(port, [request_bytes("/embed", body)], 8, seconds=4, warm_s=0)
+    assert found.requests > 600
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """Its log is in the error."""
+    with (
+        pytest.raises(RuntimeError, match=r"did not start: .*manifest\.json"),
+        serving(tmp_path, "fp32"),
+    ):
+        pytest.fail("it started")
 
 
 def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:
