@@ -6,7 +6,8 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +27,7 @@ from service.settings import PREFIX, Settings, unknown_variables
 log = structlog.get_logger()
 
 BUNDLES = Path("bundles")  # looked in when no bundle is named
-GRACE_S = 0.4  # for those who are connecting; they retransmit what was dropped after 0.2 s
+GRACE_S = 0.4  # for those who have connected and are about to ask
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,32 +56,49 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,  # longer than the 60 s after which load balancers let go
-            timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - 2 * GRACE_S)),
+            timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - GRACE_S)),
         )
         super().__init__(config)
         self.service: Service = app.state.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
+        await super().startup([listener.dup() for listener in sockets or []])
         for listener in sockets or []:
             log.info("serving", url=url_of(listener), pid=os.getpid())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
         log.info("draining", seconds=self.service.settings.drain_s)
-        for listener in sockets or []:
-            listener.listen(0)  # no new ones; those that wait are still accepted
-        await asyncio.sleep(GRACE_S)
         for server in self.servers:
             server.close()
+        for listener in sockets or []:
+            waiting = [*accept_all(listener)]
+            listener.close()
+            for connection in waiting:
+                await asyncio.get_running_loop().connect_accepted_socket(self.protocol, connection)
         await asyncio.sleep(GRACE_S)
         await super().shutdown(sockets)
+
+    def protocol(self) -> asyncio.Protocol:
+        """One connection's protocol, as uvicorn makes it."""
+        state, lifespan = self.server_state, self.lifespan.state
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=state, app_state=lifespan)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # No logging here: the signal may have interrupted a log line, which holds the log's lock.
         self.service.draining = True
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True
+
+
+def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """Whoever has connected and waits to be accepted."""
+    listener.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            yield listener.accept()[0]
 
 
 def read_settings(argv: Sequence[str] | None) -> Settings:
