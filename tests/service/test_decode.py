@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
@@ -250,6 +250,18 @@ def by_pipeline(
     return [(name, e["score"], e["start"], e["end"]) for name, e in named if name != "O"]
 
 
+def has_close_call(encoding: Encoding, logits: NDArray[np.float32]) -> bool:
+    """Whether the best labels of some word are equal on average, but for the order of adding them up."""
+    scores = softmax(logits)
+    for word in set(encoding.words.tolist()) - {-1}:
+        rows = scores[encoding.words == word]
+        mean = rows.astype(np.float64).mean(axis=0)
+        best = np.flatnonzero(mean > mean.max() - 1e-6)
+        if (rows[:, best] != rows[:, best[:1]]).any():
+            return True
+    return False
+
+
 class TestNer:
     @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
     @given(data=st.data(), words=words_of_pieces)
@@ -261,6 +273,7 @@ class TestNer:
         encoding, text = encode(words), join(words)
         shape = (len(encoding), len(LABELS))
         logits = data.draw(arrays(np.float32, shape, elements=eighths))
+        assume(strategy != "average" or not has_close_call(encoding, logits))
 
         entities = ner([encoding], [logits], text, labels=LABELS, aggregation_strategy=strategy)
 
