@@ -19,6 +19,7 @@ import torch
 from model import checkpoint, config, evaluate, optim, rows, tasks
 from model.heads import Model
 from model.run import Run, read_settings
+from service import bundle
 from service.encode import Encoder, load_tokenizer
 
 
@@ -49,6 +50,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not (self.init_from or self.tokenizer):
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
+        optim.check_choice("precision", self.precision, optim.PRECISIONS)
+        optim.check_choice("preset", self.preset, config.PRESETS)
         known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
         for name, table in self.heads.items():
             if unknown := sorted(set(table) - known):
@@ -93,16 +96,13 @@ def save_checkpoint(folder: Path, model: Model, tokenizer: Path) -> None:
         checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
     else:
         checkpoint.save_joint(partial, model, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    bundle.swap(partial, folder)
 
 
 def finetune(s: Settings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
     device = optim.pick_device()
-    dtype = {"auto": optim.best_precision(device), "fp32": torch.float32, "bf16": torch.bfloat16}[
-        s.precision
-    ]
+    dtype = optim.precision(s.precision, device)
 
     # data
     source = checkpoint.locate(s.init_from) if s.init_from else None
@@ -122,9 +122,9 @@ def finetune(s: Settings) -> dict[str, Any]:
     described, streams = {}, []
     for name, h in s.heads.items():
         found = [row for file in h.train for row in rows.read(file, h.task, h.problem_type)]
-        if h.dev:
-            rows.read(h.dev, h.task, h.problem_type)  # what is wrong with it is said now
         described[name] = tasks.describe(h, found, shape.hidden_size)
+        if h.dev:  # what is wrong with it is said now
+            tasks.check(rows.read(h.dev, h.task, h.problem_type), described[name])
         examples = list(tasks.examples(found, described[name], encoders[name], h.stride))
         streams += tasks.streams(name, h, described[name], examples)
     epoch = max(len(stream.examples) / stream.batch_size for stream in streams)
@@ -209,7 +209,7 @@ def main() -> None:
     settings = read_settings(Settings, __doc__ or "")
     try:
         finetune(settings)
-    except (checkpoint.CheckpointError, rows.DataError) as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
 
 

@@ -134,7 +134,12 @@ class Model(nn.Module):
         self.config = config
         self.described = dict(heads)
         self.encoder = Bert(config, pooler=False)
-        self.heads = nn.ModuleDict({name: make_head(config, head) for name, head in heads.items()})
+        self.heads = nn.ModuleDict()
+        for name, head in heads.items():
+            try:
+                self.heads[name] = make_head(config, head)
+            except KeyError:  # ModuleDict has a method of that name, or parts its names by dots
+                raise ValueError(f"a head cannot be named {name!r}: choose another name") from None
         self.heads.apply(self.encoder.init_weights)
 
     def forward(

@@ -87,6 +87,21 @@ def set_lr(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
         group["lr"] = lr * group.get("scale", 1.0)
 
 
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def precision(asked: str, device: torch.device) -> torch.dtype:
+    """What to compute in: as asked, or the best here."""
+    fixed = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return fixed.get(asked) or best_precision(device)
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a setting that is none of the known ones."""
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+
+
 def best_precision(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it, else float32.
 

@@ -4,13 +4,13 @@ Masked language modelling and, as a switch, next sentence prediction (Devlin et 
 the same command goes on where it stopped, with the losses that an uninterrupted run would have had.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import checkpoint, config, corpus, optim
@@ -18,6 +18,7 @@ from model.attention import Layout
 from model.heads import Pretraining
 from model.run import Run, read_settings
 from service import packing
+from service.encode import load_tokenizer
 
 
 @dataclass
@@ -46,6 +47,11 @@ class Settings:
     save_every: int = 200
     eval_every: int = 500
     cache: str = "runs/cache"
+
+    def __post_init__(self) -> None:
+        optim.check_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        optim.check_choice("precision", self.precision, optim.PRECISIONS)
+        optim.check_choice("preset", self.preset, config.PRESETS)
 
 
 def sample_length(step: int, steps: int, phases: list[list[float]]) -> int:
@@ -98,15 +104,21 @@ def corpus_files(paths: list[str]) -> list[Path]:
 
 
 def main() -> None:
-    s = read_settings(Settings, __doc__ or "")
+    settings = read_settings(Settings, __doc__ or "")
+    try:
+        pretrain(settings)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
+
+
+def pretrain(s: Settings) -> None:
+    """Train, and leave the last checkpoint in `<output>/checkpoint`."""
     device = optim.pick_device()
-    dtype = {"auto": optim.best_precision(device), "fp32": torch.float32, "bf16": torch.bfloat16}[
-        s.precision
-    ]
+    dtype = optim.precision(s.precision, device)
     phases = s.phases or [[0.9, 128], [0.1, 512]]
 
     # data
-    tokenizer = Tokenizer.from_file(s.tokenizer)
+    tokenizer = load_tokenizer(s.tokenizer)
     specials = corpus.Specials.of(tokenizer)
     text = corpus.load(corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
 
@@ -128,17 +140,16 @@ def main() -> None:
 
     # model
     torch.manual_seed(s.seed)
-    if s.init_from:
-        model = checkpoint.load_pretraining(s.init_from)
-    else:
-        shape = config.preset(
-            s.preset,
-            vocab_size=specials.vocab_size,
-            max_position_embeddings=s.max_position_embeddings,
-            hidden_dropout_prob=s.dropout,
-            attention_probs_dropout_prob=s.dropout,
-        )
-        model = Pretraining(shape, next_sentence=s.next_sentence)
+    begun = checkpoint.load_pretraining(s.init_from) if s.init_from else None
+    sizes = {
+        "vocab_size": specials.vocab_size,
+        "max_position_embeddings": s.max_position_embeddings,
+    }
+    shape = begun.config if begun else config.preset(s.preset, **sizes)
+    rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
+    model = Pretraining(dataclasses.replace(shape, **rates), next_sentence=s.next_sentence)
+    if begun:
+        model.load_state_dict(begun.state_dict(), strict=False)  # it may have a head more or less
     if (
         longest > model.config.max_position_embeddings
         or specials.vocab_size > model.config.vocab_size

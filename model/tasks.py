@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ class HeadSettings:
     max_answer_tokens: int = 30
     max_query_tokens: int = 64
     demo: bool = False
+
+    def __post_init__(self) -> None:
+        known = get_args(bundle.Task)
+        if self.task not in known:
+            raise ValueError(f"task: {self.task!r} is none of {', '.join(known)}")
 
 
 def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:
@@ -148,6 +153,18 @@ def examples(
                 yield Example(windows, np.asarray(number))
             case "embedding":
                 yield Example(windows, np.asarray(row.score, dtype=np.float32))
+
+
+def check(rows: Sequence[Any], head: bundle.Head) -> None:
+    """Raises DataError for rows on which the head cannot be judged: labels it does not have, pairs without a score."""
+    for row in rows:
+        match head.task:
+            case "classification":
+                text_labels(row, head)
+            case "ner":
+                _indices(row.where, row.tags, head.labels)
+            case "embedding" if row.score is None:
+                raise DataError(f"{row.where}: embeddings are evaluated on pairs with a score")
 
 
 def text_labels(row: Text, head: bundle.Head) -> NDArray[Any]:

@@ -60,8 +60,14 @@ class TextError(ValueError):
 
 
 def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`, without the truncation and padding that it may carry."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    """Read a `tokenizer.json`, without the truncation and padding that it may carry.
+
+    Raises ValueError naming a file that cannot be read.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"{path} cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -297,6 +297,53 @@ def test_the_best_on_dev_is_kept(
     torch.testing.assert_close(kept[1], kept[2], rtol=0, atol=0)
 
 
+def test_the_best_on_dev_survives_an_interruption(
+    data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run knows how good the checkpoint is that it has, and judges it on all rows at last."""
+    scores = iter([0.9, 0.3, 0.2, 0.8])
+    limits = []
+
+    def judged(model: Any, s: Any, encoders: Any, dtype: torch.dtype, limit: int = 0) -> Any:
+        limits.append((limit, dtype))
+        return {"head": {"accuracy": next(scores)}}
+
+    monkeypatch.setattr(finetune, "evaluate_heads", judged)
+    table = {"head": heads(data)["names"]}
+    settings = {"eval_every": 2, "save_every": 2, "dev_limit": 3, "precision": "bf16"}
+    with monkeypatch.context() as patch:
+        patch.setattr(optim, "check_finite", lambda _, step: next(iter([])) if step == 4 else None)
+        with pytest.raises(StopIteration):
+            start(table, steps=6, **settings)
+    result = start(table, steps=6, **settings)
+
+    assert result["best_step"] == 2
+    assert limits == [(3, torch.bfloat16)] * 3 + [(0, torch.float32)]
+
+
+def test_the_recipe_is_followed(
+    data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads have their own rate, and gradients are clipped."""
+    rates, norms = [], []
+    step = torch.optim.AdamW.step
+
+    def watched(optimizer: torch.optim.AdamW, *rest: Any) -> Any:
+        groups = optimizer.param_groups
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        rates.append({group["lr"] for group in groups})
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        return step(optimizer, *rest)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    start({"a": heads(data)["names"]}, steps=4, lr=1e-3, head_lr=4e-3, warmup=0.0, clip=0.01)
+
+    assert [sorted(each) for each in rates] == [
+        pytest.approx([1e-3 * share, 4e-3 * share]) for share in (1, 1, 2 / 3, 1 / 3)
+    ]
+    assert norms == pytest.approx([0.01] * 4, rel=1e-3)
+
+
 def test_a_run_tells_what_was_asked_and_what_came_out(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
@@ -375,6 +422,49 @@ def test_a_wrong_dev_file_is_found_before_training(
     with pytest.raises(rows.DataError, match="not JSON"):
         start({"names": table})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "line", "message"),
+    [
+        ("names", {"text": "a", "label": "Mileva"}, "dev:1: 'Mileva' is none of the labels Ada, "),
+        ("vectors", {"texts": ["a", "b"]}, "dev:1: embeddings are evaluated on pairs with a score"),
+    ],
+)
+def test_a_dev_file_of_other_labels_is_found_before_training(
+    data: Mapping[str, str],
+    start: Start,
+    tmp_path: Path,
+    head: str,
+    line: dict[str, Any],
+    message: str,
+) -> None:
+    """What the head could never be judged on."""
+    table = {**heads(data)[head], "dev": jsonl(tmp_path / "dev.jsonl", [line])}
+    with pytest.raises(rows.DataError, match=message.replace("dev:", r"dev\.jsonl:")):
+        start({"head": table})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp16"}, "precision: 'fp16' is none of auto, fp32, bf16"),
+        ({"preset": "huge"}, "preset: 'huge' is none of tiny, mini"),
+        ({"heads": {"a": {"task": "nre", "train": []}}}, "task: 'nre' is none of classification"),
+    ],
+)
+def test_unknown_choices_are_named(settings: dict[str, Any], message: str) -> None:
+    """With what there is to choose from."""
+    with pytest.raises(ValueError, match=message):
+        Settings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
+
+
+@pytest.mark.parametrize("name", ["type", "keys", "a.b"])
+def test_names_that_no_head_can_have(data: Mapping[str, str], start: Start, name: str) -> None:
+    """They would be methods of the model's, or parts of its names."""
+    with pytest.raises(ValueError, match=f"a head cannot be named '{name}'"):
+        start({name: heads(data)["names"]})
 
 
 def test_the_command_reads_a_toml_file(

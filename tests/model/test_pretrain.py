@@ -212,6 +212,86 @@ def test_it_learns(
     assert sum(losses[-5:]) / 5 < 0.8 * guessing
 
 
+@pytest.mark.parametrize("had", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_next_sentences_and_dropout_are_as_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    had: bool,
+    wanted: bool,
+) -> None:
+    """Whatever the checkpoint had that a run goes on from; what both have goes on."""
+    first = {**arguments, "steps": 1, "next_sentence": had}
+    run(monkeypatch, tmp_path / "first", first)
+    settings = {"init_from": str(tmp_path / "first/checkpoint"), "lr": 1e-9, "dropout": 0.0}
+    run(monkeypatch, tmp_path / "second", {**first, **settings, "next_sentence": wanted})
+
+    config = json.loads((tmp_path / "second/checkpoint/config.json").read_text())
+    states = [last(tmp_path / name)["model"] for name in ("first", "second")]
+    both = states[0].keys() & states[1].keys()
+    assert config["architectures"] == ["BertForPreTraining" if wanted else "BertForMaskedLM"]
+    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.0
+    assert wanted == any(name.startswith("next_sentence") for name in states[1])
+    assert any(name.startswith("masked_lm") for name in both)
+    for name in both:
+        torch.testing.assert_close(states[1][name], states[0][name], rtol=0, atol=1e-8)
+
+
+def test_the_recipe_is_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """The rate rises and falls as planned, gradients are clipped, and as many tokens masked as asked."""
+    rates, norms, masked = [], [], []
+    step, losses = torch.optim.AdamW.step, pretrain.losses
+
+    def watched(optimizer: torch.optim.AdamW, *rest: Any) -> Any:
+        groups = optimizer.param_groups
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        rates.append({group["lr"] for group in groups})
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        return step(optimizer, *rest)
+
+    def counted(model: Any, batch: Batch, device: torch.device) -> Any:
+        masked.append(len(batch.masked) / len(batch.input_ids))
+        return losses(model, batch, device)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    monkeypatch.setattr(pretrain, "losses", counted)
+    recipe = {"steps": 10, "lr": 1e-3, "warmup": 0.2, "clip": 0.01, "mask_rate": 0.4}
+    run(monkeypatch, tmp_path / "run", {**arguments, **recipe})
+
+    planned = [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+    assert [rate for [rate] in rates] == pytest.approx([1e-3 * share for share in planned])
+    assert norms == pytest.approx([0.01] * 10, rel=1e-3)
+    assert 0.3 < sum(masked) / len(masked) < 0.45
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer": "moun"}, "optimizer: 'moun' is none of adamw, muon"),
+        ({"precision": "fp16"}, "precision: 'fp16' is none of auto, fp32, bf16"),
+        ({"preset": "huge"}, "preset: 'huge' is none of tiny, mini"),
+        ({"tokenizer": "nowhere.json"}, "nowhere.json cannot be read"),
+        ({"corpus": ["nowhere.txt"]}, "nowhere.txt"),
+    ],
+)
+def test_mistakes_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    """In one line, before anything is written."""
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path / "run", {**arguments, **fields})
+    assert message in f"{ended.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
