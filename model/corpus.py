@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from service import packing
 
+SENTENCES = 1  # the version of the rules by which sentences are split: another makes another cache
+
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
 
 # A sentence ends at . ! or ? (and closing quotes) before a blank and what may begin one. Not after these.
@@ -114,8 +116,10 @@ def _starts(lengths: list[int]) -> NDArray[np.int64]:
 def load(files: list[Path], tokenizer_file: Path, cache: Path) -> Corpus:
     """The corpus of these files, tokenised on first use and kept in `cache` under a name made of all it depends on."""
     key = hashlib.sha256(tokenizer_file.read_bytes())
+    key.update(f"sentences {SENTENCES}".encode())
     for path in files:
-        key.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            key.update(hashlib.file_digest(file, "sha256").digest())
     kept = cache / f"corpus-{key.hexdigest()[:16]}.npz"
     if not kept.is_file():
         corpus = build(files, tokenizers.Tokenizer.from_file(str(tokenizer_file)))

@@ -335,18 +335,16 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
 
     Raises FileExistsError when `path` exists and is not to be replaced.
     """
-    target = Path(path)
-    if target.exists() and not replace:
-        raise FileExistsError(
-            f"{target} exists; give another name, or say that it is to be replaced"
-        )
+    if Path(path).exists() and not replace:
+        raise FileExistsError(f"{path} exists; give another name, or say that it is to be replaced")
+    target = Path(path).resolve()  # what a link stands for is replaced, not the link
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
         _settle(folder)
         if replace:
-            _swap(folder, target)
+            swap(folder, target)
         else:
             folder.rename(target)  # refused by the system if another has come to be there
         _sync(target.parent)
@@ -367,11 +365,15 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def _swap(folder: Path, target: Path) -> None:
-    if not target.exists():
-        folder.rename(target)
-        return
+def swap(folder: Path, target: Path) -> None:
+    """Put a directory in the place of another, which is there until the new one is."""
     old = folder.with_name(f"{folder.name}.old")
-    target.rename(old)
-    folder.rename(target)
-    shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    try:
+        folder.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

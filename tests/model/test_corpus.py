@@ -141,7 +141,7 @@ class TestBuild:
         corpus_file: Path,
         tokenizer_file: Path,
     ) -> None:
-        """A corpus is tokenised once, and anew for another file or another tokenizer."""
+        """A corpus is tokenised once, and anew for another file, its content, or another tokenizer."""
         calls = []
 
         def build(files: list[Path], tokenizer: Tokenizer) -> Corpus:
@@ -159,9 +159,13 @@ class TestBuild:
         corpus.load([corpus_file, other_file], tokenizer_file, tmp_path / "cache")
         corpus.load([corpus_file], other_tokenizer, tmp_path / "cache")
 
-        assert calls == [[corpus_file], [corpus_file, other_file], [corpus_file]]
+        other_file.write_text("One more. And two.")
+        corpus.load([corpus_file, other_file], tokenizer_file, tmp_path / "cache")
+
+        both = [corpus_file, other_file]
+        assert calls == [[corpus_file], both, [corpus_file], both]
         assert all(map(np.array_equal, astuple(first), astuple(again)))
-        assert len(list((tmp_path / "cache").iterdir())) == 3
+        assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 class TestSpecials:

@@ -460,6 +460,33 @@ class TestWriting:
         assert bundle.load(folder).manifest.id == "quartet-test@1.0"
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
+    def test_replacement_that_cannot_take_the_place(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When the last step fails, what there was comes back."""
+        rename = Path.rename
+
+        def full_disk(path: Path, target: Path) -> Path:
+            if (path / "only.txt").exists():
+                raise OSError("no space")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            self.test_replace(folder)
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_link(self, folder: Path, tmp_path: Path) -> None:
+        """Where the name is a link, what it stands for is replaced."""
+        (tmp_path / "current").symlink_to(folder)
+        with bundle.writing(tmp_path / "current", replace=True) as new:
+            (new / "only.txt").write_text("new")
+
+        assert [path.name for path in folder.iterdir()] == ["only.txt"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "current"]
+
     def test_meanwhile(self, tmp_path: Path) -> None:
         """What another wrote under the name meanwhile is not overwritten."""
         writing = bundle.writing(tmp_path / "b")
