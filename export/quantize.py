@@ -41,11 +41,23 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
             nodes += _lookup(node, _array(weights[node.input[0]]), constants)
         else:
             nodes.append(node)
+    left = [
+        name
+        for node in nodes
+        for name in node.input
+        if trunk in name and _is_matrix(weights.get(name))
+    ]
+    if left:
+        raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
     del graph.node[:]
     graph.node.extend(nodes)
     _drop_unused(graph)
     onnx.checker.check_model(quantized)
     return quantized
+
+
+def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
+    return tensor is not None and len(tensor.dims) == 2
 
 
 class _Constants:
@@ -81,7 +93,7 @@ def _product(
     wrong answers without an error.
     """
     assert _attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
-    x, name, bias = node.input[0], node.input[1], node.input[2]
+    x, name, *bias = node.input  # a bias of zeros is not in the graph
     row, quantized = _quantized_rows(x)
     if row not in constants.names:
         constants.names.add(row)
@@ -99,8 +111,10 @@ def _product(
         domain="com.microsoft",
         name=f"{node.name}.int8",
     )
-    yield helper.make_node("Mul", [f"{out}.unscaled", row], [f"{out}.scaled"])
-    yield helper.make_node("Add", [f"{out}.scaled", bias], [out])
+    scaled = f"{out}.scaled" if bias else out
+    yield helper.make_node("Mul", [f"{out}.unscaled", row], [scaled])
+    if bias:
+        yield helper.make_node("Add", [scaled, *bias], [out])
 
 
 def _quantized_rows(x: str) -> tuple[str, str]:

@@ -67,9 +67,34 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         return _old_tokenizer(folder)
     try:
-        return load_tokenizer(path)
-    except Exception as error:  # the library has no narrower one
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return _as_configured(load_tokenizer(path), folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _as_configured(tokenizer: tokenizers.Tokenizer, folder: Path) -> tokenizers.Tokenizer:
+    """With the case that the checkpoint's configuration asks for: in other libraries it wins.
+
+    Raises CheckpointError for what is done to texts there and cannot be done here.
+    """
+    config = _optional(folder / "tokenizer_config.json")
+    lowercase = config.get("do_lower_case", True) if _is_bert(config) else None
+    normalizer = tokenizer.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer) and lowercase is not None:
+        normalizer.lowercase = lowercase
+        tokenizer.normalizer = normalizer
+    prompts = _optional(folder / "config_sentence_transformers.json")
+    if (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")):
+        raise CheckpointError(f"{folder}: cannot serve a default prompt before every text")
+    if _optional(folder / "sentence_bert_config.json").get("do_lower_case") and not (
+        isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase
+    ):
+        raise CheckpointError(f"{folder}: cannot lower the case for a tokenizer that keeps it")
+    return tokenizer
+
+
+def _is_bert(config: Mapping[str, Any]) -> bool:
+    return str(config.get("tokenizer_class", "")).startswith("BertTokenizer")
 
 
 def _old_tokenizer(folder: Path) -> tokenizers.Tokenizer:
@@ -144,6 +169,7 @@ def _embedding_model(folder: Path, pooling: str, normalize: bool, dense: list[nn
             "pooling": pooling,
             "dimensions": [encoder.config.hidden_size, *outputs][-1],
             "normalize": normalize,
+            "demo": read_json(folder / "config.json").get("demo", False),
         }
     )
     model = Model(encoder.config, {"embedding": head})

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export import quantize
+from export import quantize, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from model.checkpoint import load_model
@@ -380,6 +380,60 @@ def test_parity_failure(
     break_graph(monkeypatch)
     status = export(tiny_checkpoint, out)
     assert_refused(status, "fp32 packed: head sentiment differs from PyTorch by ", out, capsys)
+
+
+def test_portable_parity_failure(
+    tiny_checkpoint: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor is a bundle whose portable graph alone is wrong."""
+    from export import graph
+
+    whole = graph.export_portable
+
+    def broken(model: Any) -> onnx.ModelProto:
+        proto = whole(model)
+        scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
+        return proto
+
+    monkeypatch.setattr(graph, "export_portable", broken)
+    monkeypatch.setattr(graph, "save_sharing_weights", save_apart)
+    status = export(tiny_checkpoint, out)
+    assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)
+
+
+def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
+    """Each graph with weights of its own: sharing would refuse two that differ."""
+    weights.touch()
+    for path, proto in graphs.items():
+        onnx.save(proto, path)
+
+
+@pytest.mark.parametrize("precision", ["fp32 packed", "int8 packed"])
+def test_company_failure(
+    precision: str,
+    tiny_checkpoint: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A graph whose answers depend on the batch is never written."""
+    whole = verify.check_company
+
+    def check(run: Any, encodings: Any, what: str) -> float:
+        def swayed(batch: Any) -> Any:
+            found = run(batch)
+            if what == precision and len(batch) > 1:
+                found[0] = {name: value + 2e-5 for name, value in found[0].items()}
+            return found
+
+        return whole(swayed, encodings, what)
+
+    monkeypatch.setattr(verify, "check_company", check)
+    status = export(tiny_checkpoint, out)
+    assert_refused(status, f"{precision}: answers differ by 2.", out, capsys)
 
 
 # -- int8 on labelled data ------------------------------------------------------------------------

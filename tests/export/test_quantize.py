@@ -183,3 +183,21 @@ def test_foreign_layouts_are_our_bug() -> None:
     model.graph.node[0].attribute[0].i = 0
     with pytest.raises(AssertionError, match="transposed"):
         quantize(model)
+
+
+def test_without_a_bias() -> None:
+    """A product whose bias was all zeros, and so left out by the tracer, is quantised alike."""
+    weight, x, zeros = normal(16, 32), normal(5, 32, seed=1), np.zeros(16, dtype=np.float32)
+    proto = linear(weight, zeros)
+    del proto.graph.node[0].input[2]
+    found = run_graph(quantize(proto), {"input_ids": np.zeros(5, dtype=np.int64), "x": x})["y"]
+    np.testing.assert_array_equal(found, run_linear(weight, zeros, x))
+
+
+def test_a_product_in_another_form() -> None:
+    """A graph whose matrices are used in a way that is not known would stay exact in silence: it is refused."""
+    node = helper.make_node("MatMul", ["x", WEIGHT], ["y"], name="product")
+    x = (TensorProto.FLOAT, ["T", 32])
+    proto = graph_of(node, {WEIGHT: normal(32, 16)}, {"input_ids": IDS, "x": x})
+    with pytest.raises(ValueError, match=f"cannot quantise this graph: {WEIGHT}"):
+        quantize(proto)

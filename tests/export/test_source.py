@@ -238,6 +238,12 @@ class TestSentenceTransformers:
 Spoil = Callable[[Path], None]
 
 
+def set_lowercase(path: Path, lowercase: bool) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.save(str(path))
+
+
 def set_dense(activation: str = TANH, **fields: Any) -> Spoil:
     return lambda folder: write_dense(folder, activation, **fields)
 
@@ -298,6 +304,20 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
     "dense without weights": (
         lambda f: (f / "2_Dense/model.safetensors").unlink(),
         "model.safetensors is missing (pickled weights are not read: they can run code)",
+    ),
+    "prompt": (
+        lambda f: write_json(
+            f / "config_sentence_transformers.json",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+        ),
+        "cannot serve a default prompt before every text",
+    ),
+    "case": (
+        lambda f: [
+            set_lowercase(f / "tokenizer.json", False),
+            write_json(f / "sentence_bert_config.json", {"do_lower_case": True}),
+        ],
+        "cannot lower the case for a tokenizer that keeps it",
     ),
     "no pooling file": (
         lambda f: (f / "1_Pooling/config.json").unlink(),
@@ -390,6 +410,26 @@ def test_vocabulary_files(config: dict[str, Any], tmp_path: Path) -> None:
         pair = reference(text, "ada")
         encoded = ours.encode(text, "ada")
         assert [pair["input_ids"], pair["token_type_ids"]] == [encoded.ids, encoded.type_ids]
+
+
+@pytest.mark.parametrize("saved_lower", [True, False])
+@pytest.mark.parametrize("config_lower", [True, False, None])
+@pytest.mark.parametrize("name", ["BertTokenizer", "BertTokenizerFast"])
+def test_case_is_the_configuration_s(
+    saved_lower: bool, config_lower: bool | None, name: str, tmp_path: Path
+) -> None:
+    """Where `tokenizer.json` and the configuration disagree on case, we cut as transformers does."""
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    read_tokenizer(tmp_path).save(str(tmp_path / "tokenizer.json"))
+    set_lowercase(tmp_path / "tokenizer.json", saved_lower)
+    (tmp_path / "vocab.txt").unlink()
+    config = {"tokenizer_class": name, "do_lower_case": config_lower}
+    given = {key: value for key, value in config.items() if value is not None}
+    write_json(tmp_path / "tokenizer_config.json", given)
+    write_json(tmp_path / "config.json", {"model_type": "bert"})
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Remy Ada ada.", "Re\u0301my r\u00e9my"):
+        assert reference(text)["input_ids"] == read_tokenizer(tmp_path).encode(text).ids
 
 
 def test_vocabulary_file_beside_weights(encoder: Path) -> None:
