@@ -87,7 +87,7 @@ def measure(full: bundle.Bundle, texts: list[str], seconds: float, scratch: Path
         "machine": machine(),
         "texts": {
             "count": len(texts),
-            "mean_tokens": lengths.mean(),
+            "mean_tokens": float(lengths.mean()),
             "longest": int(lengths.max()),
         },
         "bare": {p: bare(full, p, encodings) for p in ("fp32", "int8")},

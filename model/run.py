@@ -144,7 +144,7 @@ class Run:
         path = self.output / "last.pt"
         if not path.is_file():
             return {"step": 0}
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.history = [tuple(point) for point in state["history"]]
