@@ -320,6 +320,10 @@ class Engine:
             for window in item.windows
         ]
 
+    def close(self) -> None:
+        """Leave texts that wait for a thread unread."""
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+
     # -- in a replica slot's thread ---------------------------------------------------------------
 
     def run(self, slot: int, encodings: Sequence[Encoding]) -> list[Outputs]:

@@ -79,6 +79,8 @@ async def open_engines(settings: Settings) -> AsyncIterator[Engines]:
         yield engines
     finally:
         await engines.batcher.stop(settings.drain_s)
+        for engine in engines.all():
+            engine.close()
 
 
 def _open(engines: Engines, bundle: Bundle, settings: Settings) -> None:
