@@ -152,8 +152,12 @@ class Run:
         return state
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        """Write `metrics.json` and `loss.png`."""
-        (self.output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        """Write `metrics.json` and `loss.png`; a run that was at its end already keeps its speed."""
+        path = self.output / "metrics.json"
+        if not self.taken and path.is_file():
+            speed = json.loads(path.read_text())["tokens_per_second"]
+            metrics = {**metrics, "tokens_per_second": speed}
+        path.write_text(json.dumps(metrics, indent=2) + "\n")
         draw_loss(self.history, self.output / "loss.png")
 
 

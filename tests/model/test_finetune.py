@@ -356,6 +356,18 @@ def test_a_run_tells_what_was_asked_and_what_came_out(
     assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_finished_run_says_the_same_again(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Nothing is trained, and nothing that was measured is lost."""
+    table = {"names": {**heads(data)["names"], "dev": data["names"]}}
+    start(table, steps=2)
+    first = (tmp_path / "run/metrics.json").read_text()
+    start(table, steps=2)
+    assert json.loads(first)["tokens_per_second"] > 0
+    assert (tmp_path / "run/metrics.json").read_text() == first
+
+
 def test_training_starts_from_a_checkpoint(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
