@@ -11,10 +11,10 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format bench clean
+.PHONY: help serve setup test check format bench bench-limit clean
 
 help: ## List what make can do here
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: BUNDLE=$(BUNDLE) HOST=$(HOST) PORT=$(PORT) PYTHON=$(PYTHON)"
 
 serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs (no torch)
@@ -40,6 +40,9 @@ format: $(VENV)/.test ## Format the code and mend what the linter can mend
 
 bench: $(VENV)/.test ## Measure the service: a table, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
+
+bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
+	@$(RUN) -m benchmarks.limit $(ARGS)
 
 clean: ## Remove the environment and everything that tools left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,35 +1,107 @@
-"""A closed-loop load generator on plain sockets: so little work per request that two cores can share it."""
+"""Load for a server, on plain sockets: closed loop (so many at a time) and open loop (so many a second).
+
+It shares the machine's cores with the server under test, so it does little per request, and counts the processor time
+that it took.
+"""
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+REFUSED = 0  # the "status" of a connection that the server closed without an answer
 
 
 @dataclass(frozen=True)
 class Measured:
-    """requests: answered in the window; latencies in seconds."""
+    """What was answered 200 in the window.
+
+    connections: open at the end; offered: requests per second that were sent, in an open loop; latencies: in seconds;
+    others: how many answers had another status, by status; cpu_s: processor time of the generator itself
+    """
 
     connections: int
-    requests: int
     seconds: float
     latencies: np.ndarray
+    offered: float | None = None
+    others: Counter[int] = field(default_factory=Counter)
+    cpu_s: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        return len(self.latencies)
 
     @property
     def rate(self) -> float:
+        """Answers per second."""
         return self.requests / self.seconds
 
     def percentile(self, share: float) -> float:
-        """Milliseconds."""
-        return float(np.percentile(self.latencies, share)) * 1000
+        """Milliseconds; NaN when nothing was answered."""
+        return float(np.percentile(self.latencies, share)) * 1000 if self.requests else float("nan")
 
 
 def request_bytes(path: str, body: bytes) -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time; `answered(self, status, body)` is called for each."""
+
+    def __init__(self, answered: "Answered") -> None:
+        self.answered = answered
+        self.sent_at = 0.0
+        self.closed = False
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, request: bytes, sent_at: float) -> None:
+        """`sent_at`: when it was to be sent, by `time.perf_counter`."""
+        assert self._transport is not None
+        self.sent_at = sent_at
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head, body = bytes(self._received[:end]).lower(), bytes(self._received[end + 4 :])
+        if b"\r\ntransfer-encoding:" in head:  # in chunks: counted, not read
+            complete = body.endswith(b"0\r\n\r\n")
+        else:
+            length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r")[0]
+            complete = len(body) >= int(length or 0)
+        if complete:
+            self._received = bytearray()
+            self.answered(self, int(head[9:12]), body)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.closed = True
+        if self.sent_at:
+            self.answered(self, REFUSED, b"")
+
+    def close(self) -> None:
+        self.sent_at = 0.0
+        if self._transport is not None:
+            self._transport.abort()
+
+
+Answered = Callable[[Connection, int, bytes], None]
+
+
+async def connect(port: int, answered: Answered) -> Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: Connection(answered), "127.0.0.1", port)
+    return connection
 
 
 async def closed_loop(
@@ -38,33 +110,128 @@ async def closed_loop(
     """Keep `connections` requests in flight, each connection its next as soon as it is answered.
 
     Requests are taken in turn, from the first. What ends within the window after `warm_s` counts.
+    Raises RuntimeError for an answer that is not 200: in a closed loop, a refusal is no throughput.
     """
-    turn = iter(range(2**62))
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[None] = loop.create_future()
+    latencies: list[float] = []
     begin = time.perf_counter() + warm_s
     end = begin + seconds
+    sent = 0
+
+    def send(connection: Connection, now: float) -> None:
+        nonlocal sent
+        connection.send(requests[sent % len(requests)], now)
+        sent += 1
+
+    def answered(connection: Connection, status: int, body: bytes) -> None:
+        now = time.perf_counter()
+        if status != 200:
+            if not failed.done():
+                failed.set_exception(RuntimeError(f"answered {status}: {body.decode()}"))
+            return
+        if begin <= now < end:
+            latencies.append(now - connection.sent_at)
+        if now < end:
+            send(connection, now)
+
+    opened = [await connect(port, answered) for _ in range(connections)]
+    try:
+        for connection in opened:
+            send(connection, time.perf_counter())
+        await asyncio.wait([failed], timeout=begin - time.perf_counter())
+        before = time.process_time()
+        await asyncio.wait([failed], timeout=end - time.perf_counter())
+        cpu_s = time.process_time() - before
+        if failed.done():
+            failed.result()
+    finally:
+        for connection in opened:
+            connection.close()
+    return Measured(connections, seconds, np.asarray(latencies), cpu_s=cpu_s)
+
+
+async def open_loop(
+    port: int,
+    requests: Sequence[bytes],
+    rate: float,
+    seconds: float,
+    *,
+    warm_s: float = 1.0,
+    patience_s: float = 10.0,
+    most: int = 1024,
+    seed: int = 0,
+) -> Measured:
+    """Send `rate` requests per second at random moments (Poisson), whatever the server does with them.
+
+    A latency counts from the moment when its request was to be sent, so that a server that stalls cannot make its
+    clients wait unseen. What was to be sent in the window counts, if it is answered within `patience_s` after it. At
+    most `most` connections are open; a request that finds none free waits for one, and its clock runs.
+    """
+    loop = asyncio.get_running_loop()
+    rng = np.random.default_rng(seed)
+    count = rng.poisson(rate * (warm_s + seconds))
+    moments = np.sort(rng.uniform(0.0, warm_s + seconds, count))
+    begin = time.perf_counter() + warm_s
+    idle: deque[Connection] = deque()
+    waiting: deque[tuple[bytes, float]] = deque()
     latencies: list[float] = []
+    others: Counter[int] = Counter()
+    everything: list[Connection] = []
+    left = int(count)
+    done: asyncio.Future[None] = loop.create_future()
 
-    async def connection() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with closing(writer):
-            while (sent := time.perf_counter()) < end:
-                writer.write(requests[next(turn) % len(requests)])
-                await _read_answer(reader)
-                done = time.perf_counter()
-                if begin <= done <= end:
-                    latencies.append(done - sent)
+    def answered(connection: Connection, status: int, _: bytes) -> None:
+        nonlocal left
+        sent_at, connection.sent_at = connection.sent_at, 0.0
+        if sent_at >= begin:
+            if status == 200:
+                latencies.append(time.perf_counter() - sent_at)
+            else:
+                others[status] += 1
+        left -= 1
+        if not left and not done.done():
+            done.set_result(None)
+        if connection.closed:
+            everything.remove(connection)
+        elif waiting:
+            connection.send(*waiting.popleft())
+        else:
+            idle.append(connection)
 
-    await asyncio.gather(*(connection() for _ in range(connections)))
-    return Measured(connections, len(latencies), seconds, np.asarray(latencies))
+    async def grow() -> None:
+        connection = await connect(port, answered)
+        everything.append(connection)
+        if waiting:
+            connection.send(*waiting.popleft())
+        else:
+            idle.append(connection)
 
-
-async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(f"unexpected answer: {head.decode()}")
-    length = next(
-        int(line.split(b":")[1])
-        for line in head.split(b"\r\n")
-        if line.lower().startswith(b"content-length:")
-    )
-    return await reader.readexactly(length)
+    growing: set[asyncio.Task[None]] = set()
+    try:
+        before = 0.0
+        for number, moment in enumerate(moments):
+            due = begin - warm_s + moment
+            if (pause := due - time.perf_counter()) > 0:
+                await asyncio.sleep(pause)
+            if moment >= warm_s and not before:
+                before = time.process_time()
+            waiting.append((requests[number % len(requests)], due))
+            while idle and idle[0].closed:
+                idle.popleft()
+            if idle:
+                idle.popleft().send(*waiting.popleft())
+            elif len(everything) + len(growing) < most:
+                task = loop.create_task(grow())
+                growing.add(task)
+                task.add_done_callback(growing.discard)
+        cpu_s = time.process_time() - before
+        if left:
+            await asyncio.wait([done], timeout=patience_s)
+    finally:
+        for connection in everything:
+            connection.close()
+    offered = float((moments >= warm_s).sum()) / seconds
+    if unanswered := int((moments >= warm_s).sum()) - len(latencies) - sum(others.values()):
+        others[REFUSED] += unanswered
+    return Measured(len(everything), seconds, np.asarray(latencies), offered, others, cpu_s)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import mixed_texts, only_portable, serving
-from benchmarks.load import closed_loop, request_bytes
+from benchmarks.bench import only_portable, serving
+from benchmarks.limit import flops_per_token, texts_per_second
+from benchmarks.load import closed_loop, open_loop, request_bytes
+from benchmarks.traffic import MIXES, NEWS, texts
 from service import bundle
+from service.encode import Encoder
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 REQUESTS = [request_bytes("/embed", body) for body in (b"1", b"22", b"333")]
@@ -22,7 +25,7 @@ async def listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
     seen: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer), suppress(asyncio.IncompleteReadError):
+        with closing(writer), suppress(asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 seen.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1])))
@@ -47,8 +50,47 @@ async def test_closed_loop() -> None:
 async def test_closed_loop_stops_at_an_error() -> None:
     """An answer that is no success is no throughput."""
     async with listening(b"HTTP/1.1 429 Too Many Requests\r\n\r\n") as (port, _):
-        with pytest.raises(RuntimeError, match="429 Too Many Requests"):
+        with pytest.raises(RuntimeError, match="answered 429"):
             await closed_loop(port, REQUESTS, connections=1, seconds=0.2)
+
+
+async def test_open_loop() -> None:
+    """Requests are sent at their own moments, and each is counted once."""
+    async with listening(ANSWER) as (port, seen):
+        found = await open_loop(port, REQUESTS, rate=300, seconds=0.5, warm_s=0.1)
+
+    assert found.offered is not None
+    assert 100 < found.requests < 200  # 150 on average, by Poisson's law
+    assert found.requests == found.offered * 0.5 < len(seen)
+    assert not found.others
+    assert 0 < found.percentile(99) < 250
+
+
+async def test_open_loop_counts_what_was_refused() -> None:
+    """Another status is no success, and no error of the generator's either."""
+    async with listening(b"HTTP/1.1 429 Too Many Requests\r\n\r\n") as (port, _):
+        found = await open_loop(port, REQUESTS, rate=200, seconds=0.5, warm_s=0)
+    assert found.requests == 0
+    assert found.others.keys() == {429}
+
+
+async def test_open_loop_waits_for_no_one() -> None:
+    """A server that stalls is still sent what is due, and its clients' wait is counted."""
+
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(asyncio.CancelledError):
+            while await reader.read(2**16):
+                await asyncio.sleep(0.3)
+                writer.write(ANSWER)
+
+    async with await asyncio.start_server(stall, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = await open_loop(port, REQUESTS, rate=100, seconds=0.5, warm_s=0, most=4)
+
+    assert found.connections == 4
+    assert (
+        found.percentile(99) > 1000
+    )  # four at a time, one in 0.3 s each: the last waits for seconds
 
 
 @pytest.mark.e2e
@@ -79,11 +121,36 @@ def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:
     assert graph in full.manifest.graphs
 
 
-def test_mixed_texts() -> None:
-    """The same texts every time, short and long."""
-    texts = mixed_texts()
+@pytest.mark.parametrize("source", [NEWS, Path("nowhere")])
+def test_texts(source: Path) -> None:
+    """The same texts every time, of real words or generated ones, in the lengths of the mix."""
+    mixes = {name: texts(mix, source=source) for name, mix in MIXES.items()}
 
-    lengths = sorted(len(text.split()) for text in texts)
-    assert texts == mixed_texts()
-    assert lengths[0] < 10
-    assert lengths[-1] > 150
+    lengths = {name: [len(text.split()) for text in found] for name, found in mixes.items()}
+    means = {name: sum(found) / len(found) for name, found in lengths.items()}
+    assert mixes == {name: texts(mix, source=source) for name, mix in MIXES.items()}
+    assert 8 < means["short"] < 13 < 28 < means["news"] < 38 < 150 < means["documents"]
+    assert min(lengths["news"]) < 10 < 150 < max(lengths["news"])
+
+
+def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
+    """Counted from the graph, they are what the model's shape says, and the same for both precisions."""
+    full = bundle.load(tiny_bundle)
+    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
+    encodings = [item.windows[0] for item in encoder.texts(["Ada drew a comet.", "Ada"])]
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    lengths = [len(encoding) for encoding in encodings]
+    attention = 4 * hidden * sum(n * n for n in lengths) / sum(lengths)
+    products = 2 * (4 * hidden**2 + 2 * hidden * config["intermediate_size"])
+    for precision in ("fp32", "int8"):
+        found = flops_per_token(full, precision, encodings)
+        assert found == pytest.approx(layers * (products + attention))
+
+
+def test_bare_sessions_share_the_work() -> None:
+    """Every text is run once, whoever of the sessions runs it."""
+    ran: list[int] = []
+    assert texts_per_second([ran.extend, ran.extend], range(100), size=8) > 0
+    assert sorted(ran[-100:]) == [*range(100)]

@@ -1,0 +1,255 @@
+"""How close the service is to what the machine can do, and where the rest goes.
+
+    python -m benchmarks.limit [--bundle DIR] [--mix news] [--seconds N]
+
+From above: the rate at which the machine multiplies matrices, the tokens per second that this allows for the model,
+what the bare packed session reaches without HTTP, and what the service answers through HTTP. Then what each step of a
+request costs beside the run itself, each timed alone, on one text at a time and in batches of 8.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import orjson
+import uvloop
+
+from benchmarks import traffic
+from benchmarks.bench import export_minilm, machine, serving
+from benchmarks.load import closed_loop, request_bytes
+from export.verify import Run, graph_runner
+from service import bundle, decode, schemas
+from service.encode import Encoder, Encoding
+from service.packing import pack
+from service.settings import usable_cores
+
+SIDE = 1024  # of the square matrices whose product is the machine's rate
+PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"}
+BATCHES = (1, 8, 32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bundle", type=Path, help="a full bundle; MiniLM is exported by default")
+    parser.add_argument("--mix", choices=traffic.MIXES, default="news")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.bundle or export_minilm(Path(scratch) / "minilm")
+        texts = traffic.texts(traffic.MIXES[given.mix])
+        results = measure(bundle.load(folder), texts, given.seconds)
+    show(results)
+    print(json.dumps(results, default=float))
+
+
+def measure(full: bundle.Bundle, texts: list[str], seconds: float) -> dict:
+    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
+    encodings = [item.windows[0] for item in encoder.texts(texts)]
+    tokens = float(np.mean([len(encoding) for encoding in encodings]))
+    found = {}
+    for precision in ("fp32", "int8"):
+        flops = flops_per_token(full, precision, encodings)
+        rate = matmul_rate(precision)
+        bare = bare_sessions(full, precision, encodings)
+        best = max(bare.values())
+        http = through_http(full.path, precision, texts, seconds)
+        found[precision] = {
+            "matmul_gflops": rate / 1e9,
+            "gflop_per_1000_tokens": flops / 1e6,
+            "tokens_per_second": {
+                "allowed": rate / flops,
+                "bare": best * tokens,
+                "http": max(http.values()) * tokens,
+            },
+            "bare_texts_per_second": bare,
+            "http_texts_per_second": http,
+            "steps_us_per_text": steps(full, precision, encoder, texts),
+        }
+    return {
+        "machine": machine(),
+        "texts": {"count": len(texts), "mean_tokens": tokens},
+        "precisions": found,
+    }
+
+
+# -- the machine and the model ----------------------------------------------------------------------------------------
+
+
+def matmul_rate(precision: str) -> float:
+    """Operations per second of the runtime's own matrix product on all usable cores, the best of 20."""
+    whole = precision == "int8"
+    kind, left = ("MatMulInteger", np.uint8) if whole else ("MatMul", np.float32)
+    right = np.int8 if whole else np.float32
+    weights = np.random.default_rng(0).integers(-63, 64, (SIDE, SIDE)).astype(right)
+    types = {np.uint8: onnx.TensorProto.UINT8, np.float32: onnx.TensorProto.FLOAT}
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node(kind, ["a", "b"], ["c"])],
+        "product",
+        [onnx.helper.make_tensor_value_info("a", types[left], [None, SIDE])],
+        [
+            onnx.helper.make_tensor_value_info(
+                "c", onnx.TensorProto.INT32 if whole else types[left], [None, SIDE]
+            )
+        ],
+        [onnx.numpy_helper.from_array(weights, "b")],
+    )
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9
+    )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = usable_cores()
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    feeds = {"a": np.ones((SIDE, SIDE), left)}
+    return 2 * SIDE**3 / min(timed(lambda: session.run(None, feeds)) for _ in range(20))
+
+
+def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]) -> float:
+    """Multiplications and additions in the layers of the packed graph for a token of these texts.
+
+    Those of its matrix products and of attention; what heads do is little beside them.
+    """
+    model = onnx.load(full.file(packed_graph(full, precision).file), load_external_data=False)
+    shapes = {value.name: value.dims for value in model.graph.initializer}
+    products = [
+        shapes[node.input[1]]
+        for node in model.graph.node
+        if node.op_type in PRODUCTS and "encoder.layers" in node.input[1]
+    ]
+    attentions = sum(node.op_type == "MultiHeadAttention" for node in model.graph.node)
+    hidden = min(shape[0] for shape in products)
+    lengths = np.asarray([len(encoding) for encoding in encodings], dtype=float)
+    attended = (lengths**2).sum() / lengths.sum()
+    return sum(2.0 * a * b for a, b in products) + attentions * 4 * hidden * attended
+
+
+def packed_graph(full: bundle.Bundle, precision: str) -> bundle.Graph:
+    return next(g for g in full.manifest.graphs if (g.precision, g.layout) == (precision, "packed"))
+
+
+# -- the bare session -------------------------------------------------------------------------------------------------
+
+
+def bare_sessions(
+    full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]
+) -> dict[str, float]:
+    """Texts per second in sorted batches, by layout: one session on all cores, and one on each."""
+    ordered = sorted(encodings, key=len)
+    cores = usable_cores()
+    found = {}
+    for sessions in dict.fromkeys((1, cores)):
+        graph = packed_graph(full, precision)
+        runs = [graph_runner(full, graph, cores // sessions) for _ in range(sessions)]
+        for size in BATCHES:
+            name = f"{sessions} x {cores // sessions} threads, batches of {size}"
+            found[name] = texts_per_second(runs, ordered, size)
+    return found
+
+
+def texts_per_second(runs: Sequence[Run], encodings: Sequence[Encoding], size: int) -> float:
+    """Of several sessions that take batches from one list."""
+    batches = iter(list(chunks(encodings, size)))
+
+    def work(run: Run) -> None:
+        for batch in batches:  # a list's iterator gives each item to one thread
+            run(batch)
+
+    for run in runs:
+        run(encodings[-size:])
+    with ThreadPoolExecutor(len(runs)) as threads:
+        seconds = timed(lambda: list(threads.map(work, runs)))
+    return len(encodings) / seconds
+
+
+def chunks(items: Sequence[Encoding], size: int) -> list[Sequence[Encoding]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+# -- the service ------------------------------------------------------------------------------------------------------
+
+
+def through_http(path: Path, precision: str, texts: list[str], seconds: float) -> dict[str, float]:
+    requests = [
+        request_bytes("/embed", json.dumps({"inputs": text, "truncate": True}).encode())
+        for text in texts
+    ]
+    with serving(path, precision) as port:
+        return {
+            f"{connections} connections": uvloop.run(
+                closed_loop(port, requests, connections, seconds)
+            ).rate
+            for connections in (32, 128)
+        }
+
+
+def steps(
+    full: bundle.Bundle, precision: str, encoder: Encoder, texts: Sequence[str]
+) -> dict[str, float]:
+    """Microseconds per text of each step that the service takes, alone on the machine, in batches of 8."""
+    session = graph_runner(full, packed_graph(full, precision), usable_cores())
+    head = next(n for n, h in full.manifest.heads.items() if h.task == "embedding")
+    bodies = [orjson.dumps({"inputs": text, "truncate": True}) for text in texts]
+    encodings = sorted((item.windows[0] for item in encoder.texts(texts)), key=len)
+    batches = chunks(encodings, 8)
+    outputs = list(itertools.chain.from_iterable(map(session, batches)))
+    vectors = [one(output[head]) for output in outputs]
+    work: dict[str, Callable[[], object]] = {
+        "parse": lambda: [
+            schemas.parse(schemas.EmbedRequest, orjson.loads(body), 1024) for body in bodies
+        ],
+        "encode": lambda: [encoder.texts([text]) for text in texts],
+        "pad": lambda: [pack(batch) for batch in batches],
+        "run": lambda: [session(batch) for batch in batches],
+        "decode": lambda: [one(output[head]) for output in outputs],
+        "serialise": lambda: [
+            orjson.dumps({"embeddings": [vector]}, option=orjson.OPT_SERIALIZE_NUMPY)
+            for vector in vectors
+        ],
+    }
+    return {
+        name: 1e6 * min(timed(step) for _ in range(3)) / len(texts) for name, step in work.items()
+    }
+
+
+def one(output: np.ndarray) -> np.ndarray:
+    return decode.embed([output], [1], normalize=True, dimensions=None)
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def show(results: dict) -> None:
+    print(f"{results['machine']}\n{results['texts']}")
+    for precision, found in results["precisions"].items():
+        speed = found["tokens_per_second"]
+        http = max(found["http_texts_per_second"].values())
+        print(f"\n{precision}: the machine multiplies at {found['matmul_gflops']:.0f} GFLOP/s")
+        for name, value in speed.items():
+            print(f"  {name:<8}{value:>10,.0f} tokens/s {value / speed['allowed']:>6.2f}")
+        for name, value in (
+            found["bare_texts_per_second"] | found["http_texts_per_second"]
+        ).items():
+            print(f"  {name:<34}{value:>8.0f} texts/s")
+        whole = 1e6 / http
+        print(f"  of {whole:,.0f} us for a text through HTTP, alone and in batches of 8:")
+        spent = found["steps_us_per_text"]
+        for name, value in spent.items():
+            print(f"    {name:<10}{value:>8.0f} us {value / whole:>6.1%}")
+        rest = whole - sum(value for name, value in spent.items() if name != "pad")
+        print(
+            f"    {'rest':<10}{rest:>8.0f} us {rest / whole:>6.1%}  (sockets, waiting, worse batches)"
+        )
+
+
+if __name__ == "__main__":
+    main()
