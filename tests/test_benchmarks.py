@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from benchmarks.bench import only_portable, serving
 from benchmarks.limit import flops_per_token, texts_per_second
@@ -94,11 +95,12 @@ async def test_open_loop_waits_for_no_one() -> None:
 
 
 @pytest.mark.e2e
-async def test_serving_takes_many_requests(tiny_bundle: Path) -> None:
+def test_serving_takes_many_requests(tiny_bundle: Path) -> None:
     """A server goes on answering when it has logged more than a pipe holds."""
     body = json.dumps({"inputs": "Ada drew a comet."}).encode()
     with serving(tiny_bundle, "int8") as port:
-        found = await closed_loop(port, [request_bytes("/embed", body)], 8, seconds=4, warm_s=0)
+        requests = [request_bytes("/embed", body)]
+        found = uvloop.run(closed_loop(port, requests, 8, seconds=4, warm_s=0))
     assert found.requests > 600
 
 
