@@ -4,8 +4,10 @@ One task owns the queue. `submit` and the replica slots only send it messages; i
 order, then fills every idle slot. While all slots are busy the queue grows, and that is what
 makes batches: nothing waits for company unless `max_wait_ms` says so.
 
-Who is next and who rides along is one pure function, `plan`. A slot is one thread, and belongs to
-the device: the bundles take turns in it.
+Who is next and who rides along is one pure function, `plan`. Slots belong to the device: the
+bundles take turns in them. On a CPU a slot is a core. A batch takes one slot, which is how cores do
+most work, or all of them when too little waits to keep each busy, which is how a text is answered
+soonest.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -83,10 +85,11 @@ def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
 
 
 class Batcher:
-    """Shares `slots` replica threads among the requests of all bundles.
+    """Shares the device's slots among the requests of all bundles.
 
-    `run(slot, bundle, encodings)` is called in the slot's own thread and returns one mapping per
-    encoding. `observe` is told of every batch, after its answers are on their way.
+    `run(width, bundle, encodings)` is called in a thread, with the number of slots that the batch
+    takes, and returns one mapping per encoding. With `wide`, a batch may take all slots. `observe`
+    is told of every batch, after its answers are on their way.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Batcher:
         run: Run,
         *,
         slots: int = 1,
+        wide: bool = False,
         max_batch_tokens: int = 16_384,
         max_batch_size: int = 64,
         max_queue_tokens: int = 262_144,
@@ -107,8 +111,10 @@ class Batcher:
         self._max_wait_s = max_wait_ms / 1000
         self._observe = observe
         self._clock = clock
-        self._threads = [ThreadPoolExecutor(1, f"replica-{slot}") for slot in range(slots)]
-        self._idle = [*reversed(range(slots))]
+        self._slots = slots
+        self._wide = wide
+        self._idle = slots
+        self._threads = ThreadPoolExecutor(slots, "replica")
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._task: asyncio.Task[None] | None = None
         self._inbox: deque[Callable[[], None]] = deque()
@@ -116,17 +122,17 @@ class Batcher:
         self._line = Line()
         self._unanswered: set[Request] = set()
 
-    def add_bundle(self, bundle: str, estimator: Estimator) -> None:
-        """Serve a bundle whose batches cost what the estimator says."""
-        self._line.queues[bundle] = Queue(estimator)
+    def add_bundle(self, bundle: str, estimators: Mapping[int, Estimator]) -> None:
+        """Serve a bundle whose batches cost what the estimators say, by the slots that they take."""
+        self._line.queues[bundle] = Queue(estimators)
 
     def remove_bundle(self, bundle: str) -> None:
         """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
         self._post(partial(self._abandon, self._line.queues.pop(bundle), bundle))
 
     async def start(self) -> None:
-        for thread in self._threads:
-            thread.submit(int)  # a thread that cannot be had is known now
+        for _ in range(self._slots):
+            self._threads.submit(int)  # a thread that cannot be had is known now
         self._state = "open"
         self._task = asyncio.create_task(self._serve(), name="batcher")
         self._task.add_done_callback(self._ended)
@@ -147,8 +153,7 @@ class Batcher:
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.wait([self._task])
-            for slot, thread in enumerate(self._threads):
-                thread.shutdown(wait=slot in self._idle, cancel_futures=True)
+            self._threads.shutdown(wait=self._idle == self._slots, cancel_futures=True)
 
     async def submit(self, entries: Sequence[Entry]) -> list[Outcome]:
         """Answer one request: entries of one bundle, in their order; admitted whole or refused.
@@ -174,12 +179,12 @@ class Batcher:
         queues = self._line.queues.values()
         seconds = sum((queue.tokens + 1) / self._rate(queue) for queue in queues)
         tokens = self._line.tokens
-        rate = (tokens + len(queues)) * len(self._threads) / seconds if seconds else 0.0
+        rate = (tokens + len(queues)) * self._slots / seconds if seconds else 0.0
         return Load(tokens, rate, self._state == "open")
 
     def _rate(self, queue: Queue) -> float:
         size = min(self._budget.size, self._budget.tokens // queue.mean_length)
-        return queue.estimator.tokens_per_second([queue.mean_length] * max(size, 1))
+        return queue.estimators[1].tokens_per_second([queue.mean_length] * max(size, 1))
 
     def _admit(self, entries: Sequence[Entry]) -> Request:
         if self._state == "draining":
@@ -241,45 +246,52 @@ class Batcher:
             self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
         while self._idle and self._line:
             queue, pool = self._line.pool()
-            batch = plan(pool, queue.estimator.cost, self._share(), now)
+            width = self._width()
+            cost = queue.estimators[width].cost
+            batch = plan(pool, cost, self._share(width), now)
             if not batch:
                 break  # all cancelled, and the messages that drop them are on their way
-            if (hold := self._hold(queue, batch[0], now)) > 0:
+            if (hold := self._hold(queue, batch[0], cost, now)) > 0:
                 return hold
-            self._launch(queue, batch)
+            self._launch(queue, batch, width)
         return None
 
-    def _share(self) -> Budget:
+    def _width(self) -> int:
+        """The slots that the next batch takes: all, where fewer entries wait than slots are idle."""
+        alone = self._wide and self._idle == self._slots and self._line.size < self._slots
+        return self._slots if alone else 1
+
+    def _share(self, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot gets its part of what waits."""
-        share = math.ceil(self._line.tokens / len(self._idle))
+        share = math.ceil(self._line.tokens * width / self._idle)
         return self._budget._replace(tokens=min(self._budget.tokens, share))
 
-    def _hold(self, queue: Queue, head: Entry, now: float) -> float:
+    def _hold(self, queue: Queue, head: Entry, cost: Cost, now: float) -> float:
         full = queue.tokens >= self._budget.tokens or queue.size >= self._budget.size
         if full or self._state != "open":
             return 0.0
         if self._line.tokens > queue.tokens:
             return 0.0  # another bundle could use the slot
-        spare = head.deadline - now - queue.estimator.cost.seconds(head.tokens, 1, head.tokens)
+        spare = head.deadline - now - cost.seconds(head.tokens, 1, head.tokens)
         return min(self._max_wait_s, head.arrival + self._max_wait_s - now, spare)
 
-    def _launch(self, queue: Queue, batch: Sequence[Entry]) -> None:
+    def _launch(self, queue: Queue, batch: Sequence[Entry], width: int) -> None:
         self._line.take(batch)
-        slot = self._idle.pop()
+        self._idle -= width
         loop = asyncio.get_running_loop()
-        ran = loop.run_in_executor(self._threads[slot], work, self._run, slot, batch, self._clock)
+        ran = loop.run_in_executor(self._threads, work, self._run, width, batch, self._clock)
         ran.add_done_callback(
-            lambda ran: self._post(partial(self._finish, slot, queue, batch, ran))
+            lambda ran: self._post(partial(self._finish, width, queue, batch, ran))
         )
 
     def _finish(
         self,
-        slot: int,
+        width: int,
         queue: Queue,
         batch: Sequence[Entry],
         ran: asyncio.Future[tuple[list[Result], BatchStats]],
     ) -> None:
-        self._idle.append(slot)
+        self._idle += width
         try:
             results, stats = ran.result()
         except Exception as error:
@@ -294,7 +306,7 @@ class Batcher:
                 self._answer(entry, result, stats, index)
         if not any(isinstance(result, errors.InferenceFailed) for result in results):
             shape = (stats.tokens, stats.size, stats.longest)
-            queue.estimator.refine(Sample(*shape, stats.inference_s))
+            queue.estimators[width].refine(Sample(*shape, stats.inference_s))
         self._tell(stats)
 
     def _tell(self, stats: BatchStats) -> None:

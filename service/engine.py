@@ -5,9 +5,10 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 Floats = NDArray[np.float32]
 
+WARM_UP_S = 0.3
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
 # A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
 # request that leaves or is late while it waits for one costs nothing.
@@ -91,9 +93,9 @@ class _Windows:
 
 
 class Engine:
-    """A bundle with its sessions, one per replica slot, behind the batcher that all engines share."""
+    """A bundle with its sessions, by the slots that a run takes, behind the batcher that all engines share."""
 
-    def __init__(self, bundle: Bundle, sessions: Sequence[Session], batcher: Batcher) -> None:
+    def __init__(self, bundle: Bundle, sessions: Mapping[int, Session], batcher: Batcher) -> None:
         self.manifest: Manifest = bundle.manifest
         self.id = bundle.manifest.id
         self.sha256 = bundle.sha256
@@ -324,40 +326,42 @@ class Engine:
         """Leave texts that wait for a thread unread."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
-    # -- in a replica slot's thread ---------------------------------------------------------------
+    # -- in a replica's thread --------------------------------------------------------------------
 
-    def run(self, slot: int, encodings: Sequence[Encoding]) -> list[Outputs]:
-        """Every head's output of each encoding, computed by the slot's own session."""
+    def run(self, width: int, encodings: Sequence[Encoding]) -> list[Outputs]:
+        """Every head's output of each encoding, computed on so many slots."""
         packed = pack(encodings)
-        outputs = self._sessions[slot].run(packed)
+        outputs = self._sessions[width].run(packed)
         return [*split(outputs, packed.layout, self._per_token)]
 
-    def warm_up(self) -> Estimator:
-        """Measure what batches cost, on the first slot's session."""
+    def warm_up(self) -> dict[int, Estimator]:
+        """Measure what batches cost, by the slots that they take."""
         first = self.encoder.texts([""])[0].windows[0]
         longest = self.manifest.max_length
 
         def build(length: int) -> Encoding:
             return _repeated(first, length)
 
-        def run(batch: Sequence[Encoding]) -> object:
-            return self.run(0, batch)
+        def estimator(width: int) -> Estimator:
+            run = partial(self.run, width)
+            budget_s = WARM_UP_S / len(self._sessions)
+            return Estimator(measure(run, build, max_length=longest, budget_s=budget_s))
 
-        return Estimator(measure(run, build, max_length=longest))
+        return {width: estimator(width) for width in self._sessions}
 
     # -- telling of itself ------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> str:
         """Bundle hash, precision, provider and runtime, for a response header."""
-        graph, provider = self._sessions[0].graph, self._sessions[0].provider
+        graph, provider = self._sessions[1].graph, self._sessions[1].provider
         return (
             f"{self.sha256[:12]};precision={graph.precision};provider={provider};runtime={RUNTIME}"
         )
 
     def describe(self) -> dict[str, object]:
         """What `GET /models` says of it."""
-        manifest, session = self.manifest, self._sessions[0]
+        manifest, session = self.manifest, self._sessions[1]
         return {
             "id": self.id,
             "name": manifest.name,

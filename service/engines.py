@@ -11,8 +11,8 @@ from service.bundle import Bundle, BundleError
 from service.encode import Encoding
 from service.engine import Engine
 from service.errors import UnknownModel
-from service.session import SessionOptions, find_provider, open_session, unused_gpu
-from service.settings import Settings
+from service.session import CPU, SessionOptions, find_provider, open_session, unused_gpu
+from service.settings import Settings, Slots, usable_cores
 from service.waiting import Outputs
 
 log = structlog.get_logger()
@@ -21,12 +21,13 @@ log = structlog.get_logger()
 class Engines:
     """The engines of this process by id, the default first, and the batcher that they share."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, slots: Slots) -> None:
         self.by_id: dict[str, Engine] = {}
         self._observers: list[Callable[[BatchStats], None]] = []
         self.batcher = Batcher(
             self._run,
-            slots=settings.replicas,
+            slots=slots.number,
+            wide=slots.number in slots.threads,
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_size=settings.max_batch_size,
             max_queue_tokens=settings.max_queue_tokens,
@@ -56,8 +57,8 @@ class Engines:
         """Have an observer told of every batch that runs."""
         self._observers.append(observer)
 
-    def _run(self, slot: int, model: str, encodings: Sequence[Encoding]) -> list[Outputs]:
-        return self.by_id[model].run(slot, encodings)
+    def _run(self, width: int, model: str, encodings: Sequence[Encoding]) -> list[Outputs]:
+        return self.by_id[model].run(width, encodings)
 
     def _observe(self, stats: BatchStats) -> None:
         for observer in self._observers:
@@ -70,10 +71,11 @@ async def open_engines(settings: Settings) -> AsyncIterator[Engines]:
 
     Raises BundleError or ProviderError when one of them must not be served.
     """
-    find_provider(settings.provider)  # the clearest error first
-    engines = Engines(settings)
+    provider = find_provider(settings.provider)  # the clearest error first
+    slots = settings.slots(provider == CPU, usable_cores())
+    engines = Engines(settings, slots)
     for path in settings.bundles:
-        _open(engines, bundles.load(path), settings)
+        _open(engines, bundles.load(path), settings, slots)
     await engines.batcher.start()
     try:
         yield engines
@@ -83,19 +85,21 @@ async def open_engines(settings: Settings) -> AsyncIterator[Engines]:
             engine.close()
 
 
-def _open(engines: Engines, bundle: Bundle, settings: Settings) -> None:
+def _open(engines: Engines, bundle: Bundle, settings: Settings, slots: Slots) -> None:
     name = bundle.manifest.id
     if name in engines.by_id:
         raise BundleError(
             bundle.path, f"{name} is served already; give one of them another version"
         )
-    options = SessionOptions(settings.threads_per_replica, settings.spin)
-    sessions = [
-        open_session(
-            bundle, precision=settings.precision, provider=settings.provider, options=options
+    sessions = {
+        width: open_session(
+            bundle,
+            precision=settings.precision,
+            provider=settings.provider,
+            options=SessionOptions(threads, settings.spin),
         )
-        for _ in range(settings.replicas)
-    ]
+        for width, threads in slots.threads.items()
+    }
     engines.add(Engine(bundle, sessions, engines.batcher))
-    if problem := unused_gpu(sessions[0]):
+    if problem := unused_gpu(sessions[1]):
         log.warning("the GPU is not used", model=name, reason=problem)

@@ -34,7 +34,7 @@ class SessionOptions:
 
 
 class Session:
-    """A graph of a bundle, loaded. `run` may be called from any one thread at a time."""
+    """A graph of a bundle, loaded. `run` may be called from several threads at once."""
 
     def __init__(
         self, bundle: Bundle, graph: Graph, provider: str, options: SessionOptions

@@ -9,12 +9,19 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "QUARTET_"
+
+
+class Slots(NamedTuple):
+    """Batches that run at once, and the threads of one by the slots that it takes: one, or all."""
+
+    number: int
+    threads: Mapping[int, int]
 
 
 class Settings(BaseSettings):
@@ -38,13 +45,16 @@ class Settings(BaseSettings):
     provider: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to run; name one to fail at start rather than run elsewhere"
     )
-    replicas: int = Field(
-        1, ge=1, description="sessions that run at once; raise where one leaves the device idle"
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        description="batches that run at once; unset, one on each core, or one on all when little"
+        " waits (on a GPU always one)",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads of each session; unset, the usable cores shared among the replicas",
+        description="threads of each batch; unset, the usable cores shared among the replicas",
     )
     spin: bool = Field(
         False,
@@ -102,10 +112,14 @@ class Settings(BaseSettings):
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    @property
-    def threads_per_replica(self) -> int:
-        """Threads of one session: as set, or the usable cores shared among the replicas."""
-        return self.threads or max(1, usable_cores() // self.replicas)
+    def slots(self, on_cpu: bool, cores: int) -> "Slots":
+        """How batches share the device, by rule: the same every day on the same machine."""
+        if self.replicas is not None or not on_cpu:
+            count = self.replicas or 1
+            return Slots(count, {1: self.threads or max(1, cores // count)})
+        threads = self.threads or 1
+        count = max(1, cores // threads)
+        return Slots(count, {1: threads, count: max(threads, cores)})
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

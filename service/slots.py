@@ -1,4 +1,4 @@
-"""What happens to a batch in a replica slot's thread: run, halve on failure, check, measure."""
+"""What happens to a batch in its thread: run, halve on failure, check, measure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from service import errors
 from service.encode import Encoding
 from service.waiting import Entry, Outputs
 
-Run = Callable[[int, str, Sequence[Encoding]], list[Outputs]]
+Run = Callable[[int, str, Sequence[Encoding]], list[Outputs]]  # width in slots, bundle, entries
 Result = Outputs | errors.InferenceFailed
 
 
@@ -36,11 +36,11 @@ class BatchStats:
 
 
 def work(
-    run: Run, slot: int, batch: Sequence[Entry], clock: Callable[[], float]
+    run: Run, width: int, batch: Sequence[Entry], clock: Callable[[], float]
 ) -> tuple[list[Result], BatchStats]:
     """Run a batch and say what came of each entry, and what it took."""
     began = clock()
-    results = attempt(run, slot, batch)
+    results = attempt(run, width, batch)
     stats = BatchStats(
         bundle=batch[0].bundle,
         size=len(batch),
@@ -52,17 +52,17 @@ def work(
     return results, stats
 
 
-def attempt(run: Run, slot: int, batch: Sequence[Entry]) -> list[Result]:
+def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
     """Run a batch; when it raises, halve it, so that one bad input fails alone."""
     try:
-        outputs = run(slot, batch[0].bundle, [entry.encoding for entry in batch])
+        outputs = run(width, batch[0].bundle, [entry.encoding for entry in batch])
     except Exception as error:
         if len(batch) == 1:
             failure = errors.InferenceFailed("the model failed on this input")
             failure.__cause__ = error
             return [failure]
         half = len(batch) // 2
-        return attempt(run, slot, batch[:half]) + attempt(run, slot, batch[half:])
+        return attempt(run, width, batch[:half]) + attempt(run, width, batch[half:])
     if len(outputs) != len(batch):
         said = f"our bug: a batch of {len(batch)} gave {len(outputs)} results"
         return [errors.InferenceFailed(said) for _ in batch]

@@ -110,11 +110,12 @@ class Request:
 class Queue:
     """The entries of one bundle by virtual start: a sorted front to plan from, a heap behind it.
 
+    estimators: what batches of this bundle cost, by the slots that they take
     `tokens` and `size` count from admission until an entry is taken or dropped.
     """
 
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
+    def __init__(self, estimators: Mapping[int, Estimator]) -> None:
+        self.estimators = estimators
         self.tokens = 0
         self.size = 0
         self._order = itertools.count()
@@ -170,6 +171,10 @@ class Line:
     @property
     def tokens(self) -> int:
         return sum(queue.tokens for queue in self.queues.values())
+
+    @property
+    def size(self) -> int:
+        return sum(queue.size for queue in self.queues.values())
 
     def enter(self, request: Request) -> None:
         start = self._virtual

@@ -24,7 +24,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-DEFAULTS = {"bundles": "all in `bundles/`", "threads": "unset"}
+DEFAULTS = {"bundles": "all in `bundles/`", "threads": "unset", "replicas": "unset"}
 
 
 Record = Manifest.__base__

@@ -74,7 +74,7 @@ def lengths(entries: Sequence[Entry]) -> list[int]:
     return [entry.tokens for entry in entries]
 
 
-def echo(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def echo(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
     """A model that answers each input with its own number."""
     return [{"h": np.array([number(given)], np.float32)} for given in encodings]
 
@@ -83,11 +83,12 @@ def echoed(outcomes: Sequence[Outcome]) -> list[int]:
     return [int(outcome.outputs["h"][0]) for outcome in outcomes]
 
 
-def costing(cost: Cost) -> Estimator:
-    """An estimator that knows the cost and keeps to it, because its batches take no time."""
-    estimator = Estimator()
-    estimator.cost = cost
-    return estimator
+def costing(cost: Cost, wide: Cost | None = None, slots: int = 1) -> dict[int, Estimator]:
+    """Estimators that know the cost and keep to it, because their batches take no time."""
+    estimators = {slots: Estimator(), 1: Estimator()}
+    estimators[slots].cost = wide or cost
+    estimators[1].cost = cost
+    return estimators
 
 
 class Clock:
@@ -102,7 +103,7 @@ class Clock:
 class Running(NamedTuple):
     """A batch that has started."""
 
-    slot: int
+    width: int
     bundle: str
     numbers: list[int]
     thread: str
@@ -118,13 +119,13 @@ class Gate:
         self._passes = threading.Semaphore(0)
         self.started = 0
 
-    def __call__(self, slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def __call__(self, width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         numbers = [number(given) for given in encodings]
-        running = Running(slot, bundle, numbers, threading.current_thread().name)
+        running = Running(width, bundle, numbers, threading.current_thread().name)
         self.started += 1
         self._loop.call_soon_threadsafe(self._running.put_nowait, running)
         assert self._passes.acquire(timeout=30)
-        return self._answer(slot, bundle, encodings)  # type: ignore[no-any-return]
+        return self._answer(width, bundle, encodings)  # type: ignore[no-any-return]
 
     async def batch(self) -> Running:
         """The next batch that starts."""
@@ -204,7 +205,7 @@ async def test_plan_skips_the_late_and_the_cancelled() -> None:
     """No work is done for who cannot be answered any more."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
-    Request([cancelled], Queue(Estimator()), future)
+    Request([cancelled], Queue({1: Estimator()}), future)
     future.cancel()
     assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
 
@@ -293,9 +294,9 @@ async def test_outcomes_tell_of_their_batch() -> None:
     clock = Clock()
     clock.now = 5.0
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         clock.now += 2.0
-        return echo(slot, bundle, encodings)
+        return echo(width, bundle, encodings)
 
     async with serving(run, clock=clock) as batcher:
         outcomes = await batcher.submit([text(10, arrival=4.0), text(20, arrival=3.0)])
@@ -320,16 +321,16 @@ async def test_the_cost_is_refined_by_real_batches() -> None:
     """A model that turns out slower than its estimate is soon known to be."""
     clock = Clock()
 
-    def slow(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def slow(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         clock.now += 3.0
-        return echo(slot, bundle, encodings)
+        return echo(width, bundle, encodings)
 
-    estimator = costing(FIXED)
+    estimators = costing(FIXED)
     async with serving(slow, bundles=[], clock=clock) as batcher:
-        batcher.add_bundle("m@1", estimator)
+        batcher.add_bundle("m@1", estimators)
         for _ in range(200):
             await batcher.submit([text(10)])
-    assert estimator.cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
+    assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
 
 
 # Order
@@ -452,24 +453,62 @@ async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
     async with serving(gate, slots=2) as batcher:
         request = await submitted(batcher, texts(6))
         running = [await gate.batch(), await gate.batch()]
-        assert {batch.slot for batch in running} == {0, 1}
+        assert [batch.width for batch in running] == [1, 1]
         assert [len(batch.numbers) for batch in running] == [3, 3]
-        assert all(batch.thread.startswith(f"replica-{batch.slot}") for batch in running)
+        assert len({batch.thread for batch in running}) == 2
         gate.let(2)
         assert len(await request) == 6
 
 
-async def test_a_slot_keeps_its_thread() -> None:
-    """Sessions may rely on being called from one thread only."""
-    seen: set[tuple[int, int]] = set()
+@pytest.mark.parametrize(("waiting", "widths"), [(1, [4]), (3, [4]), (4, [1] * 4), (9, [1] * 4)])
+async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int]) -> None:
+    """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=4, wide=True) as batcher:
+        batcher.add_bundle("m@1", costing(FIXED, slots=4))
+        request = await submitted(batcher, texts(waiting))
+        running = [await gate.batch() for _ in widths]
+        assert [batch.width for batch in running] == widths
+        assert sum(len(batch.numbers) for batch in running) == waiting
+        gate.let(4)
+        assert len(await request) == waiting
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
-        seen.add((slot, threading.get_ident()))
-        return echo(slot, bundle, encodings)
 
-    async with serving(run, slots=2, max_batch_size=1) as batcher:
-        await batcher.submit(texts(50))
-    assert len(seen) == len({slot for slot, _ in seen}) == 2
+async def test_a_wide_batch_needs_every_slot() -> None:
+    """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=2, wide=True, max_batch_size=1) as batcher:
+        batcher.add_bundle("m@1", costing(FIXED, slots=2))
+        first = await submitted(batcher, texts(2))
+        assert [(await gate.batch()).width, (await gate.batch()).width] == [1, 1]
+        gate.let()
+        later = await submitted(batcher, texts(1))
+        assert (await gate.batch()).width == 1
+        gate.let(2)
+        assert (len(await first), len(await later)) == (2, 1)
+        last = await submitted(batcher, texts(1))
+        assert (await gate.batch()).width == 2
+        held = await submitted(batcher, texts(1))
+        gate.let(2)
+        assert (await gate.batch()).width == 2
+        await asyncio.gather(last, held)
+
+
+async def test_each_width_has_its_own_cost() -> None:
+    """Batches on all slots are planned by what they cost there, and teach it alone."""
+    clock = Clock()
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 8.0 / width
+        return echo(width, bundle, encodings)
+
+    estimators = costing(FIXED, slots=2)
+    async with serving(run, bundles=[], slots=2, wide=True, clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        for _ in range(200):
+            await batcher.submit([text(10)])
+    assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(4.0, rel=0.01)
+    assert estimators[1].cost == FIXED
 
 
 async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
@@ -695,8 +734,8 @@ async def test_an_answered_request_leaves_nothing_behind() -> None:
     """Inputs and outputs are freed with their last reference; the collector has nothing to do."""
     kept: list[weakref.ref[NDArray[Any]]] = []
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
-        answers = echo(slot, bundle, encodings)
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        answers = echo(width, bundle, encodings)
         kept.extend(weakref.ref(given.input_ids) for given in encodings)
         kept.extend(weakref.ref(answer["h"]) for answer in answers)
         return answers
@@ -742,10 +781,10 @@ async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends() 
 
 
 def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         if any(number(given) in bad for given in encodings):
             raise RuntimeError("poison")
-        return echo(slot, bundle, encodings)
+        return echo(width, bundle, encodings)
 
     return run
 
@@ -788,7 +827,7 @@ async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -
     """The other request in the batch is answered."""
     bad, good = text(), text()
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         return [
             {"h": np.array([value if number(given) == number(bad) else 1.0], np.float32)}
             for given in encodings
@@ -804,7 +843,7 @@ async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -
         assert [outcome.batch_size for outcome in await fine] == [2]
 
 
-def two_heads(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
     return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
         encodings
     )
@@ -825,7 +864,7 @@ async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> Non
 async def test_a_wrong_number_of_results_fails_the_batch() -> None:
     """Whose result is missing cannot be told, so nobody gets a stranger's."""
     async with serving(
-        lambda slot, bundle, encodings: echo(slot, bundle, encodings)[1:]
+        lambda width, bundle, encodings: echo(width, bundle, encodings)[1:]
     ) as batcher:
         with pytest.raises(errors.InferenceFailed, match="our bug: a batch of 3 gave 2 results"):
             await batcher.submit(texts(3))
@@ -835,7 +874,7 @@ async def test_failures_do_not_teach_the_cost() -> None:
     """The time of a batch that was halved and run again is not the time of a batch."""
     clock = Clock()
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         clock.now += 100.0
         raise RuntimeError
 
@@ -849,8 +888,8 @@ async def test_failures_do_not_teach_the_cost() -> None:
 async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A bug in a replica's thread fails the requests of its batch, is logged, and ends nothing."""
 
-    def run(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Any:
-        return echo(slot, bundle, encodings) if len(encodings[0]) > 1 else [None]
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Any:
+        return echo(width, bundle, encodings) if len(encodings[0]) > 1 else [None]
 
     async with serving(run) as batcher:
         with pytest.raises(errors.InferenceFailed, match="our bug: the batch was lost"):
@@ -892,7 +931,7 @@ async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptur
 async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
     """Requests before the start are refused, not kept."""
     batcher = Batcher(echo)
-    batcher.add_bundle("m@1", Estimator())
+    batcher.add_bundle("m@1", {1: Estimator()})
     assert not batcher.load().ready
     with pytest.raises(errors.NotReady):
         await batcher.submit(texts(1))
@@ -949,7 +988,7 @@ arrivals = st.builds(
 costs = st.sampled_from([FIXED, LINEAR, PADDED])
 
 
-def moody(slot: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def moody(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
     """Echo, but a first token type of 1 breaks the model, and one of 2 the result."""
     moods = [int(given.token_type_ids[0]) for given in encodings]
     assert 1 not in moods, "poison"

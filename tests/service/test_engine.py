@@ -53,7 +53,7 @@ def ticket() -> Ticket:
 
 def outputs(tiny: Engine, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
     """What a head gives for each window, each alone."""
-    return [tiny.run(0, [window])[0][head] for window in encoded.windows]
+    return [tiny.run(1, [window])[0][head] for window in encoded.windows]
 
 
 def close(a: float, b: float) -> bool:
@@ -283,7 +283,7 @@ class Recorder:
 async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
     batcher: Any = Recorder()
-    engine = Engine(bundle.load(tiny_bundle), [], batcher)
+    engine = Engine(bundle.load(tiny_bundle), {}, batcher)
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
@@ -345,7 +345,7 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
 async def test_run_splits_a_batch(tiny: Engine) -> None:
     """A slot's run gives each encoding its own rows of every head."""
     windows: list[Encoding] = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
-    results = tiny.run(0, windows)
+    results = tiny.run(1, windows)
     assert [(len(window), 5) for window in windows] == [r["entities"].shape for r in results]
     assert [(64,)] * 3 == [result["embeddings"].shape for result in results]
 

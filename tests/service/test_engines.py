@@ -84,14 +84,18 @@ async def test_unused_gpu(
     assert ("a library is missing", [("tiny@1", "a library is missing")]) == (note, warned)
 
 
-async def test_replicas(tiny_bundle: Path) -> None:
-    """Several replicas answer as one does."""
+async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica, several, and the default on two cores answer alike."""
+    monkeypatch.setattr("service.engines.usable_cores", lambda: 2)
     texts = [samples.text(words, seed=words) for words in range(1, 40)]
     answers = []
-    for replicas in (1, 2):
-        async with open_engines(settings(tiny_bundle, replicas=replicas)) as engines:
+    for layout in ({"replicas": 1}, {"replicas": 2}, {"threads": None}):
+        async with open_engines(settings(tiny_bundle, **layout)) as engines:
             answers.append(await embed(engines.get(None), *texts))
-    np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=1e-5)
+            answers.append(await embed(engines.get(None), *texts[:1]))
+    for alone, together in zip(answers[1::2], answers[::2], strict=True):
+        np.testing.assert_allclose(together, answers[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(alone, answers[0][:1], rtol=0, atol=1e-5)
 
 
 async def test_observers(tiny_bundle: Path) -> None:

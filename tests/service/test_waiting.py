@@ -47,7 +47,7 @@ def test_the_pool_is_the_front_of_a_stable_sort(
     rounds: list[tuple[list[float], set[int]]],
 ) -> None:
     """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
-    queue = Queue(Estimator())
+    queue = Queue({1: Estimator()})
     waiting: list[Entry] = []
     for arriving, leaving in rounds:
         arrived = entries(arriving)
@@ -64,7 +64,7 @@ def test_the_pool_is_the_front_of_a_stable_sort(
 
 def test_an_empty_queue_expects_typical_texts() -> None:
     """Before anything came, its mean length is a guess."""
-    queue = Queue(Estimator())
+    queue = Queue({1: Estimator()})
     assert queue.mean_length == TYPICAL_LENGTH
     queue.admit(entries([0.0, 0.0]))
     assert queue.mean_length == 1
@@ -75,7 +75,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
 ) -> None:
     """Early looks cost nothing and change nothing; a request is as late as its first entry."""
     line = Line()
-    line.queues["m@1"] = Queue(Estimator())
+    line.queues["m@1"] = Queue({1: Estimator()})
     requests = [
         Request([entry(deadline=9.0), entry(deadline=at)], line.queues["m@1"], loop.create_future())
         for at in (3.0, 2.0, 4.0)
