@@ -107,6 +107,8 @@ def embed(
 
 def _weighted_mean(windows: Sequence[Floats], lengths: Sequence[int]) -> Doubles:
     """In double precision, so that the mean of one window is that window exactly."""
+    if len(windows) == 1:
+        return windows[0].astype(np.float64)
     mean: Doubles = np.average(np.stack(windows), axis=0, weights=np.asarray(lengths, np.float64))
     return mean
 
