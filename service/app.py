@@ -9,7 +9,6 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,14 +49,13 @@ def create_app(settings: Settings, open_engines: OpenEngines) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=route_name,
     )
     app.state.service = service
     app.add_middleware(ExchangeMiddleware, metrics=service.metrics, process=service)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
-    app.include_router(router)
+    app.router.routes.extend(router.routes)  # included, they would be matched and wrapped twice
     add_pages(app)
     app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
     return app
@@ -79,10 +77,6 @@ def serve(service: Service, engines: Engines) -> None:
     service.engines = engines
     for engine in engines.all():
         log.info("opened", model=engine.id, runs=engine.fingerprint)
-
-
-def route_name(route: APIRoute) -> str:
-    return route.name
 
 
 class BriefFailure:

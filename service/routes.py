@@ -1,7 +1,7 @@
 """The native endpoints: for each, what comes in, what the engine is asked, what goes out."""
 
 import base64
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import openapi
 from service.calls import json_response, receive_call, service_of
@@ -30,13 +31,24 @@ from service.schemas import (
 
 
 class Route(APIRoute):
-    """Documented as the framework's routes are, but handed the request as it came."""
+    """Documented as the framework's routes are, but handed the request as it came, and nothing else."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return self.endpoint
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = plain(endpoint)
 
 
-router = APIRouter(route_class=Route)
+def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
+    """What the framework's own wrapping comes to without dependencies, in a tenth of its time."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+    return app
+
+
+router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
 
 
 @router.post("/classify", **openapi.task(ClassifyRequest, ClassifyResponse))
