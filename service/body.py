@@ -120,19 +120,31 @@ async def answer_in_time(work: Coroutine[Any, Any, T], receive: Receive, deadlin
     that loses is cancelled and waited for, so that what it queued is dropped. Raises
     ClientDisconnected, DeadlineExceeded and whatever `work` raises.
     """
-    working = asyncio.ensure_future(work)
+    asking = asyncio.current_task()
+    assert asking is not None, "our bug: nobody asks"
+    gone = False
+
+    def leave(_: asyncio.Task[None]) -> None:
+        nonlocal gone
+        gone = True
+        asking.cancel()
+
     leaving = asyncio.ensure_future(disconnected(receive))
+    leaving.add_done_callback(leave)
     try:
-        done, _ = await asyncio.wait(
-            (working, leaving), timeout=seconds_left(deadline), return_when=asyncio.FIRST_COMPLETED
-        )
-        if working in done:
-            return working.result()
-        if leaving in done:
-            raise ClientDisconnected
-        raise DeadlineExceeded("the answer was not ready in time")
+        async with asyncio.timeout(seconds_left(deadline)) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the answer was not ready in time") from None
+    except asyncio.CancelledError:
+        if not gone or asking.uncancel():
+            raise  # somebody else wants this to end
+        raise ClientDisconnected from None
     finally:
-        await cancelled(working, leaving)
+        leaving.remove_done_callback(leave)
+        leaving.cancel()
 
 
 async def disconnected(receive: Receive) -> None:
@@ -142,9 +154,3 @@ async def disconnected(receive: Receive) -> None:
 
 def seconds_left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-async def cancelled(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
