@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import math
 import os
 import socket
@@ -64,6 +65,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
         await super().startup([listener.dup() for listener in sockets or []])
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again and again
         for listener in sockets or []:
             log.info("serving", url=url_of(listener), pid=os.getpid())
 
