@@ -10,6 +10,7 @@ request costs beside the run itself, each timed alone, on one text at a time and
 import argparse
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import orjson
-import uvloop
 
-from benchmarks import traffic
-from benchmarks.bench import export_minilm, machine, serving
-from benchmarks.load import closed_loop, request_bytes
+from benchmarks import machine, models, rounds, servers, traffic
 from export.verify import Run, graph_runner
 from service import bundle, decode, schemas
 from service.encode import Encoder, Encoding
@@ -42,42 +40,46 @@ def main() -> None:
     parser.add_argument("--mix", choices=traffic.MIXES, default="news")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = given.bundle or export_minilm(Path(scratch) / "minilm")
-        texts = traffic.texts(traffic.MIXES[given.mix])
-        results = measure(bundle.load(folder), texts, given.seconds)
+    texts = traffic.texts(traffic.MIXES[given.mix])
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        model = servers.to_bundle(Path(sys.executable), given.bundle or models.minilm(), scratch)
+        results = measure(bundle.load(model), texts, given.seconds, scratch)
     show(results)
     print(json.dumps(results, default=float))
 
 
-def measure(full: bundle.Bundle, texts: list[str], seconds: float) -> dict:
-    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
-    encodings = [item.windows[0] for item in encoder.texts(texts)]
+def measure(full: bundle.Bundle, texts: list[str], seconds: float, scratch: Path) -> dict:
+    encodings = encode(full, texts)
     tokens = float(np.mean([len(encoding) for encoding in encodings]))
     found = {}
     for precision in ("fp32", "int8"):
         flops = flops_per_token(full, precision, encodings)
         rate = matmul_rate(precision)
         bare = bare_sessions(full, precision, encodings)
-        best = max(bare.values())
-        http = through_http(full.path, precision, texts, seconds)
+        http = through_http(full.path, precision, texts, seconds, scratch)
         found[precision] = {
             "matmul_gflops": rate / 1e9,
             "gflop_per_1000_tokens": flops / 1e6,
             "tokens_per_second": {
                 "allowed": rate / flops,
-                "bare": best * tokens,
+                "bare": max(bare.values()) * tokens,
                 "http": max(http.values()) * tokens,
             },
             "bare_texts_per_second": bare,
             "http_texts_per_second": http,
-            "steps_us_per_text": steps(full, precision, encoder, texts),
+            "steps_us_per_text": steps(full, precision, texts),
         }
     return {
-        "machine": machine(),
+        "machine": machine.describe(),
         "texts": {"count": len(texts), "mean_tokens": tokens},
         "precisions": found,
     }
+
+
+def encode(full: bundle.Bundle, texts: Sequence[str]) -> list[Encoding]:
+    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
+    return [item.windows[0] for item in encoder.texts(texts)]
 
 
 # -- the machine and the model ----------------------------------------------------------------------------------------
@@ -175,29 +177,29 @@ def chunks(items: Sequence[Encoding], size: int) -> list[Sequence[Encoding]]:
 # -- the service ------------------------------------------------------------------------------------------------------
 
 
-def through_http(path: Path, precision: str, texts: list[str], seconds: float) -> dict[str, float]:
-    requests = [
-        request_bytes("/embed", json.dumps({"inputs": text, "truncate": True}).encode())
-        for text in texts
-    ]
-    with serving(path, precision) as port:
-        return {
-            f"{connections} connections": uvloop.run(
-                closed_loop(port, requests, connections, seconds)
-            ).rate
-            for connections in (32, 128)
-        }
-
-
-def steps(
-    full: bundle.Bundle, precision: str, encoder: Encoder, texts: Sequence[str]
+def through_http(
+    path: Path, precision: str, texts: list[str], seconds: float, scratch: Path
 ) -> dict[str, float]:
+    (tested,) = rounds.measure(
+        [servers.named(f"quartet {precision}")],
+        "embed",
+        path,
+        texts,
+        scratch,
+        connections=(32, 128),
+        rounds=1,
+        seconds=seconds,
+    )
+    return {f"{load} connections": windows[0].rate for load, windows in tested.closed.items()}
+
+
+def steps(full: bundle.Bundle, precision: str, texts: Sequence[str]) -> dict[str, float]:
     """Microseconds per text of each step that the service takes, alone on the machine, in batches of 8."""
+    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
     session = graph_runner(full, packed_graph(full, precision), usable_cores())
     head = next(n for n, h in full.manifest.heads.items() if h.task == "embedding")
     bodies = [orjson.dumps({"inputs": text, "truncate": True}) for text in texts]
-    encodings = sorted((item.windows[0] for item in encoder.texts(texts)), key=len)
-    batches = chunks(encodings, 8)
+    batches = chunks(sorted(encode(full, texts), key=len), 8)
     outputs = list(itertools.chain.from_iterable(map(session, batches)))
     vectors = [one(output[head]) for output in outputs]
     work: dict[str, Callable[[], object]] = {

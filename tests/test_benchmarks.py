@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import uvloop
 
-from benchmarks.bench import only_portable, serving
+from benchmarks import rounds, servers
+from benchmarks.bench import only_portable
 from benchmarks.limit import flops_per_token, texts_per_second
 from benchmarks.load import closed_loop, open_loop, request_bytes
 from benchmarks.traffic import MIXES, NEWS, texts
@@ -95,22 +97,43 @@ async def test_open_loop_waits_for_no_one() -> None:
 
 
 @pytest.mark.e2e
-def test_serving_takes_many_requests(tiny_bundle: Path) -> None:
-    """A server goes on answering when it has logged more than a pipe holds."""
-    body = json.dumps({"inputs": "Ada drew a comet."}).encode()
-    with serving(tiny_bundle, "int8") as port:
-        requests = [request_bytes("/embed", body)]
-        found = uvloop.run(closed_loop(port, requests, 8, seconds=4, warm_s=0))
-    assert found.requests > 600
+def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Each server is asked under each load in each round; one that cannot run is left out with its reason."""
+    fp32 = servers.named("quartet fp32")
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    chosen = [
+        fp32,
+        replace(fp32, name="broken", command=lambda *_: command),
+        replace(fp32, name="silent", calls={}),
+    ]
+    said: list[str] = []
+    texts = ["Ada drew a comet.", "Ada"]
+    options = {"connections": [1, 4], "rates": [30], "rounds": 2, "seconds": 0.5}
+    tested = rounds.measure(
+        chosen, "embed", tiny_bundle, texts, tmp_path, say=said.append, **options
+    )
+    rows = rounds.summaries(tested)
+
+    assert [len(windows) for windows in tested[0].closed.values()] == [2, 2]
+    assert [*rows[0]["closed"], *rows[0]["open"]] == [1, 4, 30]
+    assert all(found["ratio"] == 1 and found["rate"] > 10 for found in rows[0]["closed"].values())
+    assert 0 < rows[0]["closed"][4]["cpu_ms"] < 50
+    assert rows[0]["peak_mb"] > 20
+    assert "no such model" in rows[1]["skipped"]
+    assert rows[2]["skipped"] == "does not offer it"
+    assert [line for line in said if "round" in line] == [
+        f"round {number} of 2: quartet fp32" for number in (1, 2)
+    ]
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    """Its log is in the error."""
-    with (
-        pytest.raises(RuntimeError, match=r"did not start: .*manifest\.json"),
-        serving(tmp_path, "fp32"),
-    ):
-        pytest.fail("it started")
+def test_ratios_are_taken_within_a_round() -> None:
+    """A machine that is slow for a round is slow for both."""
+
+    def windows(*rates: float) -> list[rounds.Window]:
+        return [rounds.Window(8, rate, 1.0, 2.0, 3.0, 0.1) for rate in rates]
+
+    found = rounds.summary(windows(20, 200, 60), windows(10, 100, 20))
+    assert (found["rate"], found["ratio"], found["spread"]) == (60, 2, [2, 3])
 
 
 def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:

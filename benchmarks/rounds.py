@@ -1,0 +1,255 @@
+"""Servers measured in turn, in rounds, so that what the machine does meanwhile happens to all of them.
+
+All servers are started once. In each round each is woken, asked, and stopped again (SIGSTOP), so that it takes nothing
+from the others; every other round goes backwards. A figure is the median over the rounds, and a ratio is taken within
+each round, against the first server, before its median: a machine that is slow for a minute is slow for both.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from benchmarks import servers
+from benchmarks.environments import Unavailable
+from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.servers import Running, Server, StartError
+
+TICKS = os.sysconf("SC_CLK_TCK")
+KEPT_UP = 0.95  # an open loop's server that answers less of what was offered is overloaded
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one server did in one window; cpu_ms: of its processes, per answer; generator: cores that asking took."""
+
+    load: float  # connections, or requests offered per second
+    rate: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float
+    generator: float
+
+
+@dataclass
+class Tested:
+    """One server's start, its memory at the end, and its windows by load, one for each round."""
+
+    name: str
+    note: str = ""
+    skipped: str = ""
+    start_s: float = 0.0
+    peak_mb: float = 0.0
+    closed: dict[int, list[Window]] = field(default_factory=dict)
+    open: dict[int, list[Window]] = field(default_factory=dict)
+
+
+def measure(
+    chosen: Sequence[Server],
+    task: str,
+    model: Path,
+    texts: Sequence[str],
+    scratch: Path,
+    *,
+    connections: Sequence[int],
+    rates: Sequence[int] = (),
+    rounds: int = 5,
+    seconds: float = 3.0,
+    say: Callable[[str], None] = print,
+) -> list[Tested]:
+    """Every server that offers the task, under every load, in every round.
+
+    A server that fails is left out with its reason. In the open loop a server that cannot keep up with a rate is not
+    asked for a higher one.
+    """
+    tested = [Tested(server.name, server.note) for server in chosen]
+    with ExitStack() as stack:
+        awake: list[tuple[Tested, Running, list[bytes]]] = []
+        for server, result in zip(chosen, tested, strict=True):
+            if task not in server.calls:
+                result.skipped = "does not offer it"
+                continue
+            say(f"starting {server.name}")
+            try:
+                running = stack.enter_context(servers.serving(server, model, scratch))
+            except (Unavailable, StartError) as error:
+                result.skipped = str(error)
+                continue
+            stack.callback(wake, running)  # before it is ended
+            result.start_s = running.start_s
+            call = server.calls[task]
+            asked = [request_bytes(call.path, json.dumps(call.body(t)).encode()) for t in texts]
+            awake.append((result, running, asked))
+            rest(running)
+        for number in range(rounds):
+            for result, running, asked in awake[:: 1 if number % 2 else -1]:
+                say(f"round {number + 1} of {rounds}: {result.name}")
+                with suppress_failure(result), working(running):
+                    ask(result, running, asked, connections, rates, seconds)
+        for result, running, _ in awake:
+            result.peak_mb = group_peak_mb(running.process.pid)
+    return tested
+
+
+def ask(
+    result: Tested,
+    running: Running,
+    requests: Sequence[bytes],
+    connections: Sequence[int],
+    rates: Sequence[int],
+    seconds: float,
+) -> None:
+    """One server's turn in one round."""
+    if result.skipped:
+        return
+    for count in connections:
+        before = group_cpu_s(running.process.pid)
+        found = uvloop.run(closed_loop(running.port, requests, count, seconds, warm_s=0.7))
+        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + 0.7)
+        result.closed.setdefault(count, []).append(window(count, found, spent))
+    for rate in rates:
+        before = group_cpu_s(running.process.pid)
+        found = uvloop.run(open_loop(running.port, requests, rate, seconds, warm_s=0.7))
+        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + 0.7)
+        result.open.setdefault(rate, []).append(window(rate, found, spent))
+        assert found.offered is not None
+        if found.rate < KEPT_UP * found.offered or found.percentile(99) > 1000 * seconds:
+            break
+
+
+def window(load: float, found: Measured, spent: float) -> Window:
+    return Window(
+        load=load,
+        rate=found.rate,
+        p50_ms=found.percentile(50),
+        p99_ms=found.percentile(99),
+        cpu_ms=1000 * spent / max(found.requests, 1),
+        generator=found.cpu_s / found.seconds,
+    )
+
+
+@contextmanager
+def suppress_failure(result: Tested) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        result.skipped = f"failed under load: {error}"
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def working(running: Running) -> Iterator[None]:
+    wake(running)
+    try:
+        yield
+    finally:
+        rest(running)
+
+
+def wake(running: Running) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGCONT)
+
+
+def rest(running: Running) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(running.process.pid, signal.SIGSTOP)
+
+
+def group_cpu_s(group: int) -> float:
+    """Processor seconds of a process group's living processes and the children that they have waited for."""
+    return sum(sum(map(int, stat[11:15])) for _, stat in members(group)) / TICKS
+
+
+def group_peak_mb(group: int) -> float:
+    """The largest resident memory of each process of a group, summed: shared pages count for each."""
+    total = 0.0
+    for pid, _ in members(group):
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    return total
+
+
+def members(group: int) -> Iterator[tuple[str, list[str]]]:
+    """The process ids of a group, each with the fields of its `stat` from the third on."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(stat[2]) == group:
+                    yield entry.name, stat
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def summary(windows: Sequence[Window], base: Sequence[Window]) -> dict[str, Any]:
+    """Medians over the rounds, and the ratio of throughput to the first server's in the same round."""
+    figures = {
+        name: float(np.median([getattr(one, name) for one in windows]))
+        for name in ("rate", "p50_ms", "p99_ms", "cpu_ms", "generator")
+    }
+    ratios = [one.rate / other.rate for one, other in zip(windows, base, strict=False)]
+    spread = [min(ratios, default=np.nan), max(ratios, default=np.nan)]
+    return {**figures, "ratio": float(np.median(ratios or [np.nan])), "spread": spread}
+
+
+def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
+    """What the rounds came to, as JSON."""
+    first = tested[0]
+    return [
+        {
+            "server": one.name,
+            **({"note": one.note} if one.note else {}),
+            **({"skipped": one.skipped} if one.skipped else {}),
+            "start_s": one.start_s,
+            "peak_mb": one.peak_mb,
+            "closed": {
+                load: summary(found, first.closed.get(load, ()))
+                for load, found in one.closed.items()
+            },
+            "open": {
+                load: summary(found, first.open.get(load, ())) for load, found in one.open.items()
+            },
+        }
+        for one in tested
+    ]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """A table of throughput and latency, and what each server cost."""
+    head = f"{'':<24}{'load':>7}{'texts/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'CPU ms':>8}{'ratio':>7}"
+    print(f"\n{head}  (range)")
+    for row in rows:
+        if row.get("skipped"):
+            print(f"{row['server']:<24}{row['skipped'].splitlines()[0]}")
+        for kind, unit in (("closed", ""), ("open", "/s")):
+            for load, found in row[kind].items():
+                low, high = found["spread"]
+                print(
+                    f"{row['server']:<24}{f'{load}{unit}':>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
+                    f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
+                )
+    print(
+        "\nload: connections that ask as soon as they are answered, or requests offered per second"
+    )
+    for row in rows:
+        if row["start_s"]:
+            print(
+                f"{row['server']:<24}ready in {row['start_s']:.1f} s, {row['peak_mb']:.0f} MB at most"
+            )
+    generator = [
+        w["generator"] for row in rows for kind in ("closed", "open") for w in row[kind].values()
+    ]
+    if generator:
+        print(f"asking took at most {max(generator):.2f} of a core")
