@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     )
     spin: bool = Field(
         False,
-        description="let idle session threads spin; a little faster where the cores are ours alone",
+        description="let session threads spin between batches, too; a little faster where the cores are ours alone",
     )
     max_batch_tokens: int = Field(
         16_384, ge=1, description="tokens in one batch; lower for latency, raise for a large GPU"
