@@ -11,7 +11,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format bench bench-limit clean
+.PHONY: help serve setup test check format bench bench-limit bench-peers tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,12 @@ bench: $(VENV)/.test ## Measure the service: a table, then one JSON line
 
 bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
 	@$(RUN) -m benchmarks.limit $(ARGS)
+
+bench-peers: $(VENV)/.test ## Measure Quartet beside its peers, each in an environment of its own (5 GB, most of an hour)
+	@$(RUN) -m benchmarks.compare $(ARGS)
+
+tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and print what to set
+	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environment and everything that tools left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

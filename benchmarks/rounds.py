@@ -8,6 +8,7 @@ each round, against the first server, before its median: a machine that is slow 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from benchmarks.environments import Unavailable
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
 from benchmarks.servers import Running, Server, StartError
 
+WARM_S = 0.7  # before each window
+SETTLE_S = 20.0  # after one, at most
+IDLE, IDLE_S = 0.3, 0.2  # a server that takes less of a core for so long is idle
 TICKS = os.sysconf("SC_CLK_TCK")
 KEPT_UP = 0.95  # an open loop's server that answers less of what was offered is overloaded
 
@@ -111,13 +115,15 @@ def ask(
         return
     for count in connections:
         before = group_cpu_s(running.process.pid)
-        found = uvloop.run(closed_loop(running.port, requests, count, seconds, warm_s=0.7))
-        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + 0.7)
+        found = uvloop.run(closed_loop(running.port, requests, count, seconds, warm_s=WARM_S))
+        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + WARM_S)
+        settle(running)
         result.closed.setdefault(count, []).append(window(count, found, spent))
     for rate in rates:
         before = group_cpu_s(running.process.pid)
-        found = uvloop.run(open_loop(running.port, requests, rate, seconds, warm_s=0.7))
-        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + 0.7)
+        found = uvloop.run(open_loop(running.port, requests, rate, seconds, warm_s=WARM_S))
+        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + WARM_S)
+        settle(running)
         result.open.setdefault(rate, []).append(window(rate, found, spent))
         assert found.offered is not None
         if found.rate < KEPT_UP * found.offered or found.percentile(99) > 1000 * seconds:
@@ -153,6 +159,16 @@ def working(running: Running) -> Iterator[None]:
         yield
     finally:
         rest(running)
+
+
+def settle(running: Running) -> None:
+    """Wait until a server has done what nobody waits for any more, so that it does not do it in the next window."""
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end:
+        before = group_cpu_s(running.process.pid)
+        time.sleep(IDLE_S)
+        if group_cpu_s(running.process.pid) - before < IDLE * IDLE_S:
+            return
 
 
 def wake(running: Running) -> None:

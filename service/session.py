@@ -27,7 +27,7 @@ class ProviderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """threads: of this session; spin: whether they keep looking for work between runs as well."""
+    """threads: of this session, shared by runs at one time; spin: whether they look for work between runs."""
 
     threads: int
     spin: bool = False

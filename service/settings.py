@@ -18,7 +18,7 @@ PREFIX = "QUARTET_"
 
 
 class Slots(NamedTuple):
-    """Batches that run at once, and the threads of one by the slots that it takes: one, or all."""
+    """Batches that run at once, and the threads that one may use by the slots that it takes: one, or all."""
 
     number: int
     threads: Mapping[int, int]
@@ -48,13 +48,13 @@ class Settings(BaseSettings):
     replicas: int | None = Field(
         None,
         ge=1,
-        description="batches that run at once; unset, one on each core, or one on all when little"
-        " waits (on a GPU always one)",
+        description="batches that run at once and share the threads; unset, one on each thread, or"
+        " one on all when little waits (on a GPU always one)",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads of each batch; unset, the usable cores shared among the replicas",
+        description="threads that all batches run on; unset, as many as there are usable cores",
     )
     spin: bool = Field(
         False,
@@ -114,12 +114,11 @@ class Settings(BaseSettings):
 
     def slots(self, on_cpu: bool, cores: int) -> "Slots":
         """How batches share the device, by rule: the same every day on the same machine."""
-        if self.replicas is not None or not on_cpu:
-            count = self.replicas or 1
-            return Slots(count, {1: self.threads or max(1, cores // count)})
-        threads = self.threads or 1
-        count = max(1, cores // threads)
-        return Slots(count, {1: threads, count: max(threads, cores)})
+        threads = self.threads or cores
+        if self.replicas is None and on_cpu:
+            return Slots(threads, {1: 1, threads: threads})
+        replicas = self.replicas or 1
+        return Slots(replicas, {1: threads if replicas < threads else 1})
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds, servers
+from benchmarks import plot, rounds, servers, tune
 from benchmarks.bench import only_portable
 from benchmarks.limit import flops_per_token, texts_per_second
 from benchmarks.load import closed_loop, open_loop, request_bytes
@@ -179,3 +179,32 @@ def test_bare_sessions_share_the_work() -> None:
     ran: list[int] = []
     assert texts_per_second([ran.extend, ran.extend], range(100), size=8) > 0
     assert sorted(ran[-100:]) == [*range(100)]
+
+
+def test_layouts_to_tune() -> None:
+    """The default comes first, and nothing comes twice."""
+    for cores in (1, 2, 16):
+        found = [server.env for server in tune.layouts("auto", cores)]
+        assert found[0] == {}
+        assert len({tuple(env.items()) for env in found}) == len(found)
+        assert {"QUARTET_REPLICAS": str(cores)} in found
+
+
+def test_only_what_was_better_in_every_round_is_advised() -> None:
+    """A gain that comes and goes is noise."""
+    chosen = tune.layouts("auto", 2)[:3]
+    figures = [(1.0, 1.0), (1.3, 0.9), (1.1, 1.05)]  # ratio, worst of the rounds
+    rows = [{"closed": {1: {"ratio": best, "spread": [least, 2]}}} for best, least in figures]
+    assert tune.advice(chosen, rows, 1) == "QUARTET_REPLICAS=1 (1.10 times the default)"
+    assert tune.advice(chosen[:2], rows[:2], 1) == "leave the default"
+
+
+def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
+    """Of whoever answered; who was left out has no line."""
+    load = {"rate": 3.0, "p99_ms": 4.0}
+    rows = [
+        {"server": "quartet fp32", "closed": {"8": load, "1": load}},
+        {"server": "absent", "closed": {}, "skipped": "not here"},
+    ]
+    plot.draw(rows, tmp_path / "picture.png", "two servers")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -68,16 +68,17 @@ def test_unknown_variables_are_named_with_the_closest_known() -> None:
     ("given", "number", "threads"),
     [
         ({}, 8, {1: 1, 8: 8}),
-        ({"threads": 3}, 2, {1: 3, 2: 8}),
-        ({"threads": 16}, 1, {1: 16}),
+        ({"threads": 3}, 3, {1: 1, 3: 3}),
+        ({"threads": 16}, 16, {1: 1, 16: 16}),
         ({"replicas": 1}, 1, {1: 8}),
-        ({"replicas": 3}, 3, {1: 2}),
+        ({"replicas": 3}, 3, {1: 8}),
+        ({"replicas": 8}, 8, {1: 1}),
         ({"replicas": 16}, 16, {1: 1}),
         ({"replicas": 4, "threads": 5}, 4, {1: 5}),
     ],
 )
 def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, int]) -> None:
-    """A core each, and all for one; with replicas set, the cores shared among them, never none."""
+    """A thread each, and all for one; replicas share the threads, or have one each if there are no more."""
     assert Settings(**given).slots(on_cpu=True, cores=8) == (number, threads)
 
 
@@ -85,7 +86,7 @@ def test_slots_on_one_core_and_on_a_gpu() -> None:
     """There is one, and nothing to choose."""
     assert Settings().slots(on_cpu=True, cores=1) == (1, {1: 1})
     assert Settings().slots(on_cpu=False, cores=8) == (1, {1: 8})
-    assert Settings(replicas=2).slots(on_cpu=False, cores=8) == (2, {1: 4})
+    assert Settings(replicas=2).slots(on_cpu=False, cores=8) == (2, {1: 8})
 
 
 @pytest.mark.parametrize(

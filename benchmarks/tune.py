@@ -1,0 +1,88 @@
+"""Which thread settings suit a bundle on this machine: the default beside the alternatives, and what to set.
+
+    python -m benchmarks.tune BUNDLE [--precision auto] [--rounds N] [--seconds N]
+
+Each layout is a server of its own; they are measured in interleaved rounds at one connection (latency) and at 32
+(throughput). Nothing is advised that is not better than the default by more than the rounds differ among themselves.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, rounds, servers, traffic
+from benchmarks.servers import Server
+from service import bundle
+from service.settings import PREFIX, usable_cores
+
+CALMEST, BUSIEST = 1, 32  # connections
+TASKS = {"embedding": "embed", "classification": "classify", "ner": "ner"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    given = parser.parse_args()
+    heads = bundle.load(given.bundle).manifest.heads.values()
+    task = next((TASKS[head.task] for head in heads if head.task in TASKS), None)
+    if task is None:
+        raise SystemExit(f"{given.bundle} has no head of {', '.join(TASKS)}")
+    print(machine.describe())
+    chosen = layouts(given.precision, usable_cores())
+    with tempfile.TemporaryDirectory() as scratch:
+        tested = rounds.measure(
+            chosen,
+            task,
+            given.bundle,
+            traffic.texts(traffic.MIXES[given.mix]),
+            Path(scratch),
+            connections=(CALMEST, BUSIEST),
+            rounds=given.rounds,
+            seconds=given.seconds,
+        )
+    rows = rounds.summaries(tested)
+    rounds.show(rows)
+    for load, what in ((CALMEST, "one client at a time"), (BUSIEST, "many clients")):
+        print(f"for {what}: {advice(chosen, rows, load)}")
+    print(json.dumps({"machine": machine.describe(), "layouts": rows}))
+
+
+def layouts(precision: str, cores: int) -> list[Server]:
+    """The default first, then what may be set instead; none of them twice."""
+    settings: list[dict[str, str]] = [{}, {"SPIN": "true"}]
+    settings += [{"REPLICAS": str(n)} for n in sorted({1, cores // 2, cores} - {0})]
+    settings += [{"REPLICAS": "1", "SPIN": "true"}]
+    base = servers.quartet(precision)
+    return [
+        replace(
+            base,
+            name=" ".join(f"{name}={value}" for name, value in given.items()) or "default",
+            env={f"{PREFIX}{name}": value for name, value in given.items()},
+        )
+        for given in settings
+    ]
+
+
+def advice(chosen: Sequence[Server], rows: Sequence[dict[str, Any]], load: int) -> str:
+    """What to set for a load: what was faster than the default in every round, the fastest of those."""
+    better = [
+        (row["closed"][load]["ratio"], server.env)
+        for server, row in zip(chosen, rows, strict=True)
+        if load in row["closed"] and row["closed"][load]["spread"][0] > 1
+    ]
+    if not better:
+        return "leave the default"
+    ratio, env = max(better, key=lambda found: found[0])
+    return f"{' '.join(f'{name}={value}' for name, value in env.items())} ({ratio:.2f} times the default)"
+
+
+if __name__ == "__main__":
+    main()
