@@ -214,7 +214,7 @@ class TestSentenceTransformers:
         model = read_source(encoder).model
         (vector,) = run_packed(graph.export_packed(model), PACKED).values()
         assert (len(PACKED.lengths), 20) == vector.shape
-        assert 1 >= np.abs(vector).max() > 0.5
+        assert 1 + 1e-6 > np.abs(vector).max() > 0.5  # the runtime's tanh may pass 1 by rounding
 
     def test_minilm(self, minilm_folder: Path) -> None:
         """Three files name three lengths for MiniLM, and 256, sentence-transformers' own, is its limit."""
