@@ -3,6 +3,8 @@
 Torch is imported where a model is made and not before: most tests of the service do without it.
 """
 
+import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
     import onnx
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[object]") -> None:
+    """Models are drawn at random: the same ones in every run, whatever ran before."""
+    seed(fixturedef.argname)
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.nodeid)
+
+
+def seed(name: str) -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(zlib.crc32(name.encode()))
 
 
 @dataclass(frozen=True)
