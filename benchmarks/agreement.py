@@ -20,7 +20,7 @@ import tokenizers
 
 from benchmarks import models, servers
 from benchmarks.environments import Unavailable
-from benchmarks.servers import SERVERS, Entities, Scores, Server, Vector
+from benchmarks.servers import Entities, Scores, Server, Vector
 
 AT_ONCE = 8
 TASKS = ("embed", "classify", "ner")
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", metavar="NAME", help="all by default")
     parser.add_argument("--texts", type=int, default=20, help="how many")
     given = parser.parse_args()
-    chosen = [servers.named(name) for name in given.servers] if given.servers else [*SERVERS]
+    chosen = servers.chosen(given.servers)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for task in given.tasks:

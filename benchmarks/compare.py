@@ -14,16 +14,14 @@ from pathlib import Path
 
 from benchmarks import agreement, environments, machine, models, rounds, servers, traffic
 from benchmarks.environments import Unavailable
-from benchmarks.servers import SERVERS
 
-TASKS = ("embed", "classify", "ner")
 CONNECTIONS = (1, 8, 32, 128)
 RATES = (20, 40, 80, 120, 160, 240, 320)  # requests per second
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["embed"])
+    parser.add_argument("--tasks", nargs="+", choices=agreement.TASKS, default=["embed"])
     parser.add_argument("--mixes", nargs="+", choices=traffic.MIXES, default=[*traffic.MIXES])
     parser.add_argument("--servers", nargs="+", metavar="NAME", help="all by default")
     parser.add_argument("--connections", nargs="*", type=int, default=CONNECTIONS)
@@ -32,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     given = parser.parse_args()
-    chosen = [servers.named(name) for name in given.servers] if given.servers else [*SERVERS]
+    chosen = servers.chosen(given.servers)
     results = []
     for peer in sorted({server.environment for server in chosen if server.environment}):
         try:

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,20 +114,27 @@ def ask(
     if result.skipped:
         return
     for count in connections:
-        before = group_cpu_s(running.process.pid)
-        found = uvloop.run(closed_loop(running.port, requests, count, seconds, warm_s=WARM_S))
-        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + WARM_S)
-        settle(running)
+        found, spent = under(
+            running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
+        )
         result.closed.setdefault(count, []).append(window(count, found, spent))
     for rate in rates:
-        before = group_cpu_s(running.process.pid)
-        found = uvloop.run(open_loop(running.port, requests, rate, seconds, warm_s=WARM_S))
-        spent = (group_cpu_s(running.process.pid) - before) * seconds / (seconds + WARM_S)
-        settle(running)
+        found, spent = under(
+            running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S)
+        )
         result.open.setdefault(rate, []).append(window(rate, found, spent))
         assert found.offered is not None
         if found.rate < KEPT_UP * found.offered or found.percentile(99) > 1000 * seconds:
             break
+
+
+def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
+    """Put a server under a load, and see it idle again: what it did, and the processor seconds of the window."""
+    before = group_cpu_s(running.process.pid)
+    found = uvloop.run(load)
+    spent = group_cpu_s(running.process.pid) - before
+    settle(running)
+    return found, spent * found.seconds / (found.seconds + WARM_S)
 
 
 def window(load: float, found: Measured, spent: float) -> Window:

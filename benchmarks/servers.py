@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -467,6 +467,11 @@ SERVERS = (
         note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
     ),
 )
+
+
+def chosen(names: Sequence[str] | None) -> list[Server]:
+    """The servers of these names, or all. Raises KeyError as `named` does."""
+    return [named(name) for name in names] if names else [*SERVERS]
 
 
 def named(name: str) -> Server:

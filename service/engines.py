@@ -11,13 +11,7 @@ from service.bundle import Bundle, BundleError
 from service.encode import Encoding
 from service.engine import Engine
 from service.errors import UnknownModel
-from service.session import (
-    CPU,
-    SessionOptions,
-    find_provider,
-    open_session,
-    unused_gpu,
-)
+from service.session import CPU, SessionOptions, find_provider, open_session, unused_gpu
 from service.settings import Settings, Slots, usable_cores
 from service.waiting import Outputs
 

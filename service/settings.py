@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    def slots(self, on_cpu: bool, cores: int) -> "Slots":
+    def slots(self, on_cpu: bool, cores: int) -> Slots:
         """How batches share the device, by rule: the same every day on the same machine."""
         threads = self.threads or cores
         if self.replicas is None and on_cpu:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -97,3 +98,20 @@ def real(slots: Tensor, packed: Packed) -> Tensor:
     """The rows of real tokens, `[T, ...]`, of padded slots `[B, S, ...]` or `[B * S, ...]`."""
     total = packed.layout.unpack.size
     return slots.reshape(total, -1).index_select(0, torch.as_tensor(packed.layout.pack))
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[float]], list[float]]:
+    """The learning rates of AdamW's groups and the norm of all gradients, one of each for every step to come."""
+    rates: list[set[float]] = []
+    norms: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def watched(optimizer: torch.optim.AdamW, *rest: Any) -> Any:
+        groups = optimizer.param_groups
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        rates.append({group["lr"] for group in groups})
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        return step(optimizer, *rest)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    return rates, norms

@@ -14,7 +14,7 @@ from model.bert import Bert
 from model.finetune import Settings
 from model.heads import Model
 from service.bundle import Head
-from tests.model.helpers import shape
+from tests.model.helpers import shape, watch_steps
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -325,17 +325,7 @@ def test_the_recipe_is_followed(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads have their own rate, and gradients are clipped."""
-    rates, norms = [], []
-    step = torch.optim.AdamW.step
-
-    def watched(optimizer: torch.optim.AdamW, *rest: Any) -> Any:
-        groups = optimizer.param_groups
-        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        rates.append({group["lr"] for group in groups})
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        return step(optimizer, *rest)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    rates, norms = watch_steps(monkeypatch)
     start({"a": heads(data)["names"]}, steps=4, lr=1e-3, head_lr=4e-3, warmup=0.0, clip=0.01)
 
     assert [sorted(each) for each in rates] == [

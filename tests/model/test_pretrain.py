@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from model import corpus, optim, pretrain
 from model.corpus import Batch, Specials, make_batch
 from model.heads import Pretraining
-from tests.model.helpers import TOLERANCE, perturb, shape
+from tests.model.helpers import TOLERANCE, perturb, shape, watch_steps
 
 CPU = torch.device("cpu")
 
@@ -242,21 +242,13 @@ def test_the_recipe_is_followed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     """The rate rises and falls as planned, gradients are clipped, and as many tokens masked as asked."""
-    rates, norms, masked = [], [], []
-    step, losses = torch.optim.AdamW.step, pretrain.losses
-
-    def watched(optimizer: torch.optim.AdamW, *rest: Any) -> Any:
-        groups = optimizer.param_groups
-        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        rates.append({group["lr"] for group in groups})
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        return step(optimizer, *rest)
+    rates, norms = watch_steps(monkeypatch)
+    masked, losses = [], pretrain.losses
 
     def counted(model: Any, batch: Batch, device: torch.device) -> Any:
         masked.append(len(batch.masked) / len(batch.input_ids))
         return losses(model, batch, device)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     monkeypatch.setattr(pretrain, "losses", counted)
     recipe = {"steps": 10, "lr": 1e-3, "warmup": 0.2, "clip": 0.01, "mask_rate": 0.4}
     run(monkeypatch, tmp_path / "run", {**arguments, **recipe})
