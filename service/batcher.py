@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from service import errors
 from service.cost import Cost, Estimator, Sample
 from service.slots import BatchStats, Result, Run, work
-from service.waiting import MAX_PASSED, Entry, Line, Outcome, Outputs, Queue, Request
+from service.waiting import MAX_PASSED, Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Load", "Outcome", "Run", "plan"]
 
@@ -87,8 +87,8 @@ def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
 class Batcher:
     """Shares the device's slots among the requests of all bundles.
 
-    `run(width, bundle, encodings)` is called in a thread, with the number of slots that the batch
-    takes, and returns one mapping per encoding. With `wide`, a batch may take all slots. `observe`
+    `run(width, bundle, windows)` is called in a thread, with the number of slots that the batch
+    takes, and returns one mapping per window. With `wide`, a batch may take all slots. `observe`
     is told of every batch, after its answers are on their way.
     """
 
@@ -155,15 +155,15 @@ class Batcher:
                 await asyncio.wait([self._task])
             self._threads.shutdown(wait=self._idle == self._slots, cancel_futures=True)
 
-    async def submit(self, entries: Sequence[Entry]) -> list[Outcome]:
+    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
         """Answer one request: entries of one bundle, in their order; admitted whole or refused.
 
-        Cancelling it drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or
+        `tell(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling it drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or
         Overloaded before anything is queued, DeadlineExceeded while it is, InferenceFailed after.
         """
         if not entries:
             return []
-        request = self._admit(entries)
+        request = self._admit(entries, tell)
         self._post(partial(self._line.enter, request))
         try:
             return await request.future
@@ -186,7 +186,7 @@ class Batcher:
         size = min(self._budget.size, self._budget.tokens // queue.mean_length)
         return queue.estimators[1].tokens_per_second([queue.mean_length] * max(size, 1))
 
-    def _admit(self, entries: Sequence[Entry]) -> Request:
+    def _admit(self, entries: Sequence[Entry], tell: Tell | None) -> Request:
         if self._state == "draining":
             raise errors.Draining("the server is shutting down")
         if self._state != "open":
@@ -198,7 +198,7 @@ class Batcher:
             raise ValueError("the entries of a request belong to one bundle")
         self._check_room(sum(entry.tokens for entry in entries))
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, self._line.queues[bundle], future)
+        request = Request(entries, self._line.queues[bundle], future, tell)
         request.queue.admit(entries)
         self._unanswered.add(request)
         return request
@@ -328,9 +328,23 @@ class Batcher:
             batch_tokens=stats.tokens,
             padding_ratio=stats.padding_ratio,
         )
+        if request.tell is not None and not self._told(request, entry):
+            return
         if len(request.outcomes) == len(request.entries):
             request.future.set_result([request.outcomes[entry] for entry in request.entries])
             self._close(request)
+
+    def _told(self, request: Request, entry: Entry) -> bool:
+        """Tell of an outcome; who cannot be told has failed, and nobody else."""
+        assert request.tell is not None
+        try:
+            request.tell(entry, request.outcomes[entry])
+        except Exception as error:
+            failure = errors.InternalError("our bug: an answer could not be told")
+            failure.__cause__ = error
+            self._fail(request, failure)
+            return False
+        return True
 
     def _fail(self, request: Request, error: errors.QuartetError) -> None:
         if not request.future.done():

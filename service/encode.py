@@ -18,24 +18,32 @@ Truncate = bool | Literal["window"]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
-    """One window of one input: what rides in a batch. n tokens, special ones included.
+class Window:
+    """What rides in a batch: n tokens, special ones included.
 
     input_ids       [n]     int64
     token_type_ids  [n]     int64
+    """
+
+    input_ids: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(Window):
+    """A window of one input, and where its tokens stand in the text.
+
     offsets         [n, 2]  half-open code points in the text that the token came from; (0, 0) at special tokens
     words           [n]     index of the token's word in its text; -1 at special tokens
     sequence        [n]     0 for the first text, 1 for the second of a pair, -1 at special tokens
     """
 
-    input_ids: NDArray[np.int64]
-    token_type_ids: NDArray[np.int64]
     offsets: NDArray[np.int32]
     words: NDArray[np.int32]
     sequence: NDArray[np.int8]
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 @dataclass(frozen=True, slots=True)

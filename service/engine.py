@@ -310,7 +310,7 @@ class Engine:
         return [
             Entry(
                 bundle=self.id,
-                encoding=window,
+                window=window,
                 request_id=ticket.request_id,
                 arrival=arrival,
                 deadline=ticket.deadline,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.encode import Encoding
+from service.encode import Window
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -80,12 +80,12 @@ def positions(layout: Layout) -> Ints:
     return layout.pack % layout.longest
 
 
-def pack(encodings: Sequence[Encoding]) -> Packed:
-    """Concatenate encodings, in order, into one packed batch."""
-    layout = make_layout(len(encoding) for encoding in encodings)
+def pack(windows: Sequence[Window]) -> Packed:
+    """Concatenate windows, in order, into one packed batch."""
+    layout = make_layout(len(window) for window in windows)
     return Packed(
-        np.concatenate([encoding.input_ids for encoding in encodings]),
-        np.concatenate([encoding.token_type_ids for encoding in encodings]),
+        np.concatenate([window.input_ids for window in windows]),
+        np.concatenate([window.token_type_ids for window in windows]),
         positions(layout),
         layout,
     )

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from service import errors
-from service.encode import Encoding
+from service.encode import Window
 from service.waiting import Entry, Outputs
 
-Run = Callable[[int, str, Sequence[Encoding]], list[Outputs]]  # width in slots, bundle, entries
+Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
 Result = Outputs | errors.InferenceFailed
 
 
@@ -55,7 +55,7 @@ def work(
 def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
     """Run a batch; when it raises, halve it, so that one bad input fails alone."""
     try:
-        outputs = run(width, batch[0].bundle, [entry.encoding for entry in batch])
+        outputs = run(width, batch[0].bundle, [entry.window for entry in batch])
     except Exception as error:
         if len(batch) == 1:
             failure = errors.InferenceFailed("the model failed on this input")

@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.cost import Estimator
-from service.encode import Encoding
+from service.encode import Window
 
 MAX_PASSED = 16  # batches that may leave without a request before it goes first
 POOL = 256  # entries of one bundle that are looked at for a batch
@@ -52,7 +52,7 @@ class Entry:
     """
 
     bundle: str
-    encoding: Encoding
+    window: Window
     request_id: str
     arrival: float
     deadline: float
@@ -66,7 +66,7 @@ class Entry:
     request: "Request | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.tokens = max(len(self.encoding), 1)
+        self.tokens = max(len(self.window), 1)
 
     @property
     def done(self) -> bool:
@@ -87,6 +87,7 @@ class Request:
     entries: Sequence[Entry]
     queue: "Queue"
     future: asyncio.Future[list[Outcome]]
+    tell: "Tell | None" = None  # of each outcome, as soon as it is there
     outcomes: dict[Entry, Outcome] = field(default_factory=dict)
     deadline: float = field(init=False)
     left: int = field(default=0, init=False)  # entries that still wait
@@ -105,6 +106,9 @@ class Request:
         """Let go of the entries, which refer back: no cycle is left to the garbage collector."""
         self.entries = ()
         self.outcomes = {}
+
+
+Tell = Callable[[Entry, Outcome], None]
 
 
 class Queue:

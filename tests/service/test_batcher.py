@@ -67,7 +67,7 @@ def texts(count: int, tokens: int = 10, *, bundle: str = "m@1") -> list[Entry]:
 
 
 def number(given: Entry | Encoding) -> int:
-    return int((given.encoding if isinstance(given, Entry) else given).input_ids[0])
+    return int((given.window if isinstance(given, Entry) else given).input_ids[0])
 
 
 def lengths(entries: Sequence[Entry]) -> list[int]:
@@ -719,7 +719,7 @@ async def test_cancelled_texts_do_not_pile_up() -> None:
         arrays = []
         for _ in range(3):
             entries = texts(1000)
-            arrays += [weakref.ref(entry.encoding.input_ids) for entry in entries]
+            arrays += [weakref.ref(entry.window.input_ids) for entry in entries]
             gone = await submitted(batcher, entries)
             gone.cancel()
             await settle()
@@ -1004,7 +1004,7 @@ async def played(script: list[Arrival], batcher: Batcher, bundles: list[str]) ->
     for turn, arrival in enumerate(script):
         entries = [text(tokens, bundle=bundles[turn % len(bundles)]) for tokens in arrival.lengths]
         mood = ["good", "poison", "nan"].index(arrival.kind)
-        entries[-1].encoding.token_type_ids[0] = mood
+        entries[-1].window.token_type_ids[0] = mood
         tasks.append((arrival, entries, asyncio.create_task(batcher.submit(entries))))
         if arrival.patience is not None:
             asyncio.get_running_loop().create_task(impatient(tasks[-1][2], arrival.patience))
