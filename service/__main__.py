@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,7 @@ from service.app import create_app
 from service.bundle import MANIFEST
 from service.calls import Service
 from service.engines import open_engines
+from service.metrics import Metrics
 from service.settings import PREFIX, Settings, unknown_variables
 
 log = structlog.get_logger()
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in unknown_variables(os.environ):
         log.warning(line)
     listener = bind(settings.host, settings.port)
-    app = create_app(settings, open_engines)
+    metrics = Metrics()
+    app = create_app(settings, partial(open_engines, metrics), metrics)
     Server(app, settings).run([listener])
 
 

@@ -38,9 +38,9 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(settings: Settings, open_engines: OpenEngines) -> FastAPI:
+def create_app(settings: Settings, open_engines: OpenEngines, metrics: Metrics) -> FastAPI:
     """The service as an ASGI application that holds `open_engines` open while it lives."""
-    service = Service(settings, Metrics())
+    service = Service(settings, metrics)
     app = FastAPI(
         title="Quartet",
         version=__version__,
@@ -65,18 +65,12 @@ def create_app(settings: Settings, open_engines: OpenEngines) -> FastAPI:
 async def lifespan(service: Service, open_engines: OpenEngines, _: FastAPI) -> AsyncIterator[None]:
     """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
     async with open_engines(service.settings) as engines:
-        serve(service, engines)
+        service.engines = engines
+        for engine in engines.all():
+            log.info("opened", model=engine.id, runs=engine.fingerprint)
         yield
         service.draining = True
     service.engines = None
-
-
-def serve(service: Service, engines: Engines) -> None:
-    engines.observe(service.metrics.observe_batch)
-    service.metrics.watch_queue(lambda: engines.load().queue_tokens)
-    service.engines = engines
-    for engine in engines.all():
-        log.info("opened", model=engine.id, runs=engine.fingerprint)
 
 
 class BriefFailure:

@@ -6,8 +6,8 @@ makes batches: nothing waits for company unless `max_wait_ms` says so.
 
 Who is next and who rides along is one pure function, `plan`. Slots belong to the device: the
 bundles take turns in them. On a CPU a slot is a core. A batch takes one slot, which is how cores do
-most work, or all of them when too little waits to keep each busy, which is how a text is answered
-soonest.
+most work, or several, all by default, when too little waits to keep each busy, which is how a text
+is answered soonest.
 """
 
 import asyncio
@@ -88,8 +88,8 @@ class Batcher:
     """Shares the device's slots among the requests of all bundles.
 
     `run(width, bundle, windows)` is called in a thread, with the number of slots that the batch
-    takes, and returns one mapping per window. With `wide`, a batch may take all slots. `observe`
-    is told of every batch, after its answers are on their way.
+    takes: one, or `wide` of them. It returns one mapping per window. `observe` is told of every
+    batch, after its answers are on their way.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Batcher:
         run: Run,
         *,
         slots: int = 1,
-        wide: bool = False,
+        wide: int = 1,
         max_batch_tokens: int = 16_384,
         max_batch_size: int = 64,
         max_queue_tokens: int = 262_144,
@@ -158,8 +158,9 @@ class Batcher:
     async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
         """Answer one request: entries of one bundle, in their order; admitted whole or refused.
 
-        `tell(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling it drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or
-        Overloaded before anything is queued, DeadlineExceeded while it is, InferenceFailed after.
+        `tell(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
+        drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded
+        before anything is queued, DeadlineExceeded while it is, InferenceFailed after.
         """
         if not entries:
             return []
@@ -257,9 +258,8 @@ class Batcher:
         return None
 
     def _width(self) -> int:
-        """The slots that the next batch takes: all, where fewer entries wait than slots are idle."""
-        alone = self._wide and self._idle == self._slots and self._line.size < self._slots
-        return self._slots if alone else 1
+        """The slots that the next batch takes: many, where they are idle and fewer entries wait."""
+        return self._wide if self._line.size < self._wide <= self._idle else 1
 
     def _share(self, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot gets its part of what waits."""

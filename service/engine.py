@@ -5,34 +5,27 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service import decode
-from service.batcher import Batcher, Entry, Outcome
 from service.bundle import Bundle, Head, Manifest, Task
-from service.cost import Estimator, measure
+from service.device import RunsOn
 from service.encode import Encoded, Encoder, Encoding, TextError, Truncate
 from service.errors import InvalidInput, UnknownHead
-from service.packing import pack, split
-from service.session import (
-    RUNTIME,
-    Session,
-    unused_gpu,
-)
-from service.waiting import Outputs
+from service.waiting import Entry, Outcome, Tell
 
 T = TypeVar("T")
 W = TypeVar("W")
 Floats = NDArray[np.float32]
+Submit = Callable[[Sequence[Entry], Tell | None], Awaitable[list[Outcome]]]
+Told = Callable[[int, T], None]  # is given an input's index and its result, as soon as it is there
 
-WARM_UP_S = 0.3
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
 # A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
 # request that leaves or is late while it waits for one costs nothing.
@@ -92,20 +85,58 @@ class _Windows:
         return [len(encoding) for encoding in self.encodings]
 
 
-class Engine:
-    """A bundle with its sessions, by the slots that a run takes, behind the batcher that all engines share."""
+class _Arrivals(Generic[T]):
+    """Windows that come back in any order: an input is decoded, and told of, when its last one is there."""
 
-    def __init__(self, bundle: Bundle, sessions: Mapping[int, Session], batcher: Batcher) -> None:
+    def __init__(
+        self,
+        encoded: Sequence[Encoded],
+        entries: Sequence[Entry],
+        decode_one: Callable[[int, _Windows], T],
+        tell: Told[T],
+    ) -> None:
+        self.decode_s = 0.0
+        self._decode_one = decode_one
+        self._tell = tell
+        self._encoded = encoded
+        rest = iter(entries)
+        self._entries = [[next(rest) for _ in item.windows] for item in encoded]
+        self._input = {entry: index for index, own in enumerate(self._entries) for entry in own}
+        self._outputs: dict[Entry, Floats] = {}
+        self._decoded: dict[int, T] = {}
+
+    @property
+    def results(self) -> list[T]:
+        """In the order of the inputs, once all are there."""
+        return [self._decoded[index] for index in range(len(self._encoded))]
+
+    def add(self, entry: Entry, outcome: Outcome) -> None:
+        (self._outputs[entry],) = outcome.outputs.values()
+        index = self._input[entry]
+        own = self._entries[index]
+        if not all(other in self._outputs for other in own):
+            return
+        began = time.perf_counter()
+        outputs = [self._outputs.pop(other) for other in own]
+        result = self._decode_one(index, _Windows(self._encoded[index].windows, outputs))
+        self._decoded[index] = result
+        self.decode_s += time.perf_counter() - began
+        self._tell(index, result)
+
+
+class Engine:
+    """A bundle in front of the device that computes it."""
+
+    def __init__(self, bundle: Bundle, runs_on: RunsOn, submit: Submit) -> None:
         self.manifest: Manifest = bundle.manifest
+        self.runs_on = runs_on
         self.id = bundle.manifest.id
         self.sha256 = bundle.sha256
         self.encoder = Encoder.from_file(
             bundle.file(bundle.manifest.vocabulary.file), bundle.manifest.max_length
         )
-        self._sessions = sessions
-        self._batcher = batcher
+        self._submit = submit
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
-        self._per_token = {name for name, head in self.manifest.heads.items() if head.per_token}
 
     # -- the four tasks ---------------------------------------------------------------------------
 
@@ -119,6 +150,7 @@ class Engine:
         top_k: int | None,
         truncate: Truncate,
         stride: int | None,
+        tell: Told[list[decode.Label]] | None = None,
     ) -> Reply[list[list[decode.Label]]]:
         """Labels per text, or per text with its pair, best first."""
         name, described = self._head("classification", head)
@@ -141,7 +173,7 @@ class Engine:
             )
 
         size = _characters(texts, pairs or [])
-        return await self._answer(name, ticket, encode, labels, size)
+        return await self._answer(name, ticket, encode, labels, size, tell)
 
     async def ner(
         self,
@@ -152,6 +184,7 @@ class Engine:
         aggregation_strategy: str,
         truncate: Truncate,
         stride: int | None,
+        tell: Told[list[decode.Entity]] | None = None,
     ) -> Reply[list[list[decode.Entity]]]:
         """Entities per text, in text order."""
         name, described = self._head("ner", head)
@@ -169,7 +202,7 @@ class Engine:
         def encode() -> list[Encoded]:
             return self.encoder.texts(texts, truncate=truncate, stride=shared)
 
-        return await self._answer(name, ticket, encode, entities, _characters(texts))
+        return await self._answer(name, ticket, encode, entities, _characters(texts), tell)
 
     async def qa(
         self,
@@ -182,6 +215,7 @@ class Engine:
         handle_impossible_answer: bool,
         truncate: Truncate,
         stride: int | None,
+        tell: Told[list[decode.Answer]] | None = None,
     ) -> Reply[list[list[decode.Answer]]]:
         """Spans of each context that answer its question, best first."""
         name, described = self._head("qa", head)
@@ -208,7 +242,7 @@ class Engine:
             )
 
         size = _characters(questions, contexts)
-        return await self._answer(name, ticket, encode, answers, size)
+        return await self._answer(name, ticket, encode, answers, size, tell)
 
     async def embed(
         self,
@@ -220,6 +254,7 @@ class Engine:
         dimensions: int | None,
         truncate: Truncate,
         stride: int | None,
+        tell: Told[Floats] | None = None,
     ) -> Reply[Floats]:
         """One vector per text: `[N, D]`."""
         name, described = self._head("embedding", head)
@@ -239,7 +274,7 @@ class Engine:
         def encode() -> list[Encoded]:
             return self.encoder.texts(texts, truncate=truncate, stride=shared)
 
-        reply = await self._answer(name, ticket, encode, vector, _characters(texts))
+        reply = await self._answer(name, ticket, encode, vector, _characters(texts), tell)
         return Reply(reply.head, np.stack(reply.results), reply.usage, reply.timing)
 
     # -- what they share --------------------------------------------------------------------------
@@ -262,12 +297,20 @@ class Engine:
         encode: Callable[[], list[Encoded]],
         decode_one: Callable[[int, _Windows], T],
         characters: int,
+        tell: Told[T] | None,
     ) -> Reply[list[T]]:
         """Encode, submit, decode: the way of every request."""
         began = time.perf_counter()
         encoded = await self._encode(encode, characters)
         encode_s = time.perf_counter() - began
-        outcomes = await self._batcher.submit(self._entries(head, encoded, ticket))
+        usage = _usage(encoded)
+        entries = self._entries(head, encoded, ticket)
+        if tell is not None:
+            arrivals = _Arrivals(encoded, entries, decode_one, tell)
+            outcomes = await self._submit(entries, arrivals.add)
+            timing = _timing(outcomes, encode_s, arrivals.decode_s)
+            return Reply(head, arrivals.results, usage, timing)
+        outcomes = await self._submit(entries, None)
         began = time.perf_counter()
         outputs = iter([outcome.outputs[head] for outcome in outcomes])
 
@@ -277,7 +320,6 @@ class Engine:
                 for index, item in enumerate(encoded)
             ]
 
-        usage = _usage(encoded)
         results = await self._beside(decode_all, usage.tokens > INLINE_TOKENS)
         timing = _timing(outcomes, encode_s, time.perf_counter() - began)
         return Reply(head, results, usage, timing)
@@ -326,42 +368,17 @@ class Engine:
         """Leave texts that wait for a thread unread."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
-    # -- in a replica's thread --------------------------------------------------------------------
-
-    def run(self, width: int, encodings: Sequence[Encoding]) -> list[Outputs]:
-        """Every head's output of each encoding, computed on so many slots."""
-        packed = pack(encodings)
-        outputs = self._sessions[width].run(packed)
-        return [*split(outputs, packed.layout, self._per_token)]
-
-    def warm_up(self) -> dict[int, Estimator]:
-        """Measure what batches cost, by the slots that they take."""
-        first = self.encoder.texts([""])[0].windows[0]
-        longest = self.manifest.max_length
-
-        def build(length: int) -> Encoding:
-            return _repeated(first, length)
-
-        def estimator(width: int) -> Estimator:
-            run = partial(self.run, width)
-            budget_s = WARM_UP_S / len(self._sessions)
-            return Estimator(measure(run, build, max_length=longest, budget_s=budget_s))
-
-        return {width: estimator(width) for width in self._sessions}
-
     # -- telling of itself ------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> str:
         """Bundle hash, precision, provider and runtime, for a response header."""
-        graph, provider = self._sessions[1].graph, self._sessions[1].provider
-        return (
-            f"{self.sha256[:12]};precision={graph.precision};provider={provider};runtime={RUNTIME}"
-        )
+        on = self.runs_on
+        return f"{self.sha256[:12]};precision={on.precision};provider={on.provider};runtime={on.runtime}"
 
     def describe(self) -> dict[str, object]:
         """What `GET /models` says of it."""
-        manifest, session = self.manifest, self._sessions[1]
+        manifest, on = self.manifest, self.runs_on
         return {
             "id": self.id,
             "name": manifest.name,
@@ -370,11 +387,11 @@ class Engine:
                 name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
             },
             "max_length": manifest.max_length,
-            "precision": session.graph.precision,
-            "layout": session.graph.layout,
-            "provider": session.provider,
-            "provider_note": unused_gpu(session),
-            "runtime": RUNTIME,
+            "precision": on.precision,
+            "layout": on.layout,
+            "provider": on.provider,
+            "provider_note": on.provider_note,
+            "runtime": on.runtime,
             "sha256": self.sha256,
             "embedding_space": manifest.embedding_space,
             "metrics": manifest.metrics,
@@ -385,18 +402,6 @@ class Engine:
 
 def _characters(*texts: Sequence[str]) -> int:
     return sum(len(text) for group in texts for text in group)
-
-
-def _repeated(encoding: Encoding, length: int) -> Encoding:
-    """An encoding of a given length, made of another's first token."""
-    at = np.zeros(length, dtype=np.intp)
-    return Encoding(
-        encoding.input_ids[at],
-        encoding.token_type_ids[at],
-        encoding.offsets[at],
-        encoding.words[at],
-        encoding.sequence[at],
-    )
 
 
 def _usage(encoded: Sequence[Encoded]) -> Usage:

@@ -18,7 +18,7 @@ PREFIX = "QUARTET_"
 
 
 class Slots(NamedTuple):
-    """Batches that run at once, and the threads that one may use by the slots that it takes: one, or all."""
+    """Batches that run at once, and the threads that one may use by the slots that it takes: one, or many."""
 
     number: int
     threads: Mapping[int, int]
@@ -112,11 +112,16 @@ class Settings(BaseSettings):
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    def slots(self, on_cpu: bool, cores: int) -> Slots:
-        """How batches share the device, by rule: the same every day on the same machine."""
+    def slots(self, on_cpu: bool, cores: int, bundles: int = 1) -> Slots:
+        """How batches share the device, by rule: the same every day on the same machine.
+
+        The threads on which a lone text runs belong to its bundle and sleep otherwise; so that they do not grow with
+        the number of bundles, each has its part of them.
+        """
         threads = self.threads or cores
         if self.replicas is None and on_cpu:
-            return Slots(threads, {1: 1, threads: threads})
+            alone = max(threads // bundles, 1)
+            return Slots(threads, {1: 1, alone: alone})
         replicas = self.replicas or 1
         return Slots(replicas, {1: threads if replicas < threads else 1})
 

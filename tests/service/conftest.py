@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from service.app import create_app
+from service.metrics import Metrics
 from service.settings import PREFIX, Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -41,7 +42,7 @@ def engines(engine: FakeEngine) -> FakeEngines:
 
 @pytest.fixture
 def app(engines: FakeEngines) -> FastAPI:
-    return create_app(Settings(), engines.open)
+    return create_app(Settings(), engines.open, Metrics())
 
 
 @asynccontextmanager
@@ -66,4 +67,4 @@ def client_with(
     engines: FakeEngines,
 ) -> Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]:
     """A client of an app with settings of its own."""
-    return lambda **settings: living(create_app(Settings(**settings), engines.open))
+    return lambda **settings: living(create_app(Settings(**settings), engines.open, Metrics()))

@@ -1,13 +1,13 @@
 """An engine that answers at once, remembers what it was asked, and fails or waits when told to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
-from service.batcher import BatchStats, Load
+from service.batcher import Load
 from service.decode import Answer, Entity, Label
 from service.engine import Reply, Ticket, Timing, Usage
 from service.errors import UnknownModel
@@ -72,7 +72,6 @@ class FakeEngines:
         self.engine = engine
         self.ready = True
         self.closed = False
-        self.observer: Callable[[BatchStats], None] | None = None
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):
@@ -84,9 +83,6 @@ class FakeEngines:
 
     def load(self) -> Load:
         return Load(queue_tokens=42, tokens_per_second=1000.0, ready=self.ready)
-
-    def observe(self, observer: Callable[[BatchStats], None]) -> None:
-        self.observer = observer
 
     @asynccontextmanager
     async def open(self, settings: Settings) -> AsyncIterator["FakeEngines"]:

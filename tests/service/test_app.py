@@ -13,6 +13,7 @@ from structlog.typing import EventDict
 
 from service.app import PAGES, create_app
 from service.bundle import BundleError
+from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -36,14 +37,13 @@ async def live(app: FastAPI) -> list[Message]:
 
 
 async def test_a_life_opens_and_closes_the_engines(engines: FakeEngines, app: FastAPI) -> None:
-    """The engines are open between startup and shutdown, and observed."""
+    """The engines are open between startup and shutdown."""
     answers = await live(app)
     assert [answer["type"] for answer in answers] == [
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
     ]
     assert engines.closed
-    assert engines.observer == app.state.service.metrics.observe_batch
 
 
 async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -> None:
@@ -61,7 +61,7 @@ async def test_a_failed_start_is_told_in_one_line() -> None:
         raise BundleError("bundles/x", "no such bundle directory")
         yield
 
-    assert await live(create_app(Settings(), fail)) == [
+    assert await live(create_app(Settings(), fail, Metrics())) == [
         {
             "type": "lifespan.startup.failed",
             "message": "cannot start: bundles/x: no such bundle directory",

@@ -305,6 +305,38 @@ async def test_outcomes_tell_of_their_batch() -> None:
     assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
 
 
+async def test_outcomes_are_told_as_their_batches_end() -> None:
+    """Each entry is told of once, with its own outcome, before the request is answered."""
+    gate, told = Gate(), []
+    async with serving(gate, max_batch_size=1) as batcher:
+        entries = texts(2)
+        asked = asyncio.create_task(
+            batcher.submit(entries, lambda entry, outcome: told.append((entry, outcome)))
+        )
+        await gate.batch()
+        gate.let()
+        await gate.batch()
+        assert [(entries[0], echoed([told[0][1]]))] == [
+            (entry, echoed([outcome])) for entry, outcome in told
+        ]
+        gate.let()
+        assert await asked == [outcome for _, outcome in told]
+
+
+async def test_who_cannot_be_told_fails_alone() -> None:
+    """A listener that raises fails its own request; the others are answered."""
+
+    def tell(*_: object) -> None:
+        raise OSError("nobody there")
+
+    async with serving(echo) as batcher:
+        bad = asyncio.create_task(batcher.submit(texts(2), tell))
+        good = asyncio.create_task(batcher.submit(texts(2)))
+        with pytest.raises(errors.InternalError, match="could not be told"):
+            await bad
+        assert 2 == len(await good)
+
+
 async def test_every_batch_is_observed() -> None:
     """Metrics see what ran, and whose it was."""
     seen: list[BatchStats] = []
@@ -464,7 +496,7 @@ async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
 async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int]) -> None:
     """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
     gate = Gate()
-    async with serving(gate, bundles=[], slots=4, wide=True) as batcher:
+    async with serving(gate, bundles=[], slots=4, wide=4) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, slots=4))
         request = await submitted(batcher, texts(waiting))
         running = [await gate.batch() for _ in widths]
@@ -477,7 +509,7 @@ async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int
 async def test_a_wide_batch_needs_every_slot() -> None:
     """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
     gate = Gate()
-    async with serving(gate, bundles=[], slots=2, wide=True, max_batch_size=1) as batcher:
+    async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, slots=2))
         first = await submitted(batcher, texts(2))
         assert [(await gate.batch()).width, (await gate.batch()).width] == [1, 1]
@@ -503,7 +535,7 @@ async def test_each_width_has_its_own_cost() -> None:
         return echo(width, bundle, encodings)
 
     estimators = costing(FIXED, slots=2)
-    async with serving(run, bundles=[], slots=2, wide=True, clock=clock) as batcher:
+    async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
         batcher.add_bundle("m@1", estimators)
         for _ in range(200):
             await batcher.submit([text(10)])

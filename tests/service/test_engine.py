@@ -14,12 +14,15 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from service import bundle, decode
-from service.batcher import Entry, Outcome
+from service.device import Runner, RunsOn
 from service.encode import Encoded, Encoder, Encoding
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Ticket
 from service.engines import open_engines
 from service.errors import InvalidInput, UnknownHead
+from service.metrics import Metrics
+from service.session import SessionOptions, open_session
 from service.settings import Settings
+from service.waiting import Entry, Outcome, Tell
 from tests import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,7 +46,7 @@ EMBED = {"head": None, "normalize": None, "dimensions": None, "truncate": True, 
 async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
     """The tiny bundle's engine, open."""
     settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    async with open_engines(settings) as engines:
+    async with open_engines(Metrics(), settings) as engines:
         yield engines.get(None)
 
 
@@ -51,9 +54,16 @@ def ticket() -> Ticket:
     return Ticket("a request", deadline=time.monotonic() + 60)
 
 
-def outputs(tiny: Engine, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
+@pytest.fixture(scope="module")
+def runner(tiny_bundle: Path) -> Runner:
+    """The tiny bundle's session, without a batcher."""
+    opened = bundle.load(tiny_bundle)
+    return Runner(opened, {1: open_session(opened, provider="cpu", options=SessionOptions(1))})
+
+
+def outputs(runner: Runner, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
     """What a head gives for each window, each alone."""
-    return [tiny.run(1, [window])[0][head] for window in encoded.windows]
+    return [runner.run(1, [window])[0][head] for window in encoded.windows]
 
 
 def close(a: float, b: float) -> bool:
@@ -63,24 +73,24 @@ def close(a: float, b: float) -> bool:
 # -- answers --------------------------------------------------------------------------------------
 
 
-async def test_classify(tiny: Engine) -> None:
+async def test_classify(tiny: Engine, runner: Runner) -> None:
     """Each text gets every label, as decoded from its own logits."""
     reply = await tiny.classify(SHORT, None, ticket(), **CLASSIFY)
     head = tiny.manifest.heads["sentiment"]
     assert ("sentiment", len(SHORT)) == (reply.head, len(reply.results))
     for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
-        logits = outputs(tiny, encoded, "sentiment")
+        logits = outputs(runner, encoded, "sentiment")
         expected = decode.classify(logits, [1], labels=head.labels, problem_type=None, top_k=None)
         assert [label.label for label in expected] == [label.label for label in found]
         assert all(close(a.score, b.score) for a, b in zip(expected, found, strict=True))
         assert close(1, sum(label.score for label in found))
 
 
-async def test_pairs(tiny: Engine) -> None:
+async def test_pairs(tiny: Engine, runner: Runner) -> None:
     """A text with its pair is one sequence of two segments, and another text than either."""
     reply = await tiny.classify(SHORT, SHORT[::-1], ticket(), **{**CLASSIFY, "top_k": 1})
     encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
-    logits = [outputs(tiny, item, "sentiment")[0] for item in encoded]
+    logits = [outputs(runner, item, "sentiment")[0] for item in encoded]
     best = [tiny.manifest.heads["sentiment"].labels[row.argmax()] for row in logits]
     assert [[label] for label in best] == [
         [found.label for found in labels] for labels in reply.results
@@ -118,7 +128,7 @@ async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
     assert [a.answer for a in answers] == [text[a.start : a.end] for a in answers]
 
 
-async def test_qa(tiny: Engine) -> None:
+async def test_qa(tiny: Engine, runner: Runner) -> None:
     """Answers are spans of the context, best first, as decoded from all its windows at once."""
     reply = await tiny.qa(["Who sold it?"] * 2, [SHORT[2], LONG], ticket(), **QA)
     head = tiny.manifest.heads["answers"]
@@ -127,7 +137,7 @@ async def test_qa(tiny: Engine) -> None:
     )[0]
     expected = decode.qa(
         encoded.windows,
-        outputs(tiny, encoded, "answers"),
+        outputs(runner, encoded, "answers"),
         LONG,
         top_k=3,
         handle_impossible_answer=False,
@@ -139,11 +149,11 @@ async def test_qa(tiny: Engine) -> None:
     assert [3, 3] == [len(answers) for answers in reply.results]
 
 
-async def test_embed(tiny: Engine) -> None:
+async def test_embed(tiny: Engine, runner: Runner) -> None:
     """Vectors are of length one, as the head says, or as they come when asked for so."""
     unit = await tiny.embed(SHORT, ticket(), **EMBED)
     plain = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
-    expected = [outputs(tiny, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
+    expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
     np.testing.assert_allclose(plain.results, expected, rtol=0, atol=1e-5)
     norms = np.linalg.norm(plain.results, axis=1, keepdims=True)
     np.testing.assert_allclose(unit.results, plain.results / norms, rtol=0, atol=1e-6)
@@ -168,24 +178,24 @@ def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[n
     return total / sum(lengths)
 
 
-async def test_windows_of_a_label(tiny: Engine) -> None:
+async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
     how = {**CLASSIFY, "truncate": "window", "stride": 20}
     reply = await tiny.classify([LONG, SHORT[0]], None, ticket(), **how)
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
-    logits = weighted(outputs(tiny, encoded, "sentiment"), encoded)
+    logits = weighted(outputs(runner, encoded, "sentiment"), encoded)
     scores = np.exp(logits) / np.exp(logits).sum()
     expected = dict(zip(tiny.manifest.heads["sentiment"].labels, scores, strict=True))
     assert len(encoded.windows) > 1
     assert all(close(expected[label.label], label.score) for label in reply.results[0])
 
 
-async def test_windows_of_a_vector(tiny: Engine) -> None:
+async def test_windows_of_a_vector(tiny: Engine, runner: Runner) -> None:
     """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
     how = {**EMBED, "truncate": "window", "stride": 20}
     reply = await tiny.embed([LONG], ticket(), **how)
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
-    mean = weighted(outputs(tiny, encoded, "embeddings"), encoded)
+    mean = weighted(outputs(runner, encoded, "embeddings"), encoded)
     np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
 
 
@@ -266,34 +276,81 @@ async def test_many_dimensions(tiny: Engine) -> None:
 # -- what it hands on -----------------------------------------------------------------------------
 
 
-class Recorder:
-    """A batcher that remembers what was submitted and answers with zeros."""
+RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
 
-    async def submit(self, entries: Sequence[Entry]) -> list[Outcome]:
-        self.entries += entries
-        return [
-            Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
-            for entry in entries
-        ]
+def zeros(entry: Entry) -> Outcome:
+    return Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
 
 
 async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
-    batcher: Any = Recorder()
-    engine = Engine(bundle.load(tiny_bundle), {}, batcher)
+    submitted: list[Entry] = []
+
+    async def submit(entries: Sequence[Entry], _: Tell | None) -> list[Outcome]:
+        submitted.extend(entries)
+        return [*map(zeros, entries)]
+
+    engine = Engine(bundle.load(tiny_bundle), RUNS_ON, submit)
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
-    assert [len(window) for window in windows] == [entry.tokens for entry in batcher.entries]
-    told = {
-        (e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.head) for e in batcher.entries
-    }
+    assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
+    told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.head) for e in submitted}
     assert {("tiny@1", "r", 12.5, 3, "t", "embeddings")} == told
+
+
+async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
+    """An input is told of when its last window is back, whatever the order, and the reply has them all."""
+    told: list[tuple[int, float]] = []
+
+    async def submit(entries: Sequence[Entry], tell: Tell | None) -> list[Outcome]:
+        assert tell is not None
+        backwards = [*entries][::-1]
+        for number, entry in enumerate(backwards, 1):
+            tell(entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1))
+        return [*map(zeros, entries)]
+
+    engine = Engine(bundle.load(tiny_bundle), RUNS_ON, submit)
+    windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
+    assert windows > 1
+    options = {**EMBED, "truncate": "window", "normalize": False}
+    reply = await engine.embed(
+        [SHORT[0], LONG, SHORT[1]],
+        ticket(),
+        **options,
+        tell=lambda index, vector: told.append((index, float(vector[0]))),
+    )
+    assert [2, 1, 0] == [index for index, _ in told]
+    assert (1.0, windows + 2.0) == (told[0][1], told[2][1])
+    assert [value for _, value in sorted(told)] == [float(row[0]) for row in reply.results]
+
+
+@pytest.mark.parametrize("task", ["classify", "ner", "qa", "embed"])
+async def test_told_and_returned_are_the_same(task: str, tiny: Engine) -> None:
+    """Who is told of each result hears what the others are given at the end."""
+    told: dict[int, Any] = {}
+    texts = [*SHORT, LONG]
+    asked: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "classify": ([texts, None], CLASSIFY),
+        "ner": ([texts], NER),
+        "qa": ([["Who drew a comet?"] * 4, texts], QA),
+        "embed": ([texts], EMBED),
+    }
+    arguments, options = asked[task]
+    call = getattr(tiny, task)
+    plain = await call(*arguments, ticket(), **options)
+    streamed = await call(*arguments, ticket(), **options, tell=told.__setitem__)
+    assert [0, 1, 2, 3] == sorted(told)
+    assert plain.usage == streamed.usage
+    for index, result in enumerate(plain.results):
+        np.testing.assert_equal(told[index], streamed.results[index])
+        if task == "embed":
+            np.testing.assert_allclose(told[index], result, rtol=0, atol=1e-5)
+        else:
+            assert len(result) == len(told[index])
 
 
 @pytest.mark.parametrize(
@@ -342,10 +399,10 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     assert [*range(1, HELPERS + 1)] == sorted(encoded)
 
 
-async def test_run_splits_a_batch(tiny: Engine) -> None:
-    """A slot's run gives each encoding its own rows of every head."""
+async def test_run_splits_a_batch(tiny: Engine, runner: Runner) -> None:
+    """A slot's run gives each window its own rows of every head."""
     windows: list[Encoding] = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
-    results = tiny.run(1, windows)
+    results = runner.run(1, windows)
     assert [(len(window), 5) for window in windows] == [r["entities"].shape for r in results]
     assert [(64,)] * 3 == [result["embeddings"].shape for result in results]
 

@@ -3,20 +3,25 @@
 import json
 import shutil
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service.batcher import BatchStats
 from service.bundle import BundleError
 from service.engine import Engine, Ticket
-from service.engines import open_engines
+from service.engines import Engines, open_engines
 from service.errors import Draining, UnknownModel
+from service.metrics import Metrics
 from service.session import ProviderError
 from service.settings import Settings
 from tests import samples
+
+
+def opened(chosen: Settings) -> AbstractAsyncContextManager[Engines]:
+    return open_engines(Metrics(), chosen)
 
 
 def settings(*bundles: Path, **fields: object) -> Settings:
@@ -40,7 +45,7 @@ async def embed(engine: Engine, *texts: str) -> np.ndarray:
 
 async def test_names(second: Path, tiny_bundle: Path) -> None:
     """The first bundle is the default; each is found by name@version, and by name the first of it."""
-    async with open_engines(settings(second, tiny_bundle)) as engines:
+    async with opened(settings(second, tiny_bundle)) as engines:
         asked = [None, "tiny", "tiny@2", "tiny@1"]
         assert ["tiny@2", "tiny@2", "tiny@2", "tiny@1"] == [engines.get(m).id for m in asked]
         assert ["tiny@2", "tiny@1"] == [engine.id for engine in engines.all()]
@@ -51,7 +56,7 @@ async def test_names(second: Path, tiny_bundle: Path) -> None:
 
 async def test_both_answer(second: Path, tiny_bundle: Path) -> None:
     """Bundles share the slots, and each answers for itself."""
-    async with open_engines(settings(second, tiny_bundle)) as engines:
+    async with opened(settings(second, tiny_bundle)) as engines:
         one, two = [await embed(engine, "Ada drew a comet.") for engine in engines.all()]
     np.testing.assert_array_equal(one, two)
 
@@ -60,7 +65,7 @@ async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
     """Two bundles of one name and version could not be told apart."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     with pytest.raises(BundleError, match=f"{copy}: tiny@1 is served already"):
-        async with open_engines(settings(tiny_bundle, copy)):
+        async with opened(settings(tiny_bundle, copy)):
             pytest.fail("it opened")
 
 
@@ -68,7 +73,7 @@ async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.Monke
     """A provider that is not to be had is told before any bundle is read."""
     monkeypatch.setattr("service.session.cuda_problem", lambda: "there is none")
     with pytest.raises(ProviderError, match="there is none"):
-        async with open_engines(settings(tmp_path / "nowhere", provider="cuda")):
+        async with opened(settings(tmp_path / "nowhere", provider="cuda")):
             pytest.fail("it opened")
 
 
@@ -76,9 +81,8 @@ async def test_unused_gpu(
     tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU that is there and not used is warned of, and `describe` says why."""
-    for place in ("engine", "engines"):
-        monkeypatch.setattr(f"service.{place}.unused_gpu", lambda _: "a library is missing")
-    async with open_engines(settings(tiny_bundle)) as engines:
+    monkeypatch.setattr("service.device.unused_gpu", lambda _: "a library is missing")
+    async with opened(settings(tiny_bundle)) as engines:
         note = engines.get(None).describe()["provider_note"]
     warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
     assert ("a library is missing", [("tiny@1", "a library is missing")]) == (note, warned)
@@ -86,11 +90,11 @@ async def test_unused_gpu(
 
 async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica, several, and the default on two cores answer alike."""
-    monkeypatch.setattr("service.engines.usable_cores", lambda: 2)
+    monkeypatch.setattr("service.device.usable_cores", lambda: 2)
     texts = [samples.text(words, seed=words) for words in range(1, 40)]
     answers = []
     for layout in ({"replicas": 1}, {"replicas": 2}, {"threads": None}):
-        async with open_engines(settings(tiny_bundle, **layout)) as engines:
+        async with opened(settings(tiny_bundle, **layout)) as engines:
             answers.append(await embed(engines.get(None), *texts))
             answers.append(await embed(engines.get(None), *texts[:1]))
     for alone, together in zip(answers[1::2], answers[::2], strict=True):
@@ -98,19 +102,19 @@ async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> N
         np.testing.assert_allclose(alone, answers[0][:1], rtol=0, atol=1e-5)
 
 
-async def test_observers(tiny_bundle: Path) -> None:
-    """Whoever observes is told of every batch."""
-    seen: list[BatchStats] = []
-    async with open_engines(settings(tiny_bundle)) as engines:
-        engines.observe(seen.append)
+async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
+    """The metrics are told of every batch, and read the queue."""
+    metrics = Metrics()
+    async with open_engines(metrics, settings(tiny_bundle)) as engines:
         await embed(engines.get(None), "Ada", "Emmy")
-    assert {"tiny@1"} == {stats.bundle for stats in seen}
-    assert 2 == sum(stats.size for stats in seen)
+        page = metrics.render().decode()
+    assert 'quartet_batch_size_sum{model="tiny@1"} 2.0' in page
+    assert "quartet_queue_tokens 0.0" in page
 
 
 async def test_life(tiny_bundle: Path) -> None:
     """Engines are ready while they are open, and afterwards take nothing more."""
-    async with open_engines(settings(tiny_bundle)) as engines:
+    async with opened(settings(tiny_bundle)) as engines:
         assert engines.load().ready
         assert engines.load().tokens_per_second > 0
     assert not engines.load().ready

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.batcher import BatchStats
 from service.errors import Overloaded
 from service.metrics import Metrics
-from tests.service.fakes import FakeEngine, FakeEngines
+from tests.service.fakes import FakeEngine
 
 STATS = BatchStats(
     bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
@@ -54,12 +54,6 @@ def test_each_process_has_its_own() -> None:
 
 async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
     return samples((await client.get("/metrics")).text)
-
-
-async def test_batches_reach_the_page(client: httpx.AsyncClient, engines: FakeEngines) -> None:
-    """The batcher's observer is the metrics'."""
-    engines.observer(STATS)
-    assert (await scrape(client))["quartet_batch_size_count", ("tiny@1",)] == 1.0
 
 
 async def test_requests_are_counted_by_template(client: httpx.AsyncClient) -> None:

