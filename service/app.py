@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import __version__, openapi
 from service.calls import Service
 from service.engines import Engines
-from service.errors import InternalError, MethodNotAllowed, NotFound, QuartetError
+from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.exchange import ExchangeMiddleware, refuse
+from service.logs import log_bug
 from service.metrics import Metrics
 from service.routes import router
 from service.settings import Settings
@@ -91,8 +92,7 @@ class BriefFailure:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuartetError)
-    if isinstance(error, InternalError):
-        log.error(error.message, exc_info=error)
+    log_bug(error)
     return refuse(request.scope, error)
 
 

@@ -3,10 +3,11 @@
 The routes are written on it, and every other dialect can be.
 """
 
+import asyncio
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -16,14 +17,25 @@ from starlette.types import Receive
 from service.body import answer_in_time, read_json
 from service.engine import Engine, Reply, Ticket
 from service.engines import Engines
-from service.errors import Draining, InvalidInput, NotReady
+from service.errors import Draining, InvalidInput, NotReady, QuartetError
 from service.exchange import Exchange, exchange_of
+from service.lines import Lines, LinesResponse, line, wants_lines
+from service.logs import log_bug
 from service.metrics import Metrics
 from service.schemas import Request, parse
 from service.settings import Settings
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
+
+
+class Ask(Protocol[T]):
+    """An engine's call that lacks only who is to be told of its results."""
+
+    def __call__(
+        self, *, tell: Callable[[int, T], None] | None
+    ) -> Coroutine[Any, Any, Reply[Sequence[T]]]: ...
+
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
@@ -63,36 +75,80 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """A valid request, the engine that is to answer it, and what its answer must say."""
+    """A valid request, the engine that is to answer it, and how: `in_lines` as the results come."""
 
     body: R
     engine: Engine
     ticket: Ticket
     exchange: Exchange
     receive: Receive
+    in_lines: bool
 
-    async def ask(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
+    async def answer(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+        """What the engine says, shown result by result: together under `name` and an s, or in lines."""
+        if self.in_lines:
+            return await self._stream(ask, name, show)
+        reply = await self._wait(ask(tell=None))
+        content = {
+            "model": self.engine.id,
+            "head": reply.head,
+            f"{name}s": [*map(show, reply.results)],
+            "usage": reply.usage,
+        }
+        return json_response(content, self._headers(reply))
+
+    async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+        """A line for each input, as soon as it is there, and a last one that sums up or names the error.
+
+        What fails before the first line is an error like any other.
+        """
+        lines = Lines()
+
+        def tell(index: int, result: T) -> None:
+            lines.add({"index": index, name: show(result)})
+
+        def ended(asking: asyncio.Task[Reply[Sequence[T]]]) -> None:
+            if not asking.cancelled():
+                asking.exception()  # seen, though nobody may be left to be told
+            lines.end()
+
+        asking = asyncio.create_task(self._wait(ask(tell=tell)))
+        asking.add_done_callback(ended)
+        try:
+            first = await lines.take()
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+        if not first:
+            asking.result()
+        return LinesResponse(
+            self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
+        )
+
+    async def _chunks(
+        self, first: bytes, lines: Lines, asking: asyncio.Task[Reply[Sequence[T]]]
+    ) -> AsyncIterator[bytes]:
+        try:
+            chunk = first
+            while chunk:
+                yield chunk
+                chunk = await lines.take()
+            reply = await asking
+            yield line({"model": self.engine.id, "head": reply.head, "usage": reply.usage})
+        except QuartetError as error:
+            log_bug(error)
+            self.exchange.code = error.code
+            yield line(error.body)
+        finally:
+            asking.cancel()
+
+    async def _wait(self, work: Coroutine[Any, Any, Reply[Sequence[T]]]) -> Reply[Sequence[T]]:
         """Await the engine for as long as the client and its deadline do."""
         reply = await answer_in_time(work, self.receive, self.ticket.deadline)
         self.exchange.tokens = reply.usage.tokens
         return reply
 
-    def respond(self, reply: Reply[T], **results: object) -> Response:
-        """`results` (`results=` or `embeddings=`) with the model, the head and the usage."""
-        usage = reply.usage
-        content = {
-            "model": self.engine.id,
-            "head": reply.head,
-            **results,
-            "usage": {
-                "tokens": usage.tokens,
-                "windows": usage.windows,
-                "truncated": usage.truncated,
-            },
-        }
-        return json_response(content, self.headers(reply))
-
-    def headers(self, reply: Reply[T]) -> dict[str, str]:
+    def _headers(self, reply: Reply[Sequence[T]]) -> dict[str, str]:
         timing = reply.timing
         return {
             "Server-Timing": server_timing(
@@ -123,7 +179,8 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     engine = engines.get(valid.model)
     exchange.model, exchange.inputs = engine.id, valid.size
     ticket = Ticket(request_id=exchange.request_id, deadline=deadline)
-    return Call(valid, engine, ticket, exchange, request.receive)
+    in_lines = wants_lines(request.headers.get("accept", ""))
+    return Call(valid, engine, ticket, exchange, request.receive, in_lines)
 
 
 def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:

@@ -42,6 +42,11 @@ class QuartetError(Exception):
     def headers(self) -> dict[str, str]:
         return {}
 
+    @property
+    def body(self) -> dict[str, object]:
+        """What the client is told: the one shape of every error."""
+        return {"error": {"code": self.code, "message": self.message, "param": self.param}}
+
 
 class RetryableError(QuartetError):
     """A failure that time may mend; `Retry-After` holds whole seconds, at least 1."""

@@ -59,11 +59,10 @@ def new_exchange(headers: Headers) -> Exchange:
 
 
 def refuse(scope: Scope, error: QuartetError) -> Response:
-    """The one shape of every error, remembered for the log and the metrics."""
+    """An error as a response, remembered for the log and the metrics."""
     exchange_of(scope).code = error.code
-    detail = {"code": error.code, "message": error.message, "param": error.param}
     return Response(
-        orjson.dumps({"error": detail}),
+        orjson.dumps(error.body),
         error.status,
         error.headers,
         media_type="application/json",

@@ -9,6 +9,8 @@ from typing import Literal, TextIO
 import structlog
 from structlog.types import Processor
 
+from service.errors import InternalError
+
 QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})  # asked every few seconds
 
 
@@ -61,6 +63,12 @@ def adopt_foreign_lines(
 def is_news(record: logging.LogRecord) -> bool:
     """False for the line with which uvicorn follows our own about a start that failed."""
     return record.msg != "Application startup failed. Exiting."
+
+
+def log_bug(error: Exception) -> None:
+    """Tell of an error that is our fault, with its traceback; of others their request's line says enough."""
+    if isinstance(error, InternalError):
+        structlog.get_logger().error(error.message, exc_info=error)
 
 
 def log_request(route: str, **facts: object) -> None:

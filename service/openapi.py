@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from service import errors
 from service.errors import QuartetError
+from service.lines import MEDIA_TYPE
 from service.schemas import (
     ClassifyRequest,
     EmbedRequest,
@@ -100,6 +101,11 @@ REQUEST_HEADERS: list[Object] = [
     },
 ]
 
+LINES = (
+    "When Accept asks for it: a line for each input, as soon as its result is there, with its `index`"
+    " and its `result` or `embedding`; then one with `model`, `head` and `usage`, or an `error`."
+)
+
 RESPONSE_HEADERS: dict[str, str] = {
     "X-Request-Id": "The request's name, as given or made up.",
     "Server-Timing": "Milliseconds of encode, queue, inference and decode, and in total.",
@@ -119,7 +125,10 @@ def task(request: type[Request], response: type[BaseModel]) -> Object:
     return {
         "response_model": response,
         "responses": {
-            200: {"headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()}},
+            200: {
+                "headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()},
+                "content": {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}},
+            },
             **error_responses(*TASK, *NOT_READY, *EVERY_ROUTE),
         },
         "openapi_extra": {

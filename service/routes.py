@@ -2,7 +2,8 @@
 
 import base64
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter
@@ -28,6 +29,8 @@ from service.schemas import (
     QaRequest,
     QaResponse,
 )
+
+T = TypeVar("T")
 
 
 class Route(APIRoute):
@@ -56,18 +59,17 @@ async def classify(request: Request) -> Response:
     """Labels and their scores for each text, or each pair of texts."""
     call = await receive_call(request, ClassifyRequest)
     body = call.body
-    reply = await call.ask(
-        call.engine.classify(
-            body.inputs,
-            body.text_pair,
-            call.ticket,
-            head=body.head,
-            top_k=body.top_k,
-            truncate=body.truncate,
-            stride=body.stride,
-        )
+    ask = partial(
+        call.engine.classify,
+        body.inputs,
+        body.text_pair,
+        call.ticket,
+        head=body.head,
+        top_k=body.top_k,
+        truncate=body.truncate,
+        stride=body.stride,
     )
-    return call.respond(reply, results=[[*map(label, labels)] for labels in reply.results])
+    return await call.answer(ask, "result", each(label))
 
 
 @router.post("/ner", **openapi.task(NerRequest, NerResponse))
@@ -75,19 +77,17 @@ async def ner(request: Request) -> Response:
     """The named entities of each text, with their places in it."""
     call = await receive_call(request, NerRequest)
     body = call.body
-    reply = await call.ask(
-        call.engine.ner(
-            body.inputs,
-            call.ticket,
-            head=body.head,
-            aggregation_strategy=body.aggregation_strategy,
-            truncate=body.truncate,
-            stride=body.stride,
-        )
+    ask = partial(
+        call.engine.ner,
+        body.inputs,
+        call.ticket,
+        head=body.head,
+        aggregation_strategy=body.aggregation_strategy,
+        truncate=body.truncate,
+        stride=body.stride,
     )
     key = "entity" if body.aggregation_strategy == "none" else "entity_group"
-    results = [[entity(key, found) for found in entities] for entities in reply.results]
-    return call.respond(reply, results=results)
+    return await call.answer(ask, "result", each(partial(entity, key)))
 
 
 @router.post("/qa", **openapi.task(QaRequest, QaResponse))
@@ -95,19 +95,18 @@ async def qa(request: Request) -> Response:
     """The spans of a context that answer a question best."""
     call = await receive_call(request, QaRequest)
     body = call.body
-    reply = await call.ask(
-        call.engine.qa(
-            body.questions,
-            body.contexts,
-            call.ticket,
-            head=body.head,
-            top_k=body.top_k,
-            handle_impossible_answer=body.handle_impossible_answer,
-            truncate=body.truncate,
-            stride=body.stride,
-        )
+    ask = partial(
+        call.engine.qa,
+        body.questions,
+        body.contexts,
+        call.ticket,
+        head=body.head,
+        top_k=body.top_k,
+        handle_impossible_answer=body.handle_impossible_answer,
+        truncate=body.truncate,
+        stride=body.stride,
     )
-    return call.respond(reply, results=[[*map(answer, answers)] for answers in reply.results])
+    return await call.answer(ask, "result", each(answer))
 
 
 @router.post("/embed", **openapi.task(EmbedRequest, EmbedResponse))
@@ -115,20 +114,23 @@ async def embed(request: Request) -> Response:
     """One vector for each text."""
     call = await receive_call(request, EmbedRequest)
     body = call.body
-    reply = await call.ask(
-        call.engine.embed(
-            body.inputs,
-            call.ticket,
-            head=body.head,
-            normalize=body.normalize,
-            dimensions=body.dimensions,
-            truncate=body.truncate,
-            stride=body.stride,
-        )
+    ask = partial(
+        call.engine.embed,
+        body.inputs,
+        call.ticket,
+        head=body.head,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        truncate=body.truncate,
+        stride=body.stride,
     )
-    vectors = np.ascontiguousarray(reply.results, dtype="<f4")
-    as_text = body.encoding_format == "base64"
-    return call.respond(reply, embeddings=[*map(base64_of, vectors)] if as_text else vectors)
+    show = base64_of if body.encoding_format == "base64" else floats
+    return await call.answer(ask, "embedding", show)
+
+
+def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
+    """Shows a list's items as JSON."""
+    return lambda found: [*map(show, found)]
 
 
 def label(found: Label) -> dict[str, object]:
@@ -154,8 +156,13 @@ def answer(found: Answer) -> dict[str, object]:
     }
 
 
+def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The JSON writer takes arrays as they are, if they are whole."""
+    return np.ascontiguousarray(vector)
+
+
 def base64_of(vector: NDArray[np.float32]) -> str:
-    return base64.b64encode(vector.tobytes()).decode("ascii")
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
 
 
 @router.get("/models", **openapi.page(ModelsResponse, ready=True))

@@ -24,7 +24,8 @@ class FakeEngine:
         self.asked: dict[str, Any] = {}
         self.ticket: Ticket | None = None
         self.error: Exception | None = None
-        self.hold: asyncio.Event | None = None
+        self.hold: asyncio.Event | None = None  # before the answer, and after what is told
+        self.tell_first: int | None = None  # results that are told of; unset, all
         self.reached = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -50,8 +51,13 @@ class FakeEngine:
     async def reply(
         self, head: str, results: Any, ticket: Ticket, asked: dict[str, Any]
     ) -> Reply[Any]:
+        tell = asked.pop("tell")
         self.asked, self.ticket = asked, ticket
         self.reached.set()
+        for index, result in enumerate(results if tell else ()):
+            tell(index, result)
+            if index + 1 == self.tell_first:
+                break
         try:
             if self.hold:
                 await self.hold.wait()
