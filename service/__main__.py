@@ -2,35 +2,23 @@
 
 import argparse
 import asyncio
-import gc
-import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import structlog
-import uvicorn
-from fastapi import FastAPI
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from service import __version__, logs
-from service.app import create_app
-from service.bundle import MANIFEST
-from service.calls import Service
-from service.engines import open_engines
-from service.metrics import Metrics
+from service.processes import Processes
 from service.settings import PREFIX, Settings, unknown_variables
 
 log = structlog.get_logger()
 
 BUNDLES = Path("bundles")  # looked in when no bundle is named
-GRACE_S = 0.4  # for those who have connected and are about to ask
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,71 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in unknown_variables(os.environ):
         log.warning(line)
     listener = bind(settings.host, settings.port)
-    metrics = Metrics()
-    app = create_app(settings, partial(open_engines, metrics), metrics)
-    Server(app, settings).run([listener])
+    if settings.http_workers:
+        sys.exit(asyncio.run(Processes(settings, listener).run()))
+    from service.alone import serve_alone  # what the main process of several does not need
 
-
-class Server(uvicorn.Server):
-    """Uvicorn's server: it says where it listens, and from the signal on that it is draining."""
-
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=75,  # longer than the 60 s after which load balancers let go
-            timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - GRACE_S)),
-        )
-        super().__init__(config)
-        self.service: Service = app.state.service
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
-        await super().startup([listener.dup() for listener in sockets or []])
-        gc.collect()
-        gc.freeze()  # what lives as long as the process need not be looked at again and again
-        for listener in sockets or []:
-            log.info("serving", url=url_of(listener), pid=os.getpid())
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
-        log.info("draining", seconds=self.service.settings.drain_s)
-        for server in self.servers:
-            server.close()
-        for listener in sockets or []:
-            waiting = [*accept_all(listener)]
-            listener.close()
-            for connection in waiting:
-                await asyncio.get_running_loop().connect_accepted_socket(self.protocol, connection)
-        await asyncio.sleep(GRACE_S)
-        await super().shutdown(sockets)
-
-    def protocol(self) -> asyncio.Protocol:
-        """One connection's protocol, as uvicorn makes it."""
-        state, lifespan = self.server_state, self.lifespan.state
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        return make(config=self.config, server_state=state, app_state=lifespan)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # No logging here: the signal may have interrupted a log line, which holds the log's lock.
-        self.service.draining = True
-        self.force_exit = self.should_exit  # asked twice
-        self.should_exit = True
-
-
-def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Whoever has connected and waits to be accepted."""
-    listener.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            yield listener.accept()[0]
+    serve_alone(settings, listener)
 
 
 def read_settings(argv: Sequence[str] | None) -> Settings:
@@ -115,7 +43,9 @@ def read_settings(argv: Sequence[str] | None) -> Settings:
     except ValidationError as error:
         faults = "; ".join(f"{name_of(e['loc'])}: {e['msg']}" for e in error.errors())
         raise fail(faults, 2) from None
-    bundles = settings.bundles or tuple(sorted(m.parent for m in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
+    bundles = settings.bundles or tuple(
+        sorted(m.parent for m in BUNDLES.glob("[!.]*/manifest.json"))
+    )
     if not bundles:
         raise fail(f"name a bundle to serve: there is none in {BUNDLES}/", 2)
     return settings.model_copy(update={"bundles": bundles})
@@ -168,11 +98,6 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror or error
         raise fail(f"cannot listen on {host}:{port}: {reason}", 1) from None
     return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def fail(message: str, status: int) -> SystemExit:

@@ -21,7 +21,7 @@ from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.exchange import ExchangeMiddleware, refuse
 from service.logs import log_bug
-from service.metrics import Metrics
+from service.metrics import Recorder
 from service.routes import router
 from service.settings import Settings
 
@@ -39,7 +39,7 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(settings: Settings, open_engines: OpenEngines, metrics: Metrics) -> FastAPI:
+def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """The service as an ASGI application that holds `open_engines` open while it lives."""
     service = Service(settings, metrics)
     app = FastAPI(

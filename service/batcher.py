@@ -199,7 +199,7 @@ class Batcher:
             raise ValueError("the entries of a request belong to one bundle")
         self._check_room(sum(entry.tokens for entry in entries))
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, self._line.queues[bundle], future, tell)
+        request = Request(entries, future, tell, queue=self._line.queues[bundle])
         request.queue.admit(entries)
         self._unanswered.add(request)
         return request
@@ -320,7 +320,7 @@ class Batcher:
         request = entry.owner
         if request.future.done():
             return
-        request.outcomes[entry] = Outcome(
+        outcome = Outcome(
             outputs=outputs,
             queue_s=stats.queue_s[index],
             inference_s=stats.inference_s,
@@ -328,27 +328,12 @@ class Batcher:
             batch_tokens=stats.tokens,
             padding_ratio=stats.padding_ratio,
         )
-        if request.tell is not None and not self._told(request, entry):
-            return
-        if len(request.outcomes) == len(request.entries):
-            request.future.set_result([request.outcomes[entry] for entry in request.entries])
+        request.add(entry, outcome)
+        if request.future.done():
             self._close(request)
 
-    def _told(self, request: Request, entry: Entry) -> bool:
-        """Tell of an outcome; who cannot be told has failed, and nobody else."""
-        assert request.tell is not None
-        try:
-            request.tell(entry, request.outcomes[entry])
-        except Exception as error:
-            failure = errors.InternalError("our bug: an answer could not be told")
-            failure.__cause__ = error
-            self._fail(request, failure)
-            return False
-        return True
-
     def _fail(self, request: Request, error: errors.QuartetError) -> None:
-        if not request.future.done():
-            request.future.set_exception(error)
+        request.fail(error)
         self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -362,6 +347,5 @@ class Batcher:
 
     def _fail_all(self, error: Callable[[], errors.QuartetError]) -> None:
         for request in self._unanswered:
-            if not request.future.done():
-                request.future.set_exception(error())
+            request.fail(error())
         self._unanswered.clear()

@@ -188,16 +188,31 @@ class Golden:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """A bundle on disk whose manifest, hashes and goldens were read and agree."""
+class Texts:
+    """What of a bundle those need who read its texts and answers and leave computing to others."""
 
     path: Path
     manifest: Manifest
     sha256: str  # of the manifest, which pins all else
-    golden: Golden
 
     def file(self, name: str) -> Path:
         return self.path / name
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle(Texts):
+    """A bundle on disk whose manifest, hashes and goldens were read and agree."""
+
+    golden: Golden
+
+
+def load_texts(path: Path | str) -> Texts:
+    """Read a bundle's manifest and check its tokenizer, and nothing else. Raises BundleError."""
+    folder = Path(path)
+    text = _read_manifest(folder)
+    manifest = _parse(folder, text)
+    _check_file(folder, manifest.vocabulary.file, manifest.vocabulary.sha256)
+    return Texts(folder, manifest, hashlib.sha256(text).hexdigest())
 
 
 def load(path: Path | str) -> Bundle:

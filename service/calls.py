@@ -21,7 +21,7 @@ from service.errors import Draining, InvalidInput, NotReady, QuartetError
 from service.exchange import Exchange, exchange_of
 from service.lines import Lines, LinesResponse, line, wants_lines
 from service.logs import log_bug
-from service.metrics import Metrics
+from service.metrics import Recorder
 from service.schemas import Request, parse
 from service.settings import Settings
 
@@ -46,7 +46,7 @@ class Service:
     """What this process serves with; `engines` is there while they are open."""
 
     settings: Settings
-    metrics: Metrics
+    metrics: Recorder
     engines: Engines | None = None
     draining: bool = False
 
@@ -61,11 +61,11 @@ class Service:
         """Raises NotReady or Draining unless new requests should be sent here."""
         self.refuse_draining()
         if not self.open_engines().load().ready:
-            raise NotReady("the batcher does not run")
+            raise NotReady("inference does not run")
 
     def check_alive(self) -> None:
         """Raises NotReady when only a restart can help."""
-        if self.engines is not None and not self.draining and not self.engines.load().ready:
+        if self.engines is not None and not self.draining and not self.engines.alive():
             raise NotReady("the batcher has failed")
 
     def refuse_draining(self) -> None:

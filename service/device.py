@@ -1,39 +1,15 @@
-"""What computes: the bundles' sessions, and the batcher that they share.
+"""The seam that decides the processes: what an engine needs of whoever computes, in this process or in another.
 
-`Device` is the seam that decides the processes. `open_device` gives the one that is in this process; a client of a
-device in another process is the same to whoever submits.
+`service.local` computes here, `service.remote` asks another process to.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
-import numpy as np
-import structlog
-
-from service import bundle as bundles
-from service.batcher import Batcher, BatchStats, Load
-from service.bundle import Bundle, BundleError
-from service.cost import Estimator, measure
-from service.encode import Encoder, Window
-from service.packing import pack, split
-from service.session import (
-    CPU,
-    RUNTIME,
-    Session,
-    SessionOptions,
-    find_provider,
-    open_session,
-    unused_gpu,
-)
-from service.settings import Settings, Slots, usable_cores
-from service.waiting import Entry, Outcome, Outputs, Tell
-
-log = structlog.get_logger()
-
-WARM_UP_S = 0.3
+from service.batcher import Load
+from service.bundle import Texts
+from service.waiting import Entry, Outcome, Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +27,7 @@ class Device(Protocol):
     """Where entries are computed: in this process or in another."""
 
     @property
-    def bundles(self) -> Sequence[Bundle]:
+    def bundles(self) -> Sequence[Texts]:
         """What it computes, the default first."""
 
     @property
@@ -64,118 +40,5 @@ class Device(Protocol):
     def load(self) -> Load:
         """What waits, how fast it drains, and whether more may come."""
 
-
-class Runner:
-    """One bundle's sessions, by the slots that a run takes."""
-
-    def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
-        self._bundle = bundle
-        self._sessions = sessions
-        heads = bundle.manifest.heads
-        self._per_token = {name for name, head in heads.items() if head.per_token}
-
-    def run(self, width: int, windows: Sequence[Window]) -> list[Outputs]:
-        """Every head's output of each window, computed on so many slots."""
-        packed = pack(windows)
-        outputs = self._sessions[width].run(packed)
-        return [*split(outputs, packed.layout, self._per_token)]
-
-    def warm_up(self) -> dict[int, Estimator]:
-        """Measure what batches cost, by the slots that they take."""
-        manifest = self._bundle.manifest
-        tokenizer = self._bundle.file(manifest.vocabulary.file)
-        first = Encoder.from_file(tokenizer, manifest.max_length).texts([""])[0].windows[0]
-
-        def build(length: int) -> Window:
-            at = np.zeros(length, dtype=np.intp)
-            return Window(first.input_ids[at], first.token_type_ids[at])
-
-        def estimator(width: int) -> Estimator:
-            run = partial(self.run, width)
-            budget_s = WARM_UP_S / len(self._sessions)
-            return Estimator(measure(run, build, max_length=manifest.max_length, budget_s=budget_s))
-
-        return {width: estimator(width) for width in self._sessions}
-
-    @property
-    def runs_on(self) -> RunsOn:
-        session = self._sessions[1]
-        graph = session.graph
-        return RunsOn(graph.precision, graph.layout, session.provider, unused_gpu(session), RUNTIME)
-
-
-class LocalDevice:
-    """The sessions of this process."""
-
-    def __init__(
-        self, settings: Settings, slots: Slots, observe: Callable[[BatchStats], None] | None
-    ) -> None:
-        self.bundles: list[Bundle] = []
-        self.runs_on: dict[str, RunsOn] = {}
-        self._runners: dict[str, Runner] = {}
-        self.batcher = Batcher(
-            self._run,
-            slots=slots.number,
-            wide=max(slots.threads),
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_size=settings.max_batch_size,
-            max_queue_tokens=settings.max_queue_tokens,
-            max_wait_ms=settings.max_wait_ms,
-            observe=observe,
-        )
-
-    def add(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
-        """Serve a bundle, once it is known what its batches cost."""
-        name = bundle.manifest.id
-        runner = self._runners[name] = Runner(bundle, sessions)
-        self.bundles.append(bundle)
-        self.runs_on[name] = runner.runs_on
-        self.batcher.add_bundle(name, runner.warm_up())
-        if note := self.runs_on[name].provider_note:
-            log.warning("the GPU is not used", model=name, reason=note)
-
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
-        return await self.batcher.submit(entries, tell)
-
-    def load(self) -> Load:
-        return self.batcher.load()
-
-    def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
-        return self._runners[model].run(width, windows)
-
-
-@asynccontextmanager
-async def open_device(
-    settings: Settings, observe: Callable[[BatchStats], None] | None = None
-) -> AsyncIterator[LocalDevice]:
-    """Open the bundles, check their goldens, measure their cost; compute; drain.
-
-    `observe` is told of every batch. Raises BundleError or ProviderError when a bundle must not be served.
-    """
-    provider = find_provider(settings.provider)  # the clearest error first
-    slots = settings.slots(provider == CPU, usable_cores(), len(settings.bundles))
-    device = LocalDevice(settings, slots, observe)
-    for path in settings.bundles:
-        _open(device, bundles.load(path), settings, slots)
-    await device.batcher.start()
-    try:
-        yield device
-    finally:
-        await device.batcher.stop(settings.drain_s)
-
-
-def _open(device: LocalDevice, bundle: Bundle, settings: Settings, slots: Slots) -> None:
-    name = bundle.manifest.id
-    if name in device.runs_on:
-        said = f"{name} is served already; give one of them another version"
-        raise BundleError(bundle.path, said)
-    sessions = {
-        width: open_session(
-            bundle,
-            precision=settings.precision,
-            provider=settings.provider,
-            options=SessionOptions(threads, settings.spin),
-        )
-        for width, threads in slots.threads.items()
-    }
-    device.add(bundle, sessions)
+    def alive(self) -> bool:
+        """False when only a restart of this process can help."""

@@ -5,7 +5,7 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service import decode
-from service.bundle import Bundle, Head, Manifest, Task
-from service.device import RunsOn
+from service.bundle import Head, Manifest, Task, Texts
+from service.device import Device, RunsOn
 from service.encode import Encoded, Encoder, Encoding, TextError, Truncate
 from service.errors import InvalidInput, UnknownHead
-from service.waiting import Entry, Outcome, Tell
+from service.waiting import Entry, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")
 Floats = NDArray[np.float32]
-Submit = Callable[[Sequence[Entry], Tell | None], Awaitable[list[Outcome]]]
 Told = Callable[[int, T], None]  # is given an input's index and its result, as soon as it is there
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
@@ -127,15 +126,14 @@ class _Arrivals(Generic[T]):
 class Engine:
     """A bundle in front of the device that computes it."""
 
-    def __init__(self, bundle: Bundle, runs_on: RunsOn, submit: Submit) -> None:
+    def __init__(self, bundle: Texts, device: Device) -> None:
         self.manifest: Manifest = bundle.manifest
-        self.runs_on = runs_on
         self.id = bundle.manifest.id
         self.sha256 = bundle.sha256
         self.encoder = Encoder.from_file(
             bundle.file(bundle.manifest.vocabulary.file), bundle.manifest.max_length
         )
-        self._submit = submit
+        self._device = device
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
 
     # -- the four tasks ---------------------------------------------------------------------------
@@ -307,10 +305,10 @@ class Engine:
         entries = self._entries(head, encoded, ticket)
         if tell is not None:
             arrivals = _Arrivals(encoded, entries, decode_one, tell)
-            outcomes = await self._submit(entries, arrivals.add)
+            outcomes = await self._device.submit(entries, arrivals.add)
             timing = _timing(outcomes, encode_s, arrivals.decode_s)
             return Reply(head, arrivals.results, usage, timing)
-        outcomes = await self._submit(entries, None)
+        outcomes = await self._device.submit(entries, None)
         began = time.perf_counter()
         outputs = iter([outcome.outputs[head] for outcome in outcomes])
 
@@ -369,6 +367,10 @@ class Engine:
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
     # -- telling of itself ------------------------------------------------------------------------
+
+    @property
+    def runs_on(self) -> RunsOn:
+        return self._device.runs_on[self.id]
 
     @property
     def fingerprint(self) -> str:

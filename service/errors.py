@@ -24,6 +24,7 @@ A bundle that cannot be opened is not here: it ends the process at start, not a 
 """
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -60,6 +61,24 @@ class RetryableError(QuartetError):
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def revive(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> QuartetError:
+    """The error of that code, as it was raised in another process."""
+    kind = next((kind for kind in kinds() if kind.code == code), InternalError)
+    if issubclass(kind, RetryableError) and retry_after_s is not None:
+        return kind(message, param=param, retry_after_s=retry_after_s)
+    return kind(message, param=param)
+
+
+def kinds(root: type[QuartetError] = QuartetError) -> Iterator[type[QuartetError]]:
+    """Every class below one in the tree that has a code of its own, leaves first."""
+    for kind in root.__subclasses__():
+        yield from kinds(kind)
+        if "code" in vars(kind):
+            yield kind
 
 
 class BadRequest(QuartetError):

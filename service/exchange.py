@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.body import ClientDisconnected
 from service.errors import Draining, InternalError, QuartetError
 from service.logs import log_request
-from service.metrics import Metrics
+from service.metrics import Recorder
 
 log = structlog.get_logger()
 
@@ -79,7 +79,7 @@ class Process(Protocol):
 class ExchangeMiddleware:
     """Names each request, answers what nobody else caught, and records how each request ended."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, process: Process) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Recorder, process: Process) -> None:
         self.app = app
         self.metrics = metrics
         self.process = process

@@ -5,6 +5,7 @@ that is served, `reason` is a code of the error tree.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -27,6 +28,17 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATIOS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
+
+
+class Recorder(Protocol):
+    """Metrics as an HTTP process needs them, wherever they are kept."""
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None: ...
+
+    def observe_rejection(self, reason: str) -> None: ...
+
+    async def page(self) -> bytes:
+        """The text that Prometheus scrapes."""
 
 
 class Metrics:
@@ -94,3 +106,6 @@ class Metrics:
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)
+
+    async def page(self) -> bytes:
+        return self.render()

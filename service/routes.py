@@ -189,4 +189,4 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics", **openapi.text(CONTENT_TYPE))
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus's text format."""
-    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE)
+    return Response(await service_of(request).metrics.page(), media_type=CONTENT_TYPE)

@@ -38,6 +38,12 @@ class Settings(BaseSettings):
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    http_workers: int = Field(
+        1,
+        ge=0,
+        description="processes that speak HTTP, beside one that computes; raise where a GPU waits for texts,"
+        " 0 does both in one process",
+    )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
         "auto",
         description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact",

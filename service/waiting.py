@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from service.cost import Estimator
 from service.encode import Window
+from service.errors import InternalError, QuartetError
 
 MAX_PASSED = 16  # batches that may leave without a request before it goes first
 POOL = 256  # entries of one bundle that are looked at for a batch
@@ -80,15 +81,44 @@ class Entry:
         return self.request
 
 
+Tell = Callable[[Entry, Outcome], None]
+
+
 @dataclass(slots=True, eq=False)
-class Request:
-    """Entries that are admitted together and answered together."""
+class Answer:
+    """The outcomes of a request, collected until the future can have them all; each is told of, too, if need be."""
 
     entries: Sequence[Entry]
-    queue: "Queue"
     future: asyncio.Future[list[Outcome]]
-    tell: "Tell | None" = None  # of each outcome, as soon as it is there
+    tell: Tell | None = None
     outcomes: dict[Entry, Outcome] = field(default_factory=dict)
+
+    def add(self, entry: Entry, outcome: Outcome) -> None:
+        """A request that cannot be told of its outcomes fails."""
+        if self.future.done():
+            return
+        self.outcomes[entry] = outcome
+        if self.tell is not None:
+            try:
+                self.tell(entry, outcome)
+            except Exception as error:
+                failure = InternalError("our bug: an answer could not be told")
+                failure.__cause__ = error
+                self.fail(failure)
+                return
+        if len(self.outcomes) == len(self.entries):
+            self.future.set_result([self.outcomes[entry] for entry in self.entries])
+
+    def fail(self, error: QuartetError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request(Answer):
+    """Entries that are admitted together and answered together."""
+
+    queue: "Queue"
     deadline: float = field(init=False)
     left: int = field(default=0, init=False)  # entries that still wait
     seated: int = field(default=0, init=False)  # the last batch that took an entry of it
@@ -106,9 +136,6 @@ class Request:
         """Let go of the entries, which refer back: no cycle is left to the garbage collector."""
         self.entries = ()
         self.outcomes = {}
-
-
-Tell = Callable[[Entry, Outcome], None]
 
 
 class Queue:

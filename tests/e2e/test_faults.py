@@ -98,7 +98,7 @@ def test_too_large(strict: Server) -> None:
 
 def test_overload(strict: Server) -> None:
     """More than the queue holds is refused with a time to come back; what was accepted is answered."""
-    body = {"inputs": [samples.text(60, seed=seed) for seed in range(3)]}
+    body = {"inputs": [samples.text(120, seed=seed) for seed in range(4)]}
     with ThreadPoolExecutor(48) as clients:
         replies: list[Reply] = list(clients.map(lambda _: strict.post("/embed", body), range(96)))
 

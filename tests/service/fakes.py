@@ -90,6 +90,9 @@ class FakeEngines:
     def load(self) -> Load:
         return Load(queue_tokens=42, tokens_per_second=1000.0, ready=self.ready)
 
+    def alive(self) -> bool:
+        return self.ready
+
     @asynccontextmanager
     async def open(self, settings: Settings) -> AsyncIterator["FakeEngines"]:
         yield self

@@ -205,7 +205,7 @@ async def test_plan_skips_the_late_and_the_cancelled() -> None:
     """No work is done for who cannot be answered any more."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
-    Request([cancelled], Queue({1: Estimator()}), future)
+    Request([cancelled], future, queue=Queue({1: Estimator()}))
     future.cancel()
     assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
 

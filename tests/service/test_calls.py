@@ -36,7 +36,7 @@ def test_requests_are_answered_while_draining(service: Service, engines: FakeEng
 def test_a_batcher_that_stopped_is_not_ready(service: Service, engines: FakeEngines) -> None:
     """Open engines are not enough: they must also take work."""
     service.engines, engines.ready = engines, False
-    with pytest.raises(NotReady, match="batcher"):
+    with pytest.raises(NotReady, match="inference does not run"):
         service.check_ready()
 
 

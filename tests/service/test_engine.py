@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from service import bundle, decode
-from service.device import Runner, RunsOn
+from service.device import Device, RunsOn
 from service.encode import Encoded, Encoder, Encoding
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Ticket
-from service.engines import open_engines
 from service.errors import InvalidInput, UnknownHead
+from service.local import Runner, open_local_engines
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings
@@ -46,7 +47,7 @@ EMBED = {"head": None, "normalize": None, "dimensions": None, "truncate": True, 
 async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
     """The tiny bundle's engine, open."""
     settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    async with open_engines(Metrics(), settings) as engines:
+    async with open_local_engines(Metrics(), settings) as engines:
         yield engines.get(None)
 
 
@@ -279,6 +280,11 @@ async def test_many_dimensions(tiny: Engine) -> None:
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
 
+def device(submit: Any) -> Device:
+    """A device that does with entries what a test says."""
+    return cast(Device, SimpleNamespace(submit=submit, runs_on={"tiny@1": RUNS_ON}))
+
+
 def zeros(entry: Entry) -> Outcome:
     return Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
 
@@ -291,7 +297,7 @@ async def test_entries(tiny_bundle: Path) -> None:
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
-    engine = Engine(bundle.load(tiny_bundle), RUNS_ON, submit)
+    engine = Engine(bundle.load(tiny_bundle), device(submit))
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
@@ -313,7 +319,7 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
             tell(entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1))
         return [*map(zeros, entries)]
 
-    engine = Engine(bundle.load(tiny_bundle), RUNS_ON, submit)
+    engine = Engine(bundle.load(tiny_bundle), device(submit))
     windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
     assert windows > 1
     options = {**EMBED, "truncate": "window", "normalize": False}

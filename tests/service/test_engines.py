@@ -12,8 +12,9 @@ from structlog.typing import EventDict
 
 from service.bundle import BundleError
 from service.engine import Engine, Ticket
-from service.engines import Engines, open_engines
+from service.engines import Engines
 from service.errors import Draining, UnknownModel
+from service.local import open_local_engines
 from service.metrics import Metrics
 from service.session import ProviderError
 from service.settings import Settings
@@ -21,7 +22,7 @@ from tests import samples
 
 
 def opened(chosen: Settings) -> AbstractAsyncContextManager[Engines]:
-    return open_engines(Metrics(), chosen)
+    return open_local_engines(Metrics(), chosen)
 
 
 def settings(*bundles: Path, **fields: object) -> Settings:
@@ -81,7 +82,7 @@ async def test_unused_gpu(
     tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU that is there and not used is warned of, and `describe` says why."""
-    monkeypatch.setattr("service.device.unused_gpu", lambda _: "a library is missing")
+    monkeypatch.setattr("service.local.unused_gpu", lambda _: "a library is missing")
     async with opened(settings(tiny_bundle)) as engines:
         note = engines.get(None).describe()["provider_note"]
     warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
@@ -90,7 +91,7 @@ async def test_unused_gpu(
 
 async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica, several, and the default on two cores answer alike."""
-    monkeypatch.setattr("service.device.usable_cores", lambda: 2)
+    monkeypatch.setattr("service.local.usable_cores", lambda: 2)
     texts = [samples.text(words, seed=words) for words in range(1, 40)]
     answers = []
     for layout in ({"replicas": 1}, {"replicas": 2}, {"threads": None}):
@@ -105,7 +106,7 @@ async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> N
 async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
     """The metrics are told of every batch, and read the queue."""
     metrics = Metrics()
-    async with open_engines(metrics, settings(tiny_bundle)) as engines:
+    async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
         await embed(engines.get(None), "Ada", "Emmy")
         page = metrics.render().decode()
     assert 'quartet_batch_size_sum{model="tiny@1"} 2.0' in page

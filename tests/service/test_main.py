@@ -10,7 +10,8 @@ import pytest
 from fastapi import FastAPI
 from structlog.typing import EventDict
 
-from service.__main__ import Server, bind, read_settings, url_of
+from service.__main__ import bind, read_settings
+from service.server import Server, url_of
 from service.settings import Settings
 
 CLIENTS = 16
@@ -133,7 +134,7 @@ async def test_a_drain_loses_nobody(
     app: FastAPI, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the signal on, whoever could connect is answered, and then nobody can."""
-    monkeypatch.setattr("service.__main__.GRACE_S", 1.5)  # a loaded machine's clients are slow
+    monkeypatch.setattr("service.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
     server, listener = Watched(app), bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))

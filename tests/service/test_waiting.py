@@ -77,7 +77,11 @@ def test_late_requests_are_found_once_their_deadline_is_here(
     line = Line()
     line.queues["m@1"] = Queue({1: Estimator()})
     requests = [
-        Request([entry(deadline=9.0), entry(deadline=at)], line.queues["m@1"], loop.create_future())
+        Request(
+            [entry(deadline=9.0), entry(deadline=at)],
+            loop.create_future(),
+            queue=line.queues["m@1"],
+        )
         for at in (3.0, 2.0, 4.0)
     ]
     for request in requests:

@@ -1,0 +1,17 @@
+"""HTTP and inference in one process."""
+
+import socket
+from functools import partial
+
+from service.app import create_app
+from service.local import open_local_engines
+from service.metrics import Metrics
+from service.server import Server
+from service.settings import Settings
+
+
+def serve_alone(settings: Settings, listener: socket.socket) -> None:
+    """Serve until SIGTERM."""
+    metrics = Metrics()
+    app = create_app(settings, partial(open_local_engines, metrics), metrics)
+    Server(app, settings).run([listener])

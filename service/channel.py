@@ -1,0 +1,163 @@
+"""Messages between our own processes, over a stream socket: a small header in JSON, and arrays as they are in memory.
+
+    frame = length of header, length of arrays (u32 each, little-endian), [kind, fields], the arrays' bytes
+
+Both ends are the same version on the same machine, so nothing here is versioned or swapped.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import orjson
+from numpy.typing import NDArray
+
+LENGTHS = struct.Struct("<II")
+
+
+# -- from an HTTP process to the inference process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
+
+    each: answer each entry as soon as it is computed, and not all together; the rest is what an `Entry` says
+    """
+
+    id: int
+    bundle: str
+    head: str
+    lengths: list[int]
+    request_id: str
+    arrival: float
+    deadline: float
+    priority: int
+    tenant: str
+    each: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for this request any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Requests answered (route, model, status, seconds) and refused (code), for the metrics."""
+
+    requests: list[tuple[str, str, int, float]]
+    rejections: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Send the metrics' page."""
+
+    id: int
+
+
+# -- from the inference process to an HTTP process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All bundles are open: the hash of each, by id, and how it is computed."""
+
+    sha256: dict[str, str]
+    runs_on: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """As `batcher.Load`; comes every so often."""
+
+    queue_tokens: int
+    tokens_per_second: float
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
+
+    facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
+    """
+
+    id: int
+    places: list[int]
+    shapes: list[list[int]]
+    facts: list[tuple[float, float, int, int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The whole request failed with an error of the tree."""
+
+    id: int
+    code: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The metrics' page; arrays: its bytes."""
+
+    id: int
+
+
+Message = Submit | Cancel | Observed | Render | Opened | Load | Computed | Failed | Page
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def frame(message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
+    header = orjson.dumps([type(message).__name__, message])
+    body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in arrays)
+    return LENGTHS.pack(len(header), len(body)) + header + body
+
+
+class Channel(asyncio.Protocol):
+    """One end of a socket: `received(message, arrays)` for each message, `lost()` once, when the other end is gone."""
+
+    def __init__(
+        self, received: Callable[[Message, bytes], None], lost: Callable[[], None]
+    ) -> None:
+        self._received = received
+        self._lost = lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no such class
+
+    def send(self, message: Message, *arrays: NDArray[Any] | bytes) -> None:
+        """What is sent to an end that is gone is dropped: `lost` has been called, or will be."""
+        assert self._transport is not None, "our bug: the channel is not open"
+        if not self._transport.is_closing():
+            self._transport.write(frame(message, *arrays))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= LENGTHS.size:
+            header, body = LENGTHS.unpack_from(self._buffer, start)
+            middle = start + LENGTHS.size + header
+            if len(self._buffer) < middle + body:
+                break
+            kind, fields = orjson.loads(self._buffer[start + LENGTHS.size : middle])
+            start = middle + body
+            self._received(KINDS[kind](**fields), bytes(self._buffer[middle:start]))
+        del self._buffer[:start]
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._lost()

@@ -1,0 +1,198 @@
+"""The inference process: the device, and the HTTP processes that it computes for."""
+
+import asyncio
+import gc
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+
+import numpy as np
+import structlog
+
+from service import channel, errors
+from service.batcher import Load
+from service.channel import Channel
+from service.device import Device
+from service.encode import Window
+from service.local import open_device
+from service.metrics import Metrics
+from service.orders import Orders
+from service.settings import Settings
+from service.waiting import Entry, Outcome
+
+log = structlog.get_logger()
+
+LOAD_EVERY_S = 0.1
+
+
+class CannotStart(Exception):
+    """Starting this process again would not help."""
+
+
+class Front:
+    """One HTTP process, as the inference process sees it: what it asks is computed while it is there."""
+
+    def __init__(self, device: Device, metrics: Metrics, gone: Callable[["Front"], None]) -> None:
+        self._device = device
+        self._metrics = metrics
+        self._gone = gone
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.channel = Channel(self._receive, self._lost)
+
+    async def greet(self, end: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=end)
+        sha256 = {bundle.manifest.id: bundle.sha256 for bundle in self._device.bundles}
+        runs_on = {name: asdict(facts) for name, facts in self._device.runs_on.items()}
+        self.channel.send(channel.Opened(sha256, runs_on))
+        self.tell(self._device.load())
+
+    def tell(self, load: Load) -> None:
+        self.channel.send(channel.Load(*load))
+
+    def _receive(self, message: channel.Message, arrays: bytes) -> None:
+        match message:
+            case channel.Submit(id=number):
+                task = asyncio.create_task(self._answer(message, arrays))
+                self._tasks[number] = task
+                task.add_done_callback(lambda _: self._tasks.pop(number, None))
+            case channel.Cancel(id=number) if number in self._tasks:
+                self._tasks[number].cancel()
+            case channel.Observed(requests, rejections):
+                for request in requests:
+                    self._metrics.observe_request(*request)
+                for reason in rejections:
+                    self._metrics.observe_rejection(reason)
+            case channel.Render(id=number):
+                self.channel.send(channel.Page(number), self._metrics.render())
+
+    def _lost(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._gone(self)
+
+    async def _answer(self, asked: channel.Submit, arrays: bytes) -> None:
+        asked_for = entries(asked, arrays)
+        places = {entry: place for place, entry in enumerate(asked_for)}
+
+        def tell(entry: Entry, outcome: Outcome) -> None:
+            self.channel.send(*computed(asked, [places[entry]], [outcome]))
+
+        try:
+            outcomes = await self._device.submit(asked_for, tell if asked.each else None)
+        except errors.QuartetError as error:
+            log_cause(error)
+            self.channel.send(failed(asked.id, error))
+        except Exception as error:
+            log.exception("unexpected error")
+            self.channel.send(failed(asked.id, errors.InternalError(f"our bug: {error!r}")))
+        else:
+            if not asked.each:
+                self.channel.send(*computed(asked, [*places.values()], outcomes))
+
+
+def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
+    tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
+    ends = np.cumsum(asked.lengths).tolist()
+    return [
+        Entry(
+            bundle=asked.bundle,
+            window=Window(tokens[0, end - length : end], tokens[1, end - length : end]),
+            request_id=asked.request_id,
+            arrival=asked.arrival,
+            deadline=asked.deadline,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            head=asked.head,
+        )
+        for length, end in zip(asked.lengths, ends, strict=True)
+    ]
+
+
+def computed(
+    asked: channel.Submit, places: list[int], outcomes: list[Outcome]
+) -> tuple[channel.Computed, bytes]:
+    """Some outcomes of a request as a message and its arrays."""
+    outputs = [outcome.outputs[asked.head] for outcome in outcomes]
+    facts = [
+        (o.queue_s, o.inference_s, o.batch_size, o.batch_tokens, o.padding_ratio) for o in outcomes
+    ]
+    message = channel.Computed(asked.id, places, [[*output.shape] for output in outputs], facts)
+    return message, b"".join([output.tobytes() for output in outputs])
+
+
+def failed(number: int, error: errors.QuartetError) -> channel.Failed:
+    retry_after_s = error.retry_after_s if isinstance(error, errors.RetryableError) else None
+    return channel.Failed(number, error.code, error.message, error.param, retry_after_s)
+
+
+def log_cause(error: errors.QuartetError) -> None:
+    """What went wrong is known only here; the HTTP process logs the rest under the request's id."""
+    if error.__cause__ is not None:
+        log.error(error.message, exc_info=error.__cause__)
+
+
+class Fronts:
+    """All HTTP processes that are there."""
+
+    def __init__(self, device: Device, metrics: Metrics) -> None:
+        self._device = device
+        self._metrics = metrics
+        self._there: set[Front] = set()
+        self._none = asyncio.Event()
+
+    async def welcome(self, end: socket.socket) -> None:
+        front = Front(self._device, self._metrics, self._lose)
+        self._there.add(front)
+        await front.greet(end)
+
+    async def tell_load(self) -> None:
+        """Keep them told, so that none has to ask, while the device lives."""
+        while self._device.alive():
+            load = self._device.load()
+            for front in self._there:
+                front.tell(load)
+            await asyncio.sleep(LOAD_EVERY_S)
+
+    async def none(self) -> None:
+        """Wait until none is left."""
+        while self._there:
+            self._none.clear()
+            await self._none.wait()
+
+    def _lose(self, front: Front) -> None:
+        self._there.discard(front)
+        self._none.set()
+
+
+async def compute(settings: Settings, orders: Orders) -> None:
+    """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
+
+    Raises CannotStart when the bundles cannot be opened, and RuntimeError when the batcher has failed.
+    """
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        try:
+            opening = open_device(settings, metrics.observe_batch)
+            device = await stack.enter_async_context(opening)
+        except Exception as error:
+            raise CannotStart(error) from error
+        metrics.watch_queue(lambda: device.load().queue_tokens)
+        fronts = Fronts(device, metrics)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again and again
+        serving = asyncio.create_task(serve(fronts, orders))
+        telling = asyncio.create_task(fronts.tell_load())
+        await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
+        telling.cancel()
+        if not serving.done():
+            raise RuntimeError("the batcher has failed")
+        serving.result()
+
+
+async def serve(fronts: Fronts, orders: Orders) -> None:
+    """Welcome whom the orders bring, until there are no more and all have left."""
+    async for _, end in orders:
+        if end is not None:
+            await fronts.welcome(end)
+    await fronts.none()

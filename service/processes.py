@@ -1,0 +1,144 @@
+"""The main process where HTTP and inference have processes of their own: it starts them, connects them, ends them.
+
+    main ── inference: the bundles' sessions and the batcher                  (service/inference.py)
+       └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/child.py)
+
+Each HTTP process has a socket to the inference process (service/channel.py), and each child one to the main process
+(service/orders.py). A child that dies is started again and connected anew; what it was asked fails by name. A child
+that says it cannot serve at all ends the service.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from service.orders import DRAIN, PEER, give
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+CANNOT_START = 3
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # before a child that keeps dying is started again
+OVERTIME_S = 2.0  # for children that do not end when their time is over
+SETTLED_S = 30.0  # a child that lived so long did not die of its start
+
+
+@dataclass(eq=False)
+class Child:
+    """A process of ours, now or the one that was started in its place."""
+
+    role: str
+    process: Process
+    orders: socket.socket
+    began: float
+
+
+class Processes:
+    """One inference process and so many HTTP processes, kept alive until the service is to end."""
+
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._children: set[Child] = set()
+        self._draining = False
+        self._status = 0
+
+    async def run(self) -> int:
+        """Serve until told to stop; returns the status to exit with."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._drain)
+        try:
+            async with asyncio.TaskGroup() as keeping:
+                keeping.create_task(self._keep("inference"))
+                front = [
+                    keeping.create_task(self._keep("http"))
+                    for _ in range(self._settings.http_workers)
+                ]
+                await asyncio.wait(front)
+                for child in self._of("inference"):
+                    child.orders.close()  # all it was asked is answered
+        finally:
+            self._kill()
+        return self._status
+
+    async def _keep(self, role: str) -> None:
+        """Have a child of this role until the service ends."""
+        deaths = 0
+        while True:
+            child = await self._start(role)
+            status = await child.process.wait()
+            self._children.discard(child)
+            child.orders.close()
+            if status == CANNOT_START:
+                self._give_up(status)
+            if self._draining:
+                return
+            deaths = 1 if time.monotonic() - child.began > SETTLED_S else deaths + 1
+            pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
+            log.error(
+                f"the {role} process ended", pid=child.process.pid, status=status, again_in_s=pause
+            )
+            await asyncio.sleep(pause)
+            if self._draining:
+                return
+
+    async def _start(self, role: str) -> Child:
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *([self._listener.fileno()] if role == "http" else [])]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "service.child", role, *map(str, inherited)),
+            stdin=PIPE,
+            pass_fds=inherited,
+            process_group=0,  # what a terminal signals is for the main process
+        )
+        theirs.close()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(self._settings.model_dump_json().encode())
+            await process.stdin.drain()
+        process.stdin.close()
+        child = Child(role, process, ours, time.monotonic())
+        self._introduce(child)
+        self._children.add(child)
+        if self._draining:
+            give(child.orders, DRAIN)
+        return child
+
+    def _introduce(self, new: Child) -> None:
+        """Connect a child with those of the other kind."""
+        for other in self._children:
+            if other.role != new.role:
+                ends = socket.socketpair()
+                for child, end in zip((new, other), ends, strict=True):
+                    give(child.orders, PEER, end)
+                    end.close()
+
+    def _of(self, role: str) -> Sequence[Child]:
+        return [child for child in self._children if child.role == role]
+
+    def _drain(self) -> None:
+        if not self._draining:
+            self._listener.close()  # or who connects when the HTTP processes listen no more would wait here
+            patience_s = self._settings.drain_s + OVERTIME_S
+            asyncio.get_running_loop().call_later(patience_s, self._kill)
+        self._draining = True
+        for child in self._of("http"):
+            give(child.orders, DRAIN)
+
+    def _give_up(self, status: int) -> None:
+        self._status, self._draining = status, True
+        self._kill()
+
+    def _kill(self) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                child.process.kill()

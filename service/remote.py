@@ -1,0 +1,232 @@
+"""The device of an HTTP process: a client of the inference process, behind the seam of `service.device`."""
+
+import asyncio
+import itertools
+import math
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from service import bundle as bundles
+from service import channel, errors
+from service.batcher import Load
+from service.bundle import BundleError, Texts
+from service.channel import Channel
+from service.device import RunsOn
+from service.engines import Engines
+from service.settings import Settings
+from service.waiting import Answer, Entry, Outcome, Tell
+
+PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
+KEPT = 10_000  # requests that they remember while the inference process is away
+
+
+class RemoteDevice:
+    """Computes in the inference process. Where that is lost, what it was asked fails with ReplicaLost."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.bundles: list[Texts] = []
+        self.runs_on: dict[str, RunsOn] = {}
+        self._paths = paths
+        self._opened = asyncio.Event()
+        self._sha256: dict[str, str] = {}
+        self._channel: Channel | None = None
+        self._load = channel.Load(0, 0.0, False)
+        self._ids = itertools.count()
+        self._asked: dict[int, Answer] = {}
+        self._pages: dict[int, asyncio.Future[bytes]] = {}
+
+    async def connect(self, end: socket.socket) -> None:
+        """Talk to an inference process from now on; what another was asked fails."""
+        if self._channel is not None:
+            self._channel.close()
+            self._forget(self._channel)
+        loop = asyncio.get_running_loop()
+        made = Channel(self._receive, lambda: self._forget(made))
+        await loop.create_unix_connection(lambda: made, sock=end)
+        self._channel = made
+
+    async def open(self) -> None:
+        """Wait until the inference process has opened its bundles, and read what is needed of them here.
+
+        Raises BundleError when a directory does not hold any more what is computed.
+        """
+        await self._opened.wait()
+        self.bundles = [bundles.load_texts(path) for path in self._paths]
+        for bundle in self.bundles:
+            if bundle.sha256 != self._sha256.get(bundle.manifest.id):
+                raise BundleError(bundle.path, "it was changed while it was being opened")
+
+    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+        if not entries:
+            return []
+        device = self._device()
+        number = next(self._ids)
+        asked = Answer(entries, asyncio.get_running_loop().create_future(), tell)
+        self._asked[number] = asked
+        device.send(*submission(number, entries, tell is not None))
+        try:
+            return await asked.future
+        except asyncio.CancelledError:
+            device.send(channel.Cancel(number))
+            raise
+        finally:
+            self._asked.pop(number, None)
+
+    def load(self) -> Load:
+        told = self._load
+        return Load(told.queue_tokens, told.tokens_per_second, told.ready)
+
+    def alive(self) -> bool:
+        return True  # whatever became of the other process, it is started again
+
+    def push(self, observed: channel.Observed) -> bool:
+        """Hand what the metrics saw to the process that keeps them; False when it is away."""
+        if self._channel is None:
+            return False
+        self._channel.send(observed)
+        return True
+
+    async def page(self) -> bytes:
+        """The metrics' page. Raises ReplicaLost."""
+        device = self._device()
+        number = next(self._ids)
+        self._pages[number] = asyncio.get_running_loop().create_future()
+        device.send(channel.Render(number))
+        try:
+            return await self._pages[number]
+        finally:
+            self._pages.pop(number, None)
+
+    def _device(self) -> Channel:
+        if self._channel is None:
+            raise errors.ReplicaLost("the inference process is being started")
+        return self._channel
+
+    def _forget(self, gone: Channel) -> None:
+        if gone is not self._channel:
+            return
+        self._channel = None
+        self._load = channel.Load(0, 0.0, False)
+        lost = errors.ReplicaLost("the inference process was lost")
+        for asked in self._asked.values():
+            asked.fail(lost)
+        for page in self._pages.values():
+            if not page.done():
+                page.set_exception(lost)
+
+    def _receive(self, message: channel.Message, arrays: bytes) -> None:
+        match message:
+            case channel.Computed():
+                self._take(message, arrays)
+            case channel.Failed(id=number) if asked := self._asked.get(number):
+                asked.fail(
+                    errors.revive(
+                        message.code,
+                        message.message,
+                        param=message.param,
+                        retry_after_s=message.retry_after_s,
+                    )
+                )
+            case channel.Load():
+                self._load = message
+            case channel.Page(id=number) if page := self._pages.get(number):
+                if not page.done():
+                    page.set_result(arrays)
+            case channel.Opened(sha256, runs_on):
+                self.runs_on = {name: RunsOn(**facts) for name, facts in runs_on.items()}
+                self._sha256 = sha256
+                self._opened.set()
+
+    def _take(self, computed: channel.Computed, arrays: bytes) -> None:
+        asked = self._asked.get(computed.id)
+        if asked is None or asked.future.done():
+            return
+        for entry, outcome in outcomes(computed, arrays, asked.entries):
+            asked.add(entry, outcome)
+
+
+def submission(
+    number: int, entries: Sequence[Entry], each: bool
+) -> tuple[channel.Submit, bytes, bytes]:
+    """A request as a message and its arrays; all its entries are alike but for their tokens."""
+    first = entries[0]
+    assert first.head is not None, "our bug: all heads at once do not travel between processes"
+    message = channel.Submit(
+        id=number,
+        bundle=first.bundle,
+        head=first.head,
+        lengths=[entry.tokens for entry in entries],
+        request_id=first.request_id,
+        arrival=first.arrival,
+        deadline=first.deadline,
+        priority=first.priority,
+        tenant=first.tenant,
+        each=each,
+    )
+    ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
+    types = b"".join([entry.window.token_type_ids.tobytes() for entry in entries])
+    return message, ids, types
+
+
+def outcomes(
+    computed: channel.Computed, arrays: bytes, entries: Sequence[Entry]
+) -> Iterator[tuple[Entry, Outcome]]:
+    """The entries that were computed, with their outcomes."""
+    start = 0
+    for place, shape, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
+        entry = entries[place]
+        assert entry.head is not None
+        output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
+        start += output.nbytes
+        yield entry, Outcome({entry.head: output}, *facts)
+
+
+class RemoteMetrics:
+    """The metrics of an HTTP process: what it sees goes to the inference process, which has the page."""
+
+    def __init__(self, device: RemoteDevice) -> None:
+        self._device = device
+        self._requests: deque[tuple[str, str, int, float]] = deque(maxlen=KEPT)
+        self._rejections: deque[str] = deque(maxlen=KEPT)
+        self._pushing = False
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+        self._requests.append((route, model, status, seconds))
+        self._push_soon()
+
+    def observe_rejection(self, reason: str) -> None:
+        self._rejections.append(reason)
+        self._push_soon()
+
+    async def page(self) -> bytes:
+        """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        self._push()
+        return await self._device.page()
+
+    def _push_soon(self) -> None:
+        if not self._pushing:
+            self._pushing = True
+            asyncio.get_running_loop().call_later(PUSH_S, self._push)
+
+    def _push(self) -> None:
+        self._pushing = False
+        seen = channel.Observed([*self._requests], [*self._rejections])
+        if (seen.requests or seen.rejections) and self._device.push(seen):
+            self._requests.clear()
+            self._rejections.clear()
+
+
+@asynccontextmanager
+async def open_remote_engines(device: RemoteDevice, _: Settings) -> AsyncIterator[Engines]:
+    """Engines on the inference process, once it has opened its bundles. Raises BundleError."""
+    await device.open()
+    engines = Engines(device)
+    try:
+        yield engines
+    finally:
+        engines.close()

@@ -1,0 +1,88 @@
+"""The HTTP server of one process: uvicorn's, which here loses nobody when it ends."""
+
+import asyncio
+import gc
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from service.calls import Service
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+GRACE_S = 0.4  # for those who have connected and are about to ask
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server: it says where it listens, and from the signal on that it is draining."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,  # longer than the 60 s after which load balancers let go
+            timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - GRACE_S)),
+        )
+        super().__init__(config)
+        self.service: Service = app.state.service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
+        await super().startup([listener.dup() for listener in sockets or []])
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again and again
+        for listener in sockets or []:
+            log.info("serving", url=url_of(listener), pid=os.getpid())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
+        log.info("draining", seconds=self.service.settings.drain_s)
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            waiting = [*accept_all(listener)]
+            listener.close()
+            for connection in waiting:
+                await asyncio.get_running_loop().connect_accepted_socket(self.protocol, connection)
+        await asyncio.sleep(GRACE_S)
+        await super().shutdown(sockets)
+
+    def protocol(self) -> asyncio.Protocol:
+        """One connection's protocol, as uvicorn makes it."""
+        state, lifespan = self.server_state, self.lifespan.state
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=state, app_state=lifespan)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # No logging here: the signal may have interrupted a log line, which holds the log's lock.
+        self.service.draining = True
+        self.force_exit = self.should_exit  # asked twice
+        self.should_exit = True
+
+
+def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """Whoever has connected and waits to be accepted."""
+    listener.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            yield listener.accept()[0]
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

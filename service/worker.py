@@ -1,0 +1,45 @@
+"""An HTTP process that computes nothing."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from service.app import create_app
+from service.orders import DRAIN, Orders
+from service.remote import RemoteDevice, RemoteMetrics, open_remote_engines
+from service.server import Server
+from service.settings import Settings
+
+
+class Worker(Server):
+    """A server to which the main process brings an inference process, and another when that is lost."""
+
+    def __init__(self, settings: Settings, orders: Orders) -> None:
+        self.device = RemoteDevice(settings.bundles)
+        self.orders = orders
+        metrics = RemoteMetrics(self.device)
+        super().__init__(
+            create_app(settings, partial(open_remote_engines, self.device), metrics), settings
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        obeying = asyncio.create_task(self.obey())
+        try:
+            await super().serve(sockets)
+        finally:
+            obeying.cancel()
+
+    async def obey(self) -> None:
+        async for order, end in self.orders:
+            if end is not None:
+                await self.device.connect(end)
+            if order == DRAIN:
+                self.handle_exit(signal.SIGTERM, None)
+        self.handle_exit(signal.SIGTERM, None)  # the main process is gone

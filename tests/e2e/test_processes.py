@@ -1,0 +1,143 @@
+"""HTTP and inference in processes of their own: who dies is replaced, and all end together."""
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import samples
+from tests.e2e.conftest import Server, serving, start, until
+
+pytestmark = pytest.mark.e2e
+
+
+def children(server: Server) -> dict[str, list[int]]:
+    """The process ids of a server's children, by role."""
+    found: dict[str, list[int]] = {"inference": [], "http": []}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == server.process.pid and b"service.child" in arguments:
+                role = arguments[arguments.index(b"service.child") + 1].decode()
+                found[role].append(int(entry.name))
+    return found
+
+
+def readiness(server: Server) -> int:
+    return server.get("/health/ready").status
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_a_killed_inference_process_is_replaced(tiny_bundle: Path) -> None:
+    """HTTP lives on: readiness says no at once, requests fail by name, and soon all is as before."""
+    body = {"inputs": ["Ada drew a comet."]}
+    with serving(tiny_bundle) as server:
+        before = server.answer("/embed", body)
+        (inference,), (http,) = children(server).values()
+        began = time.monotonic()
+        os.kill(inference, signal.SIGKILL)
+        until(lambda: readiness(server) == 503)
+        assert time.monotonic() - began < 1
+        refused = server.post("/embed", body)
+        assert (503, "replica_lost") == (refused.status, refused.json()["error"]["code"])
+        assert int(refused.headers["retry-after"]) >= 1
+        assert 200 == server.get("/health/live").status
+        until(lambda: readiness(server) == 200, 60)
+        assert before == server.answer("/embed", body)
+        assert [http] == children(server)["http"]
+        page = server.get("/metrics").body.decode()
+        assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
+
+
+def test_requests_under_way_fail_by_name(tiny_bundle: Path) -> None:
+    """What the dead process was computing is answered with 503, and nothing hangs."""
+    body = {"inputs": samples.text(60, seed=1)}
+    with serving(tiny_bundle, "--max-wait-ms", "60000") as server, ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(server.post, "/embed", body) for _ in range(4)]
+        until(lambda: re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
+        (inference,) = children(server)["inference"]
+        os.kill(inference, signal.SIGKILL)
+        replies = [one.result(30) for one in asked]
+    assert {(503, "replica_lost")} == {
+        (reply.status, reply.json()["error"]["code"]) for reply in replies
+    }
+
+
+def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -> None:
+    """All answer alike, one page counts for all, and one that dies is replaced."""
+    texts = [samples.text(20, seed=seed) for seed in range(60)]
+    with serving(tiny_bundle, "--http-workers", "3") as server:
+        until(lambda: sum('"serving"' in line for line in server.log) == 3, 60)
+        found = children(server)
+        assert (1, 3) == (len(found["inference"]), len(found["http"]))
+        with ThreadPoolExecutor(12) as clients:
+            replies = [*clients.map(lambda text: server.post("/embed", {"inputs": text}), texts)]
+            os.kill(found["http"][0], signal.SIGKILL)
+            until(lambda: sum('"serving"' in line for line in server.log) == 4, 60)
+            replies += clients.map(lambda text: server.post("/embed", {"inputs": text}), texts)
+        assert {200: 120} == Counter(reply.status for reply in replies)
+        page = server.get("/metrics").body.decode()
+        count = re.search(r'_duration_seconds_count\{[^}]*route="/embed"[^}]*\} (\S+)', page)
+        assert count
+        assert 0 < float(count[1]) <= 120  # the last quarter second of the killed one is lost
+        assert 3 == len(children(server)["http"])
+
+
+def test_in_one_process(tiny_bundle: Path) -> None:
+    """Without HTTP workers there is one process, which answers the same."""
+    body = {"inputs": ["Ada drew a comet.", samples.text(40, seed=2)]}
+    with serving(tiny_bundle, "--http-workers", "0") as alone, serving(tiny_bundle) as apart:
+        assert {"inference": [], "http": []} == children(alone)
+        both = [server.answer("/embed", body)["embeddings"] for server in (alone, apart)]
+        for one, other in zip(*both, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_children_end_with_the_main_process(tiny_bundle: Path) -> None:
+    """Even when it is killed, none is left behind."""
+    with serving(tiny_bundle, "--http-workers", "2") as server:
+        pids = [pid for found in children(server).values() for pid in found]
+        assert 3 == len(pids)
+        server.process.kill()
+        server.process.wait(30)
+        until(lambda: not any(alive(pid) for pid in pids), 60)
+
+
+def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
+    """An init system may signal every process: the children wait for the main one, and nothing is lost."""
+    statuses: list[int] = []
+    with serving(tiny_bundle) as server:
+        pids = [pid for found in children(server).values() for pid in found]
+        body = {"inputs": [samples.text(200, seed=seed) for seed in range(40)]}
+        with ThreadPoolExecutor(8) as clients:
+            asked = [clients.submit(server.post, "/embed", body) for _ in range(8)]
+            until(lambda: re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
+            for pid in [*pids, server.process.pid]:
+                os.kill(pid, signal.SIGTERM)
+            statuses += [one.result(60).status for one in asked]
+        assert 0 == server.process.wait(40)
+    assert [200] * 8 == statuses
+
+
+def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
+    """A bundle that is refused is told once, and no process is left."""
+    process = start(tmp_path / "nothing", "--port", "0", "--http-workers", "2")
+    _, said = process.communicate(timeout=60)
+    assert 3 == process.returncode
+    assert 1 == said.count("cannot start")
+    assert "Traceback" not in said

@@ -1,0 +1,98 @@
+"""Messages arrive as they were sent, in order, however the socket cuts them."""
+
+import asyncio
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.channel import Cancel, Channel, Computed, Load, Observed, Submit, frame
+
+SUBMIT = Submit(
+    id=7,
+    bundle="tiny@1",
+    head="embeddings",
+    lengths=[2, 1],
+    request_id="r",
+    arrival=0.1,
+    deadline=30.25,
+    priority=1,
+    tenant="t",
+    each=True,
+)
+MESSAGES: list[tuple[Any, bytes]] = [
+    (SUBMIT, np.arange(6).tobytes()),
+    (Cancel(7), b""),
+    (Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)]), np.ones(2, np.float32).tobytes()),
+    (Load(12, 3.5, True), b""),
+]
+
+
+def same(sent: Any, got: Any) -> bool:
+    """Equal but for tuples, which come back as lists."""
+    return type(sent) is type(got) and frame(sent) == frame(got)
+
+
+@given(st.lists(st.integers(1, 200), max_size=20))
+def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
+    """Half a header, two messages at once: a channel gives each whole."""
+    got: list[tuple[Any, bytes]] = []
+    channel = Channel(lambda message, arrays: got.append((message, arrays)), lambda: None)
+    stream = b"".join(frame(message, arrays) for message, arrays in MESSAGES)
+    start = 0
+    for cut in [*cuts, len(stream)]:
+        channel.data_received(stream[start : start + cut])
+        start += cut
+    assert len(MESSAGES) == len(got)
+    for (sent, arrays), (message, received) in zip(MESSAGES, got, strict=True):
+        assert same(sent, message)
+        assert arrays == received
+
+
+async def opened(end: socket.socket, **called: Any) -> Channel:
+    channel = Channel(called.get("received", print), called.get("lost", lambda: None))
+    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=end)
+    return channel
+
+
+async def test_the_end_of_one_is_told_to_the_other() -> None:
+    """`lost` is called once, and what is sent afterwards goes nowhere."""
+    one, other = socket.socketpair()
+    lost = asyncio.Event()
+    first, second = await opened(one, lost=lost.set), await opened(other)
+    second.close()
+    await asyncio.wait_for(lost.wait(), 30)
+    first.send(Cancel(1))
+
+
+async def test_much_goes_through_at_once() -> None:
+    """What the socket's buffer cannot hold waits, and is lost neither in part nor in order."""
+    one, other = socket.socketpair()
+    got: list[tuple[Any, bytes]] = []
+    done = asyncio.Event()
+
+    def received(message: Any, arrays: bytes) -> None:
+        got.append((message, arrays))
+        if len(got) == 20:
+            done.set()
+
+    first, second = await opened(one), await opened(other, received=received)
+    for number in range(20):
+        first.send(Cancel(number), np.full(50_000, number, np.int64))
+    await asyncio.wait_for(done.wait(), 30)
+    assert [Cancel(number) for number in range(20)] == [message for message, _ in got]
+    assert all((np.frombuffer(arrays, np.int64) == n).all() for n, (_, arrays) in enumerate(got))
+    first.close()
+    second.close()
+
+
+def test_a_message_of_no_kind_is_our_bug() -> None:
+    """Both ends are one version: what is unknown is not passed over."""
+    channel = Channel(lambda *_: None, lambda: None)
+    data = bytearray(frame(Observed([], [])))
+    data[8:10] = b'["'
+    with pytest.raises((KeyError, ValueError)):
+        channel.data_received(bytes(data).replace(b"Observed", b"Obverted"))

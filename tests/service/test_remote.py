@@ -1,0 +1,333 @@
+"""A device in another process is the same to whoever submits: tested over a socket, both ends in one loop."""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.typing import EventDict
+
+from service import bundle, errors
+from service.batcher import Load
+from service.bundle import BundleError
+from service.device import RunsOn
+from service.encode import Window
+from service.inference import Fronts, serve
+from service.metrics import Metrics
+from service.orders import PEER, Orders, give
+from service.remote import RemoteDevice, RemoteMetrics
+from service.waiting import Entry, Outcome, Tell
+
+RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
+LOAD = Load(42, 1000.0, True)
+
+
+class FakeDevice:
+    """Answers each entry with the sum and the number of its tokens, or as it is told to."""
+
+    def __init__(self) -> None:
+        self.bundles = [SimpleNamespace(manifest=SimpleNamespace(id="tiny@1"), sha256="0123")]
+        self.runs_on = {"tiny@1": RUNS_ON}
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.seen: list[Entry] = []
+        self.reached, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.living = True
+
+    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+        self.seen += entries
+        self.reached.set()
+        outcomes = [answer(entry) for entry in entries]
+        for entry, outcome in zip(entries[:1], outcomes, strict=False):
+            if tell is not None:
+                tell(entry, outcome)
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        if self.error is not None:
+            raise self.error
+        for entry, outcome in zip(entries[1:], outcomes[1:], strict=True):
+            if tell is not None:
+                tell(entry, outcome)
+        return outcomes
+
+    def load(self) -> Load:
+        return LOAD
+
+    def alive(self) -> bool:
+        return self.living
+
+
+def answer(entry: Entry) -> Outcome:
+    ids = entry.window.input_ids
+    rows = np.stack([ids, 2 * ids], axis=1).astype(np.float32)
+    return Outcome({entry.head or "": rows}, 0.25, 0.5, 8, 312, 1.5)
+
+
+def text(*ids: int) -> Entry:
+    tokens = np.array(ids, np.int64)
+    return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", "entities")
+
+
+class Pair:
+    """An inference process's part and an HTTP process's, connected."""
+
+    def __init__(self, paths: Sequence[Path] = ()) -> None:
+        self.device = FakeDevice()
+        self.metrics = Metrics()
+        self.remote = RemoteDevice(paths)
+        self.orders, end = socket.socketpair()
+        self.fronts = Fronts(self.device, self.metrics)  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(serve(self.fronts, Orders(end)))
+        self.telling = asyncio.create_task(self.fronts.tell_load())
+
+    async def connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        give(self.orders, PEER, theirs)
+        theirs.close()
+        await self.remote.connect(ours)
+
+    def lose(self) -> None:
+        """The inference process is gone."""
+        for front in [*self.fronts._there]:
+            front.channel.close()
+
+
+@asynccontextmanager
+async def pair(*paths: Path) -> AsyncIterator[Pair]:
+    made = Pair(paths)
+    await made.connect()
+    try:
+        yield made
+    finally:
+        if made.remote._channel is not None:
+            made.remote._channel.close()
+        made.orders.close()
+        await asyncio.wait_for(made.serving, 30)
+        made.telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await made.telling
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_outcomes_come_back_in_order() -> None:
+    """Every entry has its own outputs, with their shapes, and all that is told of its batch."""
+    entries = [text(1, 2, 3), text(9), text(4, 5)]
+    async with pair() as both:
+        got = await both.remote.submit(entries)
+    for entry, outcome in zip(entries, got, strict=True):
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+        assert (0.25, 0.5, 8, 312, 1.5) == (
+            outcome.queue_s,
+            outcome.inference_s,
+            outcome.batch_size,
+            outcome.batch_tokens,
+            outcome.padding_ratio,
+        )
+
+
+async def test_the_device_sees_what_was_submitted() -> None:
+    """Tokens, head, and all that queueing needs to know, cross as they are."""
+    sent = text(1, 2, 3)
+    async with pair() as both:
+        await both.remote.submit([sent])
+        (seen,) = both.device.seen
+    np.testing.assert_array_equal(sent.window.input_ids, seen.window.input_ids)
+    np.testing.assert_array_equal(sent.window.token_type_ids, seen.window.token_type_ids)
+    told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "head", "tokens")
+    assert [getattr(sent, name) for name in told] == [getattr(seen, name) for name in told]
+
+
+async def test_nothing_is_answered_with_nothing() -> None:
+    """An empty request costs no message."""
+    async with pair() as both:
+        assert [] == await both.remote.submit([])
+        assert [] == both.device.seen
+
+
+async def test_outcomes_are_told_one_by_one() -> None:
+    """The first is told of while the second is not there yet."""
+    entries, told = [text(1), text(2)], []
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(
+            both.remote.submit(entries, lambda entry, outcome: told.append(entry))
+        )
+        await until(lambda: bool(told))
+        assert [entries[0]] == told
+        assert not asked.done()
+        both.device.hold.set()
+        assert 2 == len(await asked)
+    assert entries == told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Overloaded("full", retry_after_s=7.5),
+        errors.TooLarge("never"),
+        errors.DeadlineExceeded("late"),
+        errors.InferenceFailed("no number", param="inputs[3]"),
+        errors.NotReady("not yet"),
+        errors.Draining("going"),
+        errors.UnknownModel("who?", param="model"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_errors_cross_as_they_are(error: errors.QuartetError) -> None:
+    """Class, message, field and headers are those that the device raised."""
+    async with pair() as both:
+        both.device.error = error
+        with pytest.raises(type(error)) as caught:
+            await both.remote.submit([text(1)])
+    got = caught.value
+    assert (error.code, error.body, error.headers) == (got.code, got.body, got.headers)
+
+
+def test_every_error_can_cross() -> None:
+    """A code names one class, so that none comes back as another."""
+    kinds = [*errors.kinds()]
+    assert len(kinds) == len({kind.code for kind in kinds})
+    crossing = [kind for kind in kinds if kind is not errors.MethodNotAllowed]
+    assert crossing == [type(errors.revive(kind.code, "m")) for kind in crossing]
+
+
+async def test_what_is_unexpected_is_our_bug(lines: list[EventDict]) -> None:
+    """An exception of no known kind is logged where it happened, and answered."""
+    async with pair() as both:
+        both.device.error = ZeroDivisionError()
+        with pytest.raises(errors.InternalError, match="our bug"):
+            await both.remote.submit([text(1)])
+    assert ["unexpected error"] == [line["event"] for line in lines]
+
+
+async def test_who_leaves_takes_the_work_along() -> None:
+    """A request that is cancelled here is cancelled there."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(both.remote.submit([text(1)]))
+        await both.device.reached.wait()
+        asked.cancel()
+        await asyncio.wait_for(both.device.cancelled.wait(), 30)
+
+
+async def test_an_http_process_that_dies_takes_its_work_along() -> None:
+    """What it had asked is cancelled, and it is forgotten."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(both.remote.submit([text(1)]))
+        await both.device.reached.wait()
+        assert both.remote._channel is not None
+        both.remote._channel.close()
+        await asyncio.wait_for(both.device.cancelled.wait(), 30)
+        await until(lambda: not both.fronts._there)
+        with pytest.raises(errors.ReplicaLost):
+            await asked
+
+
+async def test_a_lost_device_fails_what_it_was_asked_by_name() -> None:
+    """Entries and pages fail at once, and so does what comes before there is another."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        await until(lambda: both.remote.load().ready)
+        asked = asyncio.create_task(both.remote.submit([text(1)]))
+        await both.device.reached.wait()
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="was lost"):
+            await asked
+        assert not both.remote.load().ready
+        assert both.remote.alive()
+        with pytest.raises(errors.ReplicaLost, match="being started"):
+            await both.remote.submit([text(1)])
+        with pytest.raises(errors.ReplicaLost, match="being started"):
+            await both.remote.page()
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await both.remote.submit([text(1)]))
+        await until(lambda: both.remote.load().ready)
+
+
+async def test_the_load_is_told_unasked() -> None:
+    """What waits, how fast it drains and whether more may come are known without asking."""
+    async with pair() as both:
+        await until(lambda: both.remote.load() == LOAD)
+
+
+async def test_metrics_are_kept_in_one_place() -> None:
+    """Requests that any HTTP process answered are on the one page, with the batches."""
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        seen.observe_request("/embed", "tiny@1", 200, 0.5)
+        seen.observe_rejection("overloaded")
+        page = (await seen.page()).decode()
+    labels = 'model="tiny@1",route="/embed",status="200"'
+    assert f"quartet_request_duration_seconds_sum{{{labels}}} 0.5" in page
+    assert 'quartet_requests_rejected_total{reason="overloaded"} 1.0' in page
+
+
+async def test_metrics_wait_for_a_device() -> None:
+    """What was seen while there was none is told to the next."""
+    async with pair() as both:
+        await until(lambda: both.remote.load().ready)
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        seen = RemoteMetrics(both.remote)
+        seen.observe_rejection("replica_lost")
+        with pytest.raises(errors.ReplicaLost):
+            await seen.page()
+        await both.connect()
+        page = (await seen.page()).decode()
+    assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
+
+
+async def test_texts_are_read_from_the_same_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    """A directory that no longer holds what is computed is refused."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    async with pair(copy) as both:
+        both.device.bundles[0].sha256 = bundle.load(tiny_bundle).sha256
+        await both.connect()
+        await until(lambda: both.remote._sha256 == {"tiny@1": both.device.bundles[0].sha256})
+        await both.remote.open()
+        assert ["tiny@1"] == [texts.manifest.id for texts in both.remote.bundles]
+        manifest = json.loads((copy / "manifest.json").read_text())
+        (copy / "manifest.json").write_text(json.dumps({**manifest, "weights_license": "none"}))
+        with pytest.raises(BundleError, match="changed while"):
+            await both.remote.open()
+
+
+async def test_orders_end_with_the_main_process() -> None:
+    """Orders come one by one, each with its socket, until there is nobody to give any."""
+    ours, theirs = socket.socketpair()
+    one, other = socket.socketpair()
+    give(ours, PEER, one)
+    give(ours, b"D")
+    ours.close()
+    got: list[tuple[bytes, Any]] = [order async for order in Orders(theirs)]
+    assert [PEER, b"D"] == [order for order, _ in got]
+    got[0][1].send(b"hello")
+    assert b"hello" == other.recv(5)
+    for end in (one, other, theirs, got[0][1]):
+        end.close()
+
+
+def test_orders_to_the_dead_are_dropped() -> None:
+    """A child that has just gone cannot be told, and need not."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    give(ours, b"D")
+    ours.close()
