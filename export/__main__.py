@@ -1,4 +1,4 @@
-"""Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8]`.
+"""Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`.
 
 CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. OUT is the bundle's
 directory. Every graph is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
@@ -19,7 +19,7 @@ from typing import Any
 import onnx
 from pydantic import ValidationError
 
-from export import card, evaluation, goldens, graph, quantize, verify
+from export import card, evaluation, goldens, graph, half, quantize, verify
 from export.source import Source, read_source
 from model.names import CheckpointError
 from service import bundle
@@ -28,6 +28,7 @@ from service.encode import Encoder
 from service.session import RUNTIME, Outputs
 
 PORTABLE = "fp32.portable.onnx"
+HALF_WEIGHTS = "fp16.weights.bin"
 EXPECTED_ERRORS = (
     BundleError,
     CheckpointError,
@@ -53,6 +54,14 @@ class Request:
     told: Mapping[str, Any]
     replace: bool
 
+    @property
+    def default_precision(self) -> str:
+        """What `auto` serves on a CPU. Raises ValueError when nothing that is asked for runs there."""
+        for precision in self.precisions:
+            if precision != "fp16":
+                return precision
+        raise ValueError("--precision: fp16 runs on a GPU only; name fp32 or int8 beside it")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
@@ -77,10 +86,10 @@ def read_request(argv: Sequence[str] | None) -> Request:
     parser.add_argument(
         "--precision",
         nargs="+",
-        choices=["fp32", "int8"],
+        choices=["fp32", "int8", "fp16"],
         default=["fp32", "int8"],
         dest="precisions",
-        help="graphs to write; the first is what `auto` serves on a CPU",
+        help="graphs to write; the first of fp32 and int8 is what `auto` serves on a CPU, and fp16 is for CUDA",
     )
     parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
     parser.add_argument("--version", default="1")
@@ -130,7 +139,7 @@ def export(asked: Request) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         full = Path(scratch) / "full"
         full.mkdir()
-        write_graphs(source, full, quantized="int8" in asked.precisions)
+        write_graphs(source, full, asked.precisions)
         draft = _describe(asked, source, encoder, full)
         report = check(draft, source, encoder)
         metrics = measure(draft, encoder, asked)
@@ -145,6 +154,7 @@ def check_words(asked: Request) -> None:
     for flag, word in (("--name", asked.name), ("--version", asked.version)):
         if not re.fullmatch(bundle.NAME, word):
             raise ValueError(f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only")
+    _ = asked.default_precision
     Provenance.model_validate(asked.told.get("provenance", {}))
 
 
@@ -156,16 +166,20 @@ def _max_length(asked: Request, source: Source) -> int:
     return asked.max_length
 
 
-def write_graphs(source: Source, folder: Path, quantized: bool) -> None:
-    """All graphs of a full bundle; fp32 packed and portable share one weight file."""
+def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> None:
+    """The fp32 graphs, which share one weight file, and what else is asked for."""
     print("tracing the packed and the portable graph ...")
     packed = graph.export_packed(source.model)
     portable = graph.export_portable(source.model)
-    if quantized:
+    if "int8" in precisions:
         onnx.save(quantize.quantize(packed), folder / "int8.onnx")
     graph.save_sharing_weights(
         {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / graph.WEIGHTS
     )
+    if "fp16" in precisions:
+        print("tracing the graph for CUDA ...")
+        halved = graph.export_cuda(half.halved(source.model))
+        graph.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
 
 
 def _describe(asked: Request, source: Source, encoder: Encoder, folder: Path) -> Bundle:
@@ -183,7 +197,7 @@ def _describe(asked: Request, source: Source, encoder: Encoder, folder: Path) ->
             "name": asked.name,
             "version": asked.version,
             "heads": source.model.described,
-            "default_precision": asked.precisions[0],
+            "default_precision": asked.default_precision,
             "max_length": encoder.max_length,
             "vocabulary": {
                 **bundle.describe_file(folder / "tokenizer.json"),
@@ -209,6 +223,10 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
     if (folder / "int8.onnx").is_file():
         int8 = {"precision": "int8", "opset": graph.OPSET, "provider": "cpu", "layout": "packed"}
         records.append({**int8, **bundle.describe_file(folder / "int8.onnx")})
+    if (folder / "fp16.onnx").is_file():
+        fp16 = {"precision": "fp16", "opset": graph.OPSET, "provider": "cuda", "layout": "packed"}
+        fp16["weights"] = bundle.describe_file(folder / HALF_WEIGHTS)
+        records.append({**fp16, **bundle.describe_file(folder / "fp16.onnx")})
     return records
 
 
@@ -248,9 +266,13 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
             lines[what] = f"differs from PyTorch by {worst:.1e}"
         else:
             found = run(encodings)
-            heads = draft.manifest.heads
-            tolerance["int8"] = {"min_cosine": verify.golden_cosines([*heads], expected, found)}
             lines[what] = agreement(draft.manifest, expected, found)
+            if record.precision == "fp16":
+                least = verify.check_half(expected, found, what)
+                lines[what] += f"; {verify.check_on_gpu(draft, record, expected, encodings)}"
+            else:
+                least = verify.golden_cosines([*draft.manifest.heads], expected, found)
+            tolerance[record.precision] = {"min_cosine": least}
         company = verify.check_company(run, encodings, what)
         lines[what] += f"; alone and in a batch by {company:.1e}"
         print(f"{what}: {lines[what]}")
@@ -272,7 +294,7 @@ def measure(
     runs: dict[str, verify.Run] = {
         record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
         for record in draft.manifest.graphs
-        if record.layout == "packed"
+        if record.layout == "packed" and record.provider != "cuda"  # emulated, it takes too long
     }
     metrics = {}
     for name, file in asked.evaluations.items():

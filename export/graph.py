@@ -1,6 +1,6 @@
 """From a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
 
-Both are traces of the same module; only the layout differs. Names are the contract of `docs/bundle.md`.
+All are traces of the same module; only the layout differs. Names are the contract of `docs/bundle.md`.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import onnx
 import torch
 from onnx.external_data_helper import set_external_data
 from torch import Tensor, nn
+from torch.export import Dim
 
 from model.attention import Layout, Padded
 from model.heads import Model
@@ -25,6 +26,7 @@ ALIGNMENT = 4096  # page size: the runtime may then map the file instead of read
 SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference can see them
 
 PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
+CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
 PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
@@ -45,6 +47,30 @@ class Packed(nn.Module):
         pack: Tensor,
     ) -> tuple[Tensor, ...]:
         layout = Layout(lengths, unpack, pack)
+        return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
+
+
+class PackedCuda(nn.Module):
+    """The same with the layout that CUDA's packed attention reads; heads get the rest of it derived."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        lengths: Tensor,
+        token_offset: Tensor,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        columns = torch.arange(token_offset.shape[1])
+        firsts = cu_seqlens[:-1, None].to(torch.int64)
+        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)
+        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)
+        layout = Layout(lengths, unpack, pack, cu_seqlens, token_offset)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
 
@@ -73,20 +99,38 @@ def export_packed(model: Model) -> onnx.ModelProto:
 
     Raises ValueError when a head bears the name of an input.
     """
-    layout = packing.make_layout([5, 3, 2])
-    token = torch.export.Dim("T")
-    batch = torch.export.Dim("B")
-    slot = torch.export.Dim("S")
-    arrays = [np.ones(10, dtype=np.int64), np.zeros(10, dtype=np.int64), packing.positions(layout)]
-    arrays += [layout.lengths, layout.unpack, layout.pack]
-    dims = [{0: token}, {0: token}, {0: token}, {0: batch}, {0: batch, 1: slot}, {0: token}]
+    layout, token, batch, slot = _sample()
+    arrays = [*_tokens(layout), layout.unpack, layout.pack]
+    dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
     return _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
+
+
+def export_cuda(model: Model) -> onnx.ModelProto:
+    """The packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, and no padding anywhere in the encoder.
+
+    Raises ValueError when a head bears the name of an input.
+    """
+    layout, token, batch, slot = _sample()
+    arrays = [*_tokens(layout), layout.token_offset(), layout.cu_seqlens]
+    dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: batch + 1}]
+    return _trace(PackedCuda(model), arrays, dims, CUDA_INPUTS, list(model.described))
+
+
+def _sample() -> tuple[packing.Layout, Dim, Dim, Dim]:
+    """A layout to trace with, and its T, B and S."""
+    return packing.make_layout([5, 3, 2]), Dim("T"), Dim("B"), Dim("S")
+
+
+def _tokens(layout: packing.Layout) -> list[np.ndarray]:
+    count = len(layout.pack)
+    ids, types = np.ones(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    return [ids, types, packing.positions(layout), layout.lengths]
 
 
 def export_portable(model: Model) -> onnx.ModelProto:
     """The portable graph: standard operators only, padded inputs."""
-    batch = torch.export.Dim("B")
-    slot = torch.export.Dim("S")
+    batch = Dim("B")
+    slot = Dim("S")
     ids = np.ones((3, 5), dtype=np.int64)
     dims = [{0: batch, 1: slot}] * 3
     return _trace(
@@ -97,7 +141,7 @@ def export_portable(model: Model) -> onnx.ModelProto:
 def _trace(
     module: nn.Module,
     arrays: Iterable[np.ndarray],
-    dims: list[dict[int, torch.export.Dim]],
+    dims: list[dict[int, Dim]],
     inputs: list[str],
     outputs: list[str],
 ) -> onnx.ModelProto:
@@ -120,7 +164,7 @@ def _trace(
 
 
 def _check_names(heads: Iterable[str]) -> None:
-    inputs = {*PACKED_INPUTS, *PORTABLE_INPUTS}
+    inputs = {*PACKED_INPUTS, *CUDA_INPUTS, *PORTABLE_INPUTS}
     for name in heads:
         if name in inputs:
             raise ValueError(f"a head cannot be named {name}: that is a graph's input")

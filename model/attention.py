@@ -8,6 +8,7 @@ into `[B, S]` slots and back, in the way that the device or the exported graph d
     Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
     Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
     Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+    Layout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
     Padded               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
 
 T tokens, B sequences, S longest, N heads, D head size, H hidden
@@ -30,6 +31,7 @@ class Layout:
     unpack: Tensor  # [B, S]
     pack: Tensor  # [T]
     cu_seqlens: Tensor | None = None  # [B + 1] int32
+    token_offset: Tensor | None = None  # [B, S] int32; given, a graph for CUDA is traced
     full: bool = (
         False  # all sequences are S long, so that slots are tokens and nothing need be gathered
     )
@@ -62,7 +64,8 @@ def attention(qkv: Tensor, num_heads: int, layout: Layout | Padded, dropout: flo
     if isinstance(layout, Padded):
         return _padded(qkv, num_heads, layout)
     if torch.onnx.is_in_onnx_export():
-        return _onnx(qkv, num_heads, layout)
+        lowering = _onnx if layout.token_offset is None else _onnx_cuda
+        return lowering(qkv, num_heads, layout)
     if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(qkv, num_heads, layout)
     return _gathered(qkv, num_heads, layout, dropout)
@@ -115,6 +118,18 @@ def _onnx(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
         version=1,
     )
     return context.reshape(batch * longest, -1).index_select(0, layout.pack)
+
+
+def _onnx_cuda(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+    query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
+    return torch.onnx.ops.symbolic(
+        "com.microsoft::PackedMultiHeadAttention",
+        [query, key, value, None, layout.token_offset, layout.cu_seqlens],
+        {"num_heads": num_heads},
+        dtype=qkv.dtype,
+        shape=query.shape,
+        version=1,
+    )
 
 
 def _padded(qkv: Tensor, num_heads: int, layout: Padded) -> Tensor:

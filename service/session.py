@@ -1,7 +1,7 @@
 """One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from service.packing import Packed, make_layout, positions
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]
+Feeds = dict[str, NDArray[Any]]
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -56,16 +57,7 @@ class Session:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
         if self.graph.layout == "portable":
             return self._run_padded(packed)
-        layout = packed.layout
-        feeds = {
-            "input_ids": packed.input_ids,
-            "token_type_ids": packed.token_type_ids,
-            "position_ids": packed.position_ids,
-            "lengths": layout.lengths,
-            "unpack": layout.unpack,
-            "pack": layout.pack,
-        }
-        return self._run(feeds)
+        return self._run(packed_feeds(packed, self._inputs))
 
     def _run_padded(self, packed: Packed) -> Outputs:
         layout = packed.layout
@@ -82,7 +74,7 @@ class Session:
             for name, value in outputs.items()
         }
 
-    def _run(self, feeds: dict[str, NDArray[np.int64]]) -> Outputs:
+    def _run(self, feeds: Feeds) -> Outputs:
         # A graph of a model without segments, say, has dropped the inputs that it does not need.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
         values = self._session.run(self._outputs, needed)
@@ -94,6 +86,23 @@ class Session:
         layout = make_layout(golden.lengths)
         packed = Packed(golden.input_ids, golden.token_type_ids, positions(layout), layout)
         check_goldens(bundle, self.graph.precision, self.run(packed), RUNTIME)
+
+
+def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
+    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone."""
+    layout = packed.layout
+    feeds: Feeds = {
+        "input_ids": packed.input_ids,
+        "token_type_ids": packed.token_type_ids,
+        "position_ids": packed.position_ids,
+        "lengths": layout.lengths,
+        "unpack": layout.unpack,
+        "pack": layout.pack,
+        "cu_seqlens": layout.cu_seqlens,
+    }
+    if "token_offset" in inputs:
+        feeds["token_offset"] = layout.token_offset()
+    return feeds
 
 
 def open_session(

@@ -85,6 +85,18 @@ def tiny_bundle(
 
 
 @pytest.fixture(scope="session")
+def gpu_bundle(
+    tiny_checkpoint: Path, traced: Traced, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny model with a graph for CUDA, gpu@1: fp32, which is the default, and fp16."""
+    path = tmp_path_factory.mktemp("bundles") / "gpu"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        traced.spare(monkeypatch)
+        run_export(tiny_checkpoint, path, "--precision", "fp32", "fp16")
+    return path
+
+
+@pytest.fixture(scope="session")
 def minilm_folder() -> Path:
     """The checkpoint of the real all-MiniLM-L6-v2, a sentence-transformers directory."""
     package = pytest.importorskip(
@@ -110,10 +122,10 @@ def mini_bundle() -> Path:
     return path
 
 
-def run_export(checkpoint: Path, path: Path) -> None:
+def run_export(checkpoint: Path, path: Path, *flags: str) -> None:
     from export.__main__ import main
 
-    assert 0 == main([str(checkpoint), str(path)]), "the export failed; its output says why"
+    assert 0 == main([str(checkpoint), str(path), *flags]), "the export failed; its output says why"
 
 
 @pytest.fixture(scope="session")

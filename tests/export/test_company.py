@@ -18,6 +18,7 @@ from tests import samples
 SERVED = [
     ("tiny_bundle", "fp32"),
     ("tiny_bundle", "int8"),
+    ("gpu_bundle", "fp16"),
     ("minilm_bundle", "fp32"),
     ("minilm_bundle", "int8"),
     ("mini_bundle", "int8"),

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export import quantize, verify
+from export import graph, quantize, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from model.checkpoint import load_model
@@ -176,6 +176,36 @@ def test_exact_only(tiny_checkpoint: Path, out: Path) -> None:
     assert FULL - {"int8.onnx"} == files(out)
 
 
+@pytest.fixture
+def half_traced(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exports with an fp16 graph take the one that has been traced."""
+    monkeypatch.setattr(graph, "export_cuda", lambda _: onnx.load(gpu_bundle / "fp16.onnx"))
+
+
+def test_half(gpu_bundle: Path) -> None:
+    """Asked for fp16 too, a bundle holds CUDA's graph with weights of its own, and what the goldens allow it."""
+    manifest = bundle.load(gpu_bundle).manifest
+    assert FULL - {"int8.onnx"} | {"fp16.onnx", "fp16.weights.bin"} == files(gpu_bundle)
+    assert ("fp32", ("fp32", "fp16")) == (manifest.default_precision, manifest.precisions)
+    tolerance = manifest.goldens.tolerance["fp16"]
+    assert dict.fromkeys(HEADS, verify.FP16_COSINE) == tolerance.min_cosine
+    card = (gpu_bundle / "README.md").read_text(encoding="utf-8")
+    assert "| fp16 packed | against fp32 on the goldens: sentiment cosine 1.0000, " in card
+    assert "GPU" in card
+
+
+@pytest.mark.usefixtures("half_traced")
+def test_half_is_never_the_default(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]
+) -> None:
+    """Though fp16 be named first, a CPU's default is what it can run; that is what labelled data measures, too."""
+    data = write_rows(tmp_path / "dev.jsonl", decided)
+    assert 0 == export(tiny_checkpoint, out, "--precision", "fp16", "int8", "--eval", data)
+    manifest = bundle.load(out).manifest
+    assert ("int8", {"int8", "fp16"}) == (manifest.default_precision, {*manifest.precisions})
+    assert {"fp32", "int8"} == set(manifest.metrics["sentiment"])
+
+
 def test_first_precision_is_the_default(tiny_checkpoint: Path, out: Path) -> None:
     """The precision that is named first is what `auto` serves; name, version and length are as asked."""
     flags = ("--precision", "int8", "fp32", "--name", "other", "--version", "2.1")
@@ -301,6 +331,11 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "--max-length: from 8 to the checkpoint's own 512",
     ),
     "short": (lambda _: None, ["--max-length", "7"], "--max-length: from 8"),
+    "fp16 alone": (
+        lambda _: None,
+        ["--precision", "fp16"],
+        "--precision: fp16 runs on a GPU only; name fp32 or int8 beside it",
+    ),
     "no provenance": (lambda _: None, ["--provenance", "nowhere.toml"], "nowhere.toml"),
     "unknown head": (
         lambda _: None,
@@ -352,8 +387,6 @@ def test_refused_provenance(
 
 def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packed graph another model's: one norm is a tenth off."""
-    from export import graph
-
     whole = graph.export_packed
 
     def broken(model: Any) -> onnx.ModelProto:
@@ -389,8 +422,6 @@ def test_portable_parity_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor is a bundle whose portable graph alone is wrong."""
-    from export import graph
-
     whole = graph.export_portable
 
     def broken(model: Any) -> onnx.ModelProto:
@@ -402,6 +433,23 @@ def test_portable_parity_failure(
     monkeypatch.setattr(graph, "save_sharing_weights", save_apart)
     status = export(tiny_checkpoint, out)
     assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)
+
+
+@pytest.mark.usefixtures("half_traced")
+def test_half_parity_failure(
+    tiny_checkpoint: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor is one whose graph for CUDA is another model's: here every position is the next one's."""
+    proto = graph.export_cuda(load_model(tiny_checkpoint))
+    (table,) = (t for t in proto.graph.initializer if t.name.endswith("position.weight"))
+    rolled = np.roll(numpy_helper.to_array(table), 1, axis=0)
+    table.CopyFrom(numpy_helper.from_array(rolled, table.name))
+    monkeypatch.setattr(graph, "export_cuda", lambda _: proto)
+    status = export(tiny_checkpoint, out, "--precision", "fp32", "fp16")
+    assert_refused(status, "fp16 packed: head sentiment has cosine 0.", out, capsys)
 
 
 def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:

@@ -1,0 +1,40 @@
+"""fp16 where it is safe: the matrices and what they multiply. Sums that are normalised, and the heads, stay in fp32.
+
+The largest fp16 number is 65,504 and its step is a thousandth of the number. So:
+
+    fp16    embedding tables; in each layer the projections, attention, and both products of the feed-forward
+    fp32    the stream that layers add to, layer norms, pooling, heads
+
+A layer norm squares its input, which passes 65,504 from 256 on, and trained encoders have channels of some hundreds.
+ONNX Runtime's kernel for a sum with its norm computes fp16 inputs in fp16, so theirs must be fp32. The stream then
+costs twice the bytes, but is not rounded in every layer. Heads are small, and their outputs are float32 by contract.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from model.bert import FeedForward, SelfAttention
+from model.heads import Model
+
+
+def halved(model: Model) -> Model:
+    """A copy that computes so; it can be traced, and run by PyTorch."""
+    copied = copy.deepcopy(model).eval()
+    for module in copied.encoder.modules():
+        if isinstance(module, nn.Embedding):
+            module.half().register_forward_hook(_widen)
+        elif isinstance(module, SelfAttention | FeedForward):
+            module.half().register_forward_hook(_widen)
+            module.register_forward_pre_hook(_narrow)
+    return copied
+
+
+def _narrow(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = given
+    return x.half(), *rest
+
+
+def _widen(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.float()
