@@ -26,16 +26,19 @@ Array = NDArray[Any]
 
 def emulated(path: Path) -> Callable[[Packed], Outputs]:
     """Run the graph in a file on packed batches, as `Session.run` would on the device."""
-    kinds: list[type[OpRun]] = [Gemm, Gelu, PackedMultiHeadAttention]
-    evaluator = ReferenceEvaluator(onnx.load(path), new_ops=kinds)
+    graph = evaluator(path)
 
     def run(packed: Packed) -> Outputs:
-        feeds = packed_feeds(packed, evaluator.input_names)
+        feeds = packed_feeds(packed, graph.input_names)
         with np.errstate(over="ignore", invalid="ignore"):  # infinities are for the checks to find
-            found = evaluator.run(None, feeds)
-        return dict(zip(evaluator.output_names, found, strict=True))
+            found = graph.run(None, feeds)
+        return dict(zip(graph.output_names, found, strict=True))
 
     return run
+
+
+def evaluator(path: Path) -> ReferenceEvaluator:
+    return ReferenceEvaluator(onnx.load(path), new_ops=[Gemm, Gelu, PackedMultiHeadAttention])
 
 
 def _wide(array: Array) -> Tensor:

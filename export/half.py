@@ -5,9 +5,9 @@ The largest fp16 number is 65,504 and its step is a thousandth of the number. So
     fp16    embedding tables; in each layer the projections, attention, and both products of the feed-forward
     fp32    the stream that layers add to, layer norms, pooling, heads
 
-A layer norm squares its input, which passes 65,504 from 256 on, and trained encoders have channels of some hundreds.
-ONNX Runtime's kernel for a sum with its norm computes fp16 inputs in fp16, so theirs must be fp32. The stream then
-costs twice the bytes, but is not rounded in every layer. Heads are small, and their outputs are float32 by contract.
+A layer norm squares its input, which passes 65,504 from 256 on, and ONNX Runtime's fused kernel for a sum with its norm
+computes fp16 inputs in fp16, so they must be fp32. The stream then costs twice the bytes, but is not rounded in every
+layer. Heads are small, and their outputs are float32 by contract.
 """
 
 import copy

@@ -52,6 +52,7 @@ class Session:
                 bundle.path, f"{graph.file} has no output for {', '.join(sorted(missing))}"
             )
         self._inputs = {value.name for value in self._session.get_inputs()}
+        self._compute = run_bound if provider == CUDA else run_plain
 
     def run(self, packed: Packed) -> Outputs:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
@@ -77,7 +78,7 @@ class Session:
     def _run(self, feeds: Feeds) -> Outputs:
         # A graph of a model without segments, say, has dropped the inputs that it does not need.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
-        values = self._session.run(self._outputs, needed)
+        values = self._compute(self._session, self._outputs, needed)
         return dict(zip(self._outputs, values, strict=True))
 
     def check(self, bundle: Bundle) -> None:
@@ -105,6 +106,26 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
     return feeds
 
 
+def run_plain(session: Any, outputs: Sequence[str], feeds: Feeds) -> list[NDArray[np.float32]]:
+    return list(session.run(outputs, feeds))
+
+
+def run_bound(session: Any, outputs: Sequence[str], feeds: Feeds) -> list[NDArray[np.float32]]:
+    """The same through IO binding: inputs go to the device when they are bound, answers come back to the CPU.
+
+    Relied upon: a binding belongs to one run, and a session may be run by several threads at once. So where there is
+    more than one replica, a batch's inputs are copied while another runs; the Python interface has no other way to it.
+    No memory is pinned: a batch's ids and answers are some hundred kilobytes.
+    """
+    binding = session.io_binding()
+    for name, value in feeds.items():
+        binding.bind_cpu_input(name, value)
+    for name in outputs:
+        binding.bind_output(name, "cpu")
+    session.run_with_iobinding(binding)
+    return list(binding.copy_outputs_to_cpu())
+
+
 def open_session(
     bundle: Bundle,
     *,
@@ -122,7 +143,8 @@ def open_session(
     if not graphs and provider == "auto":
         name, graphs = CPU, _candidates(bundle, CPU, precision)
     if not graphs:
-        raise BundleError(bundle.path, f"it has no graph for {name}")
+        problem = cuda_problem() if provider == "auto" else None
+        raise BundleError(bundle.path, _unfit(bundle, name, precision, problem))
     try:
         return _open_best(bundle, graphs, name, options)
     except BundleError:
@@ -156,19 +178,30 @@ def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOption
 
 
 def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
-    """Graphs of the wanted precision that may run there, the packed ones first."""
+    """Graphs of the wanted precision that may run there, the packed ones first.
+
+    Under `auto` a GPU's are those of fp16, then those of fp32, and only without either those of the bundle's default.
+    """
     manifest = bundle.manifest
+    wanted: list[str] = [precision]
     if precision == "auto":
-        on_gpu = provider == CUDA and "fp32" in manifest.precisions
-        precision = "fp32" if on_gpu else manifest.default_precision
-    if precision not in manifest.precisions:
+        on_gpu = ("fp16", "fp32") if provider == CUDA else ()
+        wanted = [p for p in on_gpu if p in manifest.precisions] or [manifest.default_precision]
+    elif precision not in manifest.precisions:
         has = ", ".join(manifest.precisions)
         raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
     device = "cuda" if provider == CUDA else "cpu"
-    fits = [
-        g for g in manifest.graphs if g.precision == precision and g.provider in (device, "any")
-    ]
-    return sorted(fits, key=lambda graph: graph.layout != "packed")
+    fits = [g for g in manifest.graphs if g.precision in wanted and g.provider in (device, "any")]
+    return sorted(fits, key=lambda graph: (wanted.index(graph.precision), graph.layout != "packed"))
+
+
+def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -> str:
+    """Why there is nothing to run: what the precision's graphs are for, and why that is not to be had."""
+    if precision == "auto":
+        precision = bundle.manifest.default_precision
+    devices = {g.provider for g in bundle.manifest.graphs if g.precision == precision}
+    reason = f"it has no {precision} graph for {provider}, only for {', '.join(sorted(devices))}"
+    return f"{reason}: {problem}" if problem else reason
 
 
 def find_provider(wanted: Provider) -> str:
@@ -217,7 +250,8 @@ def _open(path: Path, provider: str, options: SessionOptions) -> Any:
     settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
     settings.enable_mem_pattern = False  # shapes differ from batch to batch: patterns would pile up
     settings.log_severity_level = 3
-    providers = [provider] if provider == CPU else [provider, CPU]
+    # TF32 keeps as few digits as fp16, which would break the promise that the goldens hold fp32 to.
+    providers = [provider] if provider == CPU else [(provider, {"use_tf32": "0"}), CPU]
     session = ort.InferenceSession(str(path), settings, providers=providers)
     session.disable_fallback()  # a session that fails says so, and does not move to the CPU
     if session.get_providers()[0] != provider:

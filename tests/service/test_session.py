@@ -4,10 +4,14 @@ import ctypes
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -22,12 +26,17 @@ from service.session import (
     ProviderError,
     Session,
     SessionOptions,
+    cuda_problem,
     find_provider,
     open_session,
+    packed_feeds,
+    run_bound,
+    run_plain,
     unused_gpu,
 )
 
 ONE_THREAD = SessionOptions(threads=1)
+RUNTIME_SESSION = ort.InferenceSession
 
 
 @pytest.fixture
@@ -206,6 +215,198 @@ def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.M
         open_session(opened, provider="cuda", options=ONE_THREAD)
 
 
+# -- a GPU's graph --------------------------------------------------------------------------------
+
+
+class Emulated:
+    """A runtime's session on a GPU, of any graph: it computes on the CPU what was bound to it."""
+
+    opened: ClassVar[list[tuple[str, Any]]] = []  # each file with the provider's options
+
+    def __init__(self, path: str, _: object, providers: list[Any]) -> None:
+        from export.emulate import evaluator
+
+        self.opened.append((Path(path).name, providers[0]))
+        self.evaluator = evaluator(Path(path))
+
+    def disable_fallback(self) -> None: ...
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self.evaluator.output_names]
+
+    def io_binding(self) -> "Binding":
+        return Binding({}, [])
+
+    def run_with_iobinding(self, binding: "Binding") -> None:
+        kinds = dict(zip(self.evaluator.input_names, self.evaluator.input_types, strict=True))
+        assert kinds.keys() == binding.feeds.keys()
+        for name, value in binding.feeds.items():
+            expected = onnx.helper.tensor_dtype_to_np_dtype(kinds[name].tensor_type.elem_type)
+            assert expected == value.dtype, name
+        binding.found = self.evaluator.run(binding.names, binding.feeds)
+
+
+@dataclass
+class Binding:
+    feeds: dict[str, Any]
+    names: list[str]
+    found: Any = None
+
+    def bind_cpu_input(self, name: str, value: Any) -> None:
+        self.feeds[name] = value
+
+    def bind_output(self, name: str, device: str) -> None:
+        assert device == "cpu"
+        self.names.append(name)
+
+    def copy_outputs_to_cpu(self) -> Any:
+        return self.found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """A GPU that works, in all but name; gives what has been opened on it."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "InferenceSession", Emulated)
+    monkeypatch.setattr(Emulated, "opened", [])
+    return Emulated.opened
+
+
+@pytest.mark.parametrize(("asked", "provider"), [("auto", "auto"), ("fp16", "cuda")])
+def test_half_on_a_gpu(
+    asked: Any, provider: Any, gpu_bundle: Path, gpu: list[tuple[str, Any]], packed: Packed
+) -> None:
+    """A GPU runs the fp16 graph where there is one, is fed what it takes, and gives fp32's answers but for rounding."""
+    opened = bundle.load(gpu_bundle)
+    session = open_session(opened, precision=asked, provider=provider, options=ONE_THREAD)
+    assert ("fp16", CUDA) == (session.graph.precision, session.provider)
+    assert ["fp16.onnx"] == [name for name, _ in gpu]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
+        expected = open_session(opened, provider="cpu", options=ONE_THREAD).run(packed)
+    found = session.run(packed)
+    assert [*expected] == [*found]
+    for name, value in expected.items():
+        assert bundle.cosine(found[name], value) > 1 - 2e-5, name
+
+
+def test_order_on_a_gpu(
+    gpu_bundle: Path, gpu: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fp16 graph cannot be opened, fp32's are tried, the packed one first; fp32 is not rounded to TF32."""
+    whole = Emulated.__init__
+
+    def load(self: Emulated, path: str, *arguments: Any, **named: Any) -> None:
+        whole(self, path, *arguments, **named)
+        if path.endswith(("/fp16.onnx", "/fp32.onnx")):
+            raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(Emulated, "__init__", load)
+    session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+    assert ("portable", CUDA) == (session.graph.layout, session.provider)
+    assert ["fp16.onnx", "fp32.onnx", "fp32.portable.onnx"] == [name for name, _ in gpu]
+    assert [(CUDA, {"use_tf32": "0"})] * 3 == [provider for _, provider in gpu]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_half_with_other_answers_is_refused(
+    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that rounds more than fp16 does is refused by the goldens, though fp32 might be right."""
+    whole = Session.run
+
+    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+        return {name: value + 0.2 for name, value in whole(self, packed).items()}
+
+    monkeypatch.setattr(Session, "run", run)
+    said = r"goldens disagree at fp16: \w+ has cosine 0\.\d+, at least 0\.999"
+    with pytest.raises(BundleError, match=said):
+        open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+
+
+def test_half_bundle_on_a_cpu(gpu_bundle: Path) -> None:
+    """On a CPU the same bundle is served by its default precision."""
+    session = open_session(bundle.load(gpu_bundle), provider="cpu", options=ONE_THREAD)
+    assert ("fp32", "packed", CPU) == (
+        session.graph.precision,
+        session.graph.layout,
+        session.provider,
+    )
+
+
+def test_half_bundle_with_a_gpu_that_does_not_work(
+    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is where CUDA loads and its device cannot be used."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+    assert (CPU, "fp32") == (session.provider, session.graph.precision)
+    assert session.gpu_problem
+
+
+@pytest.mark.parametrize(
+    ("provider", "said"),
+    [
+        ("cpu", f"it has no fp16 graph for {CPU}, only for cuda$"),
+        ("auto", f"it has no fp16 graph for {CPU}, only for cuda: this onnxruntime has no CUDA"),
+    ],
+)
+def test_half_asked_for_on_a_cpu(
+    provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name, fp16 needs a GPU, and why there is none is told."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    with pytest.raises(BundleError, match=said):
+        open_session(
+            bundle.load(gpu_bundle), precision="fp16", provider=provider, options=ONE_THREAD
+        )
+
+
+def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
+    """The slots of `token_offset` are made for a graph that takes them, and for no other."""
+    fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
+    np.testing.assert_array_equal(packed.layout.token_offset(), fed)
+    assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
+
+
+def test_bound_is_plain(opened: Bundle, packed: Packed) -> None:
+    """Through IO binding a session gives exactly what it gives without, from several threads at once, too."""
+    path = opened.file(opened.manifest.graphs[0].file)
+    session = ort.InferenceSession(path, providers=[CPU])
+    inputs = {value.name for value in session.get_inputs()}
+    feeds = {n: v for n, v in packed_feeds(packed, inputs).items() if n in inputs}
+    outputs = [*opened.manifest.heads]
+    expected = run_plain(session, outputs, feeds)
+    with ThreadPoolExecutor(4) as threads:
+        runs = [threads.submit(run_bound, session, outputs, feeds) for _ in range(16)]
+    for run in runs:
+        for name, want, found in zip(outputs, expected, run.result(), strict=True):
+            np.testing.assert_array_equal(found, want, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_problem() is not None, reason=f"no GPU: {cuda_problem()}")
+def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
+    """On a device the goldens hold, and a text's answer in a batch is the one alone but for fp16's rounding."""
+    opened = bundle.load(gpu_bundle)
+    session = open_session(opened, precision="fp16", provider="cuda", options=ONE_THREAD)
+    per_token = {name for name, head in opened.manifest.heads.items() if head.per_token}
+    first = int(packed.lengths[0])
+    layout = packing.make_layout([first])
+    ids = (packed.input_ids[:first], packed.token_type_ids[:first], packing.positions(layout))
+    (alone,) = packing.split(session.run(Packed(*ids, layout)), layout, per_token)
+    together = packing.split(session.run(packed), packed.layout, per_token)[0]
+    for name, value in alone.items():
+        assert bundle.cosine(value, together[name]) > 0.999, name
+
+
 # -- bundles that are not served ------------------------------------------------------------------
 
 
@@ -218,7 +419,8 @@ def test_missing_precision(opened: Bundle) -> None:
 def test_no_graph_for_the_provider(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A precision that has a graph, but none for the provider that was named, is refused."""
     monkeypatch.setattr("service.session.cuda_problem", lambda: None)
-    with pytest.raises(BundleError, match=f"it has no graph for {CUDA}"):
+    said = f"it has no int8 graph for {CUDA}, only for cpu"
+    with pytest.raises(BundleError, match=said):
         open_session(bundle.load(copy), precision="int8", provider="cuda", options=ONE_THREAD)
 
 
