@@ -6,12 +6,13 @@ HOST    = $(or $(QUARTET_HOST),127.0.0.1)
 PORT   ?= $(or $(QUARTET_PORT),8000)
 
 VENV := .venv
+DEVICE := cpu
 RUN  := $(VENV)/bin/python
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format bench bench-limit bench-peers tune clean
+.PHONY: help serve setup test check format bench bench-limit bench-peers bench-gpu tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -47,11 +48,16 @@ bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of 
 bench-peers: $(VENV)/.test ## Measure Quartet beside its peers, each in an environment of its own (5 GB, most of an hour)
 	@$(RUN) -m benchmarks.compare $(ARGS)
 
+bench-gpu: ## Measure what a GPU allows and how much of it is reached, in an environment of its own, .venv-gpu (some GB)
+	@command -v nvidia-smi > /dev/null || { echo "bench-gpu: no NVIDIA driver here (no nvidia-smi on the PATH)"; exit 1; }
+	@$(MAKE) --no-print-directory VENV=.venv-gpu DEVICE=gpu .venv-gpu/.test
+	@.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
+
 tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and print what to set
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environment and everything that tools left behind
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: an environment is brought up to date when what it was made from has changed.
@@ -65,14 +71,14 @@ $(VENV)/.python:
 
 $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt deploy/requirements.py
 	@echo "Installing the serving requirements (about half a minute)"
-	@$(RUN) deploy/requirements.py cpu > $(VENV)/serve.txt
+	@$(RUN) deploy/requirements.py $(DEVICE) > $(VENV)/serve.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/serve.txt
 	@touch $@
 
 # Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
 $(VENV)/.test: $(VENV)/.serve
 	@echo "Installing what training, export and the tests need (some minutes; torch is large)"
-	@$(RUN) deploy/requirements.py cpu train test > $(VENV)/test.txt
+	@$(RUN) deploy/requirements.py $(DEVICE) train test > $(VENV)/test.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
 	@touch $@

@@ -31,6 +31,7 @@ from service.settings import usable_cores
 
 SIDE = 1024  # of the square matrices whose product is the machine's rate
 PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"}
+ATTENTIONS = {"MultiHeadAttention", "PackedMultiHeadAttention"}
 BATCHES = (1, 8, 32)
 
 
@@ -125,7 +126,7 @@ def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Enc
         for node in model.graph.node
         if node.op_type in PRODUCTS and "encoder.layers" in node.input[1]
     ]
-    attentions = sum(node.op_type == "MultiHeadAttention" for node in model.graph.node)
+    attentions = sum(node.op_type in ATTENTIONS for node in model.graph.node)
     hidden = min(shape[0] for shape in products)
     lengths = np.asarray([len(encoding) for encoding in encodings], dtype=float)
     attended = (lengths**2).sum() / lengths.sum()

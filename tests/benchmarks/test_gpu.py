@@ -1,0 +1,49 @@
+"""The GPU's measurement, as far as a CPU can run it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, limit
+from service import bundle
+from service.session import CPU, cuda_problem
+from tests.conftest import ROOT
+
+
+@pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    """One line says why nothing was measured, and the status is 1."""
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (1, "") == (ended.returncode, ended.stdout)
+    assert f"bench-gpu: nothing measured: {cuda_problem()}\n" == ended.stderr
+
+
+@pytest.mark.e2e
+def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU, which runs fp32 alone: what it allows, bare sessions and HTTP, all as JSON and as a table."""
+    opened = bundle.load(gpu_bundle)
+    options = {"provider": CPU, "precisions": ("fp32",), "side": 64, "batches": (1, 4)}
+    results = json.loads(json.dumps(gpu.measure(opened, tmp_path, 1, 0.3, **options)))
+    found = results["precisions"]["fp32"]
+    assert found["matmul_tflops"] > 0
+    assert found["allowed_tokens_per_second"] > 0
+    assert {"1", "4"} == {
+        size for size, rate in found["bare_tokens_per_second"].items() if rate > 100
+    }
+    assert {"1", "4", "16"} == {
+        n for n, rate in found["http_texts_per_second"].items() if rate > 10
+    }
+    gpu.show(results)
+    assert "bare, batches of 4 " in capsys.readouterr().out
+
+
+def test_operations_are_those_of_fp32(gpu_bundle: Path) -> None:
+    """Both precisions do the same work for a token, whatever their attention is called."""
+    opened = bundle.load(gpu_bundle)
+    text = gpu.repeated(limit.encode(opened, [""])[0], gpu.TOKENS)
+    fp16, fp32 = (limit.flops_per_token(opened, p, [text]) for p in ("fp16", "fp32"))
+    assert fp16 == fp32 > 0
