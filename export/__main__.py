@@ -266,7 +266,8 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
             lines[what] = f"differs from PyTorch by {worst:.1e}"
         else:
             found = run(encodings)
-            lines[what] = agreement(draft.manifest, expected, found)
+            digits = 6 if record.precision == "fp16" else 4
+            lines[what] = agreement(draft.manifest, expected, found, digits)
             if record.precision == "fp16":
                 least = verify.check_half(expected, found, what)
                 lines[what] += f"; {verify.check_on_gpu(draft, record, expected, encodings)}"
@@ -279,11 +280,15 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
     return Report(lines, tolerance)
 
 
-def agreement(manifest: Manifest, expected: Sequence[Outputs], found: Sequence[Outputs]) -> str:
+def agreement(
+    manifest: Manifest, expected: Sequence[Outputs], found: Sequence[Outputs], digits: int
+) -> str:
     parts = []
     for name, head in manifest.heads.items():
         agreed = verify.compare(name, head, expected, found)
-        parts.append(f"{name} cosine {agreed.cosine:.4f}, {agreed.same:.1%} the same decision")
+        parts.append(
+            f"{name} cosine {agreed.cosine:.{digits}f}, {agreed.same:.1%} the same decision"
+        )
     return "against fp32 on the goldens: " + "; ".join(parts)
 
 

@@ -26,6 +26,7 @@ from tests.conftest import Traced
 from tests.export.helpers import Arrays, batch, open_graph
 from tests.tiny import HEADS, perturb
 
+ROUNDING = 1e-4  # of a cosine: fp16 costs these models 6e-6 at most, a wrong position or slot 2e-2 and more
 LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 512, 7]}
 FLOAT, HALF, INT32, INT64 = (
     TensorProto.FLOAT,
@@ -204,7 +205,7 @@ class TestParity:
         """Evaluated node by node, the graph gives PyTorch's outputs for all heads, but for fp16's rounding."""
         packed = batch(lengths, tiny.config.vocab_size)
         found = emulate.emulated(gpu_bundle / "fp16.onnx")(packed)
-        assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - 2e-5
+        assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
         assert {np.dtype(np.float32)} == {value.dtype for value in found.values()}
 
     def test_half_in_pytorch(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
@@ -212,7 +213,7 @@ class TestParity:
         packed = batch(lengths, tiny.config.vocab_size)
         found = emulate.emulated(gpu_bundle / "fp16.onnx")(packed)
         expected = torch_outputs(half.halved(tiny), packed)
-        assert min(cosines(expected, found).values()) > 1 - 2e-5
+        assert min(cosines(expected, found).values()) > 1 - ROUNDING
 
     def test_in_the_runtime(self, lengths: list[int], tiny: Model, halved: onnx.ModelProto) -> None:
         """So does ONNX Runtime on a CPU, once its attention there is put in the place of CUDA's."""
@@ -231,7 +232,7 @@ class TestParity:
         }
         needed = {value.name: feeds[value.name] for value in session.get_inputs()}
         found = dict(zip(HEADS, session.run([*HEADS], needed), strict=True))
-        assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - 2e-5
+        assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
 
 
 def huge(norm: float) -> Model:
