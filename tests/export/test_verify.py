@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 
 from export.verify import (
     COSINE_MARGIN,
+    FP16_COSINE,
     ParityError,
     check_company,
+    check_half,
     check_parity,
     compare,
     golden_cosines,
@@ -104,6 +106,20 @@ def test_agreement_with_nan_is_none() -> None:
     """A NaN in any input's output is never averaged or compared away."""
     found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [np.nan, 0]))
     assert np.isnan([found.difference, found.cosine]).all()
+
+
+def test_half_is_held_over_all_inputs() -> None:
+    """A head of one number, which has no cosine of its own, may round across zero."""
+    demanded = check_half(outputs([4.0], [1e-4]), outputs([4.0], [-1e-4]), "fp16 packed")
+    assert {"head": FP16_COSINE} == demanded
+
+
+@pytest.mark.parametrize(("found", "said"), [([3, 5], "0.9947"), ([np.nan, 4], "nan")])
+def test_half_names_graph_head_and_figure(found: list[float], said: str) -> None:
+    """What is further off than fp16 rounds, or no number, is refused."""
+    line = f"fp16 packed: head head has cosine {said} with PyTorch"
+    with pytest.raises(ParityError, match=line):
+        check_half(outputs([3, 4]), outputs(found), "fp16 packed")
 
 
 def test_golden_cosines_leave_a_margin() -> None:
