@@ -5,7 +5,7 @@ never used and its state is never changed: tokens come without special ones, are
 the special tokens that the tokenizer's template puts around them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,15 +47,27 @@ class Encoding(Window):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class Cut:
     """One input: its windows in text order (one, unless it was too long), and whether anything was cut off."""
 
-    windows: tuple[Encoding, ...]
+    windows: tuple[Window, ...]
     truncated: bool
 
     @property
+    def lengths(self) -> list[int]:
+        """In tokens, of each window."""
+        return [len(window) for window in self.windows]
+
+    @property
     def tokens(self) -> int:
-        return sum(len(window) for window in self.windows)
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded(Cut):
+    """One input whose windows know where their tokens stand in the text."""
+
+    windows: tuple[Encoding, ...]
 
 
 class TextError(ValueError):
@@ -158,7 +170,7 @@ class Encoder:
     @property
     def longest_stride(self) -> int:
         """The largest stride (tokens that neighbouring windows share) a single text's windows can have."""
-        return (self.max_length - self._single.size) // 2
+        return self._room // 2
 
     def texts(
         self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
@@ -168,17 +180,42 @@ class Encoder:
         truncate: True cuts at the longest window, "window" makes as many windows as needed, of which neighbours
         share `stride` tokens, and False refuses. Raises TextError naming every text that is too long for False.
         """
-        room = self.max_length - self._single.size
-        encoded = []
-        too_long = []
-        for index, tokens in enumerate(self._tokenize(texts, _needed(room, truncate))):
-            if truncate is False and len(tokens) > room:
-                too_long.append(index)
-            cuts = _cuts(len(tokens), room, stride, truncate)
-            windows = tuple(_build(self._single, (tokens[cut],)) for cut in cuts)
-            encoded.append(Encoded(windows, truncate is True and len(tokens) > room))
-        self._refuse(too_long)
-        return encoded
+        tokens = self._tokenize(texts, _needed(self._room, truncate))
+        plans = self._plan([*map(len, tokens)], truncate, stride)
+        return [
+            Encoded(tuple(_build(self._single, (own[cut],)) for cut in cuts), truncated)
+            for own, (cuts, truncated) in zip(tokens, plans, strict=True)
+        ]
+
+    def windows(
+        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+    ) -> list[Cut]:
+        """The windows of `texts`, without where their tokens stand: in two thirds of the time."""
+        encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        _shorten(encodings, _needed(self._room, truncate))
+        tokens = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        plans = self._plan([*map(len, tokens)], truncate, stride)
+        return [
+            Cut(tuple(_frame_ids(self._single, own[cut]) for cut in cuts), truncated)
+            for own, (cuts, truncated) in zip(tokens, plans, strict=True)
+        ]
+
+    @property
+    def _room(self) -> int:
+        """What a single text's window holds of it."""
+        return self.max_length - self._single.size
+
+    def _plan(
+        self, lengths: Sequence[int], truncate: Truncate, stride: int
+    ) -> list[tuple[list[slice], bool]]:
+        """Where single texts are cut, and whether that loses any of each. Raises TextError."""
+        room = self._room
+        if truncate is False:
+            self._refuse([index for index, length in enumerate(lengths) if length > room])
+        return [
+            (_cuts(length, room, stride, truncate), truncate is True and length > room)
+            for length in lengths
+        ]
 
     def pairs(
         self, texts: Sequence[str], pairs: Sequence[str], *, truncate: bool = True
@@ -230,9 +267,7 @@ class Encoder:
 
     def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        for encoding in encodings:
-            if needed is not None and len(encoding) > needed:
-                encoding.truncate(needed)  # before the slow way into Python
+        _shorten(encodings, needed)
         return [_tokens(encoding) for encoding in encodings]
 
     def _refuse(self, too_long: list[int], limits: str = "") -> None:
@@ -244,6 +279,13 @@ class Encoder:
 def _needed(room: int, truncate: Truncate) -> int | None:
     """How many tokens of a text are looked at: one more than fit tells that it is too long; None for all."""
     return None if truncate == "window" else room + 1
+
+
+def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> None:
+    """Drop what nobody looks at before the slow way into Python."""
+    for encoding in encodings:
+        if needed is not None and len(encoding) > needed:
+            encoding.truncate(needed)
 
 
 def _cuts(size: int, room: int, stride: int, truncate: Truncate) -> list[slice]:
@@ -262,6 +304,15 @@ def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
         return first, second
     shorter = min(first, second, room // 2)
     return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+
+
+def _frame_ids(frame: _Frame, ids: NDArray[np.int64]) -> Window:
+    """Frame one text's tokens, of which nothing else is wanted."""
+    types = np.full(len(ids), frame.text_types[0], dtype=np.int64)
+    return Window(
+        np.concatenate((frame.ids[0], ids, frame.ids[1])),
+        np.concatenate((frame.types[0], types, frame.types[1])),
+    )
 
 
 def _build(frame: _Frame, texts: tuple[_Tokens, ...]) -> Encoding:

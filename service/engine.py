@@ -16,13 +16,17 @@ from numpy.typing import NDArray
 from service import decode
 from service.bundle import Head, Manifest, Task, Texts
 from service.device import Device, RunsOn
-from service.encode import Encoded, Encoder, Encoding, TextError, Truncate
+from service.encode import Cut, Encoded, Encoder, TextError, Truncate
 from service.errors import InvalidInput, UnknownHead
 from service.waiting import Entry, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")
+C = TypeVar("C", bound=Cut)
 Floats = NDArray[np.float32]
+Decode = Callable[
+    [int, C, list[Floats]], T
+]  # an input's index, its windows, what the head gave for each
 Told = Callable[[int, T], None]  # is given an input's index and its result, as soon as it is there
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
@@ -72,26 +76,14 @@ class Reply(Generic[T]):
     timing: Timing
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """One input's windows with the chosen head's output for each."""
-
-    encodings: tuple[Encoding, ...]
-    outputs: list[Floats]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(encoding) for encoding in self.encodings]
-
-
-class _Arrivals(Generic[T]):
+class _Arrivals(Generic[C, T]):
     """Windows that come back in any order: an input is decoded, and told of, when its last one is there."""
 
     def __init__(
         self,
-        encoded: Sequence[Encoded],
+        encoded: Sequence[C],
         entries: Sequence[Entry],
-        decode_one: Callable[[int, _Windows], T],
+        decode_one: Decode[C, T],
         tell: Told[T],
     ) -> None:
         self.decode_s = 0.0
@@ -117,7 +109,7 @@ class _Arrivals(Generic[T]):
             return
         began = time.perf_counter()
         outputs = [self._outputs.pop(other) for other in own]
-        result = self._decode_one(index, _Windows(self._encoded[index].windows, outputs))
+        result = self._decode_one(index, self._encoded[index], outputs)
         self._decoded[index] = result
         self.decode_s += time.perf_counter() - began
         self._tell(index, result)
@@ -154,17 +146,17 @@ class Engine:
         name, described = self._head("classification", head)
         shared = self._stride(stride)
 
-        def encode() -> list[Encoded]:
+        def encode() -> Sequence[Cut]:
             if pairs is None:
-                return self.encoder.texts(texts, truncate=truncate, stride=shared)
+                return self.encoder.windows(texts, truncate=truncate, stride=shared)
             if truncate == "window":
                 raise InvalidInput("pairs have no windows: say true or false", param="truncate")
             return self.encoder.pairs(texts, pairs, truncate=truncate)
 
-        def labels(_: int, windows: _Windows) -> list[decode.Label]:
+        def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.Label]:
             return decode.classify(
-                windows.outputs,
-                windows.lengths,
+                outputs,
+                cut.lengths,
                 labels=described.labels,
                 problem_type=described.problem_type,
                 top_k=top_k,
@@ -188,10 +180,10 @@ class Engine:
         name, described = self._head("ner", head)
         shared = self._stride(stride)
 
-        def entities(index: int, windows: _Windows) -> list[decode.Entity]:
+        def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Entity]:
             return decode.ner(
-                windows.encodings,
-                windows.outputs,
+                text.windows,
+                outputs,
                 texts[index],
                 labels=described.labels,
                 aggregation_strategy=aggregation_strategy,
@@ -228,10 +220,10 @@ class Engine:
                 max_query_tokens=described.max_query_tokens,
             )
 
-        def answers(index: int, windows: _Windows) -> list[decode.Answer]:
+        def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Answer]:
             return decode.qa(
-                windows.encodings,
-                windows.outputs,
+                text.windows,
+                outputs,
                 contexts[index],
                 top_k=top_k,
                 handle_impossible_answer=handle_impossible_answer,
@@ -261,16 +253,16 @@ class Engine:
             reason = f"{name} has {described.dimensions} dimensions, {dimensions} were asked for"
             raise InvalidInput(reason, param="dimensions")
 
-        def vector(_: int, windows: _Windows) -> Floats:
+        def vector(_: int, cut: Cut, outputs: list[Floats]) -> Floats:
             return decode.embed(
-                windows.outputs,
-                windows.lengths,
+                outputs,
+                cut.lengths,
                 normalize=described.normalize if normalize is None else normalize,
                 dimensions=dimensions,
             )
 
-        def encode() -> list[Encoded]:
-            return self.encoder.texts(texts, truncate=truncate, stride=shared)
+        def encode() -> Sequence[Cut]:
+            return self.encoder.windows(texts, truncate=truncate, stride=shared)
 
         reply = await self._answer(name, ticket, encode, vector, _characters(texts), tell)
         return Reply(reply.head, np.stack(reply.results), reply.usage, reply.timing)
@@ -292,8 +284,8 @@ class Engine:
         self,
         head: str,
         ticket: Ticket,
-        encode: Callable[[], list[Encoded]],
-        decode_one: Callable[[int, _Windows], T],
+        encode: Callable[[], Sequence[C]],
+        decode_one: Decode[C, T],
         characters: int,
         tell: Told[T] | None,
     ) -> Reply[list[T]]:
@@ -314,7 +306,7 @@ class Engine:
 
         def decode_all() -> list[T]:
             return [
-                decode_one(index, _Windows(item.windows, [next(outputs) for _ in item.windows]))
+                decode_one(index, item, [next(outputs) for _ in item.windows])
                 for index, item in enumerate(encoded)
             ]
 
@@ -337,7 +329,7 @@ class Engine:
             raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
         return asked
 
-    async def _encode(self, encode: Callable[[], list[Encoded]], characters: int) -> list[Encoded]:
+    async def _encode(self, encode: Callable[[], Sequence[C]], characters: int) -> Sequence[C]:
         try:
             return await self._beside(encode, characters > INLINE_CHARACTERS)
         except TextError as error:
@@ -345,7 +337,7 @@ class Engine:
             reason = f"{named}: {error.reason}"
             raise InvalidInput(reason, param=f"inputs[{error.indices[0]}]") from None
 
-    def _entries(self, head: str, encoded: Sequence[Encoded], ticket: Ticket) -> list[Entry]:
+    def _entries(self, head: str, encoded: Sequence[Cut], ticket: Ticket) -> list[Entry]:
         arrival = time.monotonic()
         return [
             Entry(
@@ -406,7 +398,7 @@ def _characters(*texts: Sequence[str]) -> int:
     return sum(len(text) for group in texts for text in group)
 
 
-def _usage(encoded: Sequence[Encoded]) -> Usage:
+def _usage(encoded: Sequence[Cut]) -> Usage:
     return Usage(
         tokens=sum(item.tokens for item in encoded),
         windows=sum(len(item.windows) for item in encoded),

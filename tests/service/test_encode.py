@@ -3,7 +3,8 @@
 import re
 import string
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from service.encode import Encoded, Encoder, Encoding, TextError, load_tokenizer
+from service.encode import Cut, Encoder, Encoding, TextError, load_tokenizer
 
 # a busy machine is no failure
 compare = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -97,17 +98,25 @@ def encoder() -> Encoder:
     return Encoder(lettered(), 16)
 
 
-def ids(encoded: Sequence[Encoded]) -> list[list[int]]:
+def ids(encoded: Sequence[Cut]) -> list[list[int]]:
     return [window.input_ids.tolist() for item in encoded for window in item.windows]
 
 
-def types(encoded: Sequence[Encoded]) -> list[list[int]]:
+def types(encoded: Sequence[Cut]) -> list[list[int]]:
     return [window.token_type_ids.tolist() for item in encoded for window in item.windows]
 
 
 def own(window: Encoding, sequence: int = 0) -> list[int]:
     """The ids of one text's tokens in a window."""
     return window.input_ids[window.sequence == sequence].tolist()
+
+
+def refusal(encode: Callable[[], object]) -> tuple[list[int], str] | None:
+    try:
+        encode()
+    except TextError as error:
+        return error.indices, error.reason
+    return None
 
 
 class TestTexts:
@@ -163,6 +172,29 @@ class TestTexts:
         assert found == whole
         assert len(encoded.windows[-1]) <= max_length
         assert encoded.tokens == sum(map(len, encoded.windows))
+
+    @compare
+    @given(
+        texts=st.lists(prose, min_size=1, max_size=4),
+        max_length=st.integers(3, 40),
+        truncate=st.sampled_from([True, "window", False]),
+        data=st.data(),
+    )
+    def test_windows_alone_are_the_same(
+        self, texts: list[str], max_length: int, truncate: Any, data: st.DataObject
+    ) -> None:
+        """Without the tokens' places, windows hold the same tokens, and what is refused is refused alike."""
+        stride = data.draw(st.integers(0, max_length - 3))
+        encoder = Encoder(lettered(), max_length)
+        encode = partial(encoder.texts, texts, truncate=truncate, stride=stride)
+        cut = partial(encoder.windows, texts, truncate=truncate, stride=stride)
+        if refusal(encode) is not None:
+            assert refusal(encode) == refusal(cut)
+            return
+        encoded, windows = encode(), cut()
+        assert (ids(encoded), types(encoded)) == (ids(windows), types(windows))
+        assert [item.truncated for item in encoded] == [item.truncated for item in windows]
+        assert [item.lengths for item in encoded] == [item.lengths for item in windows]
 
     def test_fields(self, encoder: Encoder) -> None:
         """Every token knows its place and word in its text; special tokens have none."""

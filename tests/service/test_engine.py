@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from service import bundle, decode
 from service.device import Device, RunsOn
-from service.encode import Encoded, Encoder, Encoding
+from service.encode import Cut, Encoded, Encoder, Encoding
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Ticket
 from service.errors import InvalidInput, UnknownHead
 from service.local import Runner, open_local_engines
@@ -368,12 +368,12 @@ async def test_long_texts_are_encoded_in_a_thread(
     """Much text is encoded beside the event loop, which goes on serving others."""
     threads = []
 
-    def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Encoded]:
+    def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Cut]:
         threads.append(threading.current_thread().name)
         return whole(self, *arguments, **named)
 
-    whole = Encoder.texts
-    monkeypatch.setattr(Encoder, "texts", texts)
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
     await tiny.embed(["a" * characters], ticket(), **EMBED)
     (name,) = threads
     assert name.startswith(thread)
@@ -385,13 +385,13 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     """Long texts of those who have gone before their turn are never encoded."""
     release, encoded = threading.Event(), []
 
-    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Encoded]:
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
         assert release.wait(30)
         encoded.append(len(texts))
         return whole(self, ["a"] * len(texts), **named)
 
-    whole = Encoder.texts
-    monkeypatch.setattr(Encoder, "texts", texts)
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
         asyncio.create_task(tiny.embed([long] * n, ticket(), **EMBED))
