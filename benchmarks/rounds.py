@@ -6,11 +6,9 @@ each round, against the first server, before its median: a machine that is slow 
 """
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks import servers
+from benchmarks import processes, servers
 from benchmarks.environments import Unavailable
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
 from benchmarks.servers import Running, Server, StartError
@@ -26,7 +24,6 @@ from benchmarks.servers import Running, Server, StartError
 WARM_S = 0.7  # before each window
 SETTLE_S = 20.0  # after one, at most
 IDLE, IDLE_S = 0.3, 0.2  # a server that takes less of a core for so long is idle
-TICKS = os.sysconf("SC_CLK_TCK")
 KEPT_UP = 0.95  # an open loop's server that answers less of what was offered is overloaded
 
 
@@ -86,19 +83,19 @@ def measure(
             except (Unavailable, StartError) as error:
                 result.skipped = str(error)
                 continue
-            stack.callback(wake, running)  # before it is ended
+            stack.callback(processes.wake, running.process.pid)  # before it is ended
             result.start_s = running.start_s
             call = server.calls[task]
             asked = [request_bytes(call.path, json.dumps(call.body(t)).encode()) for t in texts]
             awake.append((result, running, asked))
-            rest(running)
+            processes.rest(running.process.pid)
         for number in range(rounds):
             for result, running, asked in awake[:: 1 if number % 2 else -1]:
                 say(f"round {number + 1} of {rounds}: {result.name}")
                 with suppress_failure(result), working(running):
                     ask(result, running, asked, connections, rates, seconds)
         for result, running, _ in awake:
-            result.peak_mb = group_peak_mb(running.process.pid)
+            result.peak_mb = processes.peak_mb(running.process.pid)
     return tested
 
 
@@ -130,9 +127,9 @@ def ask(
 
 def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
     """Put a server under a load, and see it idle again: what it did, and the processor seconds of the window."""
-    before = group_cpu_s(running.process.pid)
+    before = processes.cpu_s(running.process.pid)
     found = uvloop.run(load)
-    spent = group_cpu_s(running.process.pid) - before
+    spent = processes.cpu_s(running.process.pid) - before
     settle(running)
     return found, spent * found.seconds / (found.seconds + WARM_S)
 
@@ -161,56 +158,21 @@ def suppress_failure(result: Tested) -> Iterator[None]:
 
 @contextmanager
 def working(running: Running) -> Iterator[None]:
-    wake(running)
+    processes.wake(running.process.pid)
     try:
         yield
     finally:
-        rest(running)
+        processes.rest(running.process.pid)
 
 
 def settle(running: Running) -> None:
     """Wait until a server has done what nobody waits for any more, so that it does not do it in the next window."""
     end = time.monotonic() + SETTLE_S
     while time.monotonic() < end:
-        before = group_cpu_s(running.process.pid)
+        before = processes.cpu_s(running.process.pid)
         time.sleep(IDLE_S)
-        if group_cpu_s(running.process.pid) - before < IDLE * IDLE_S:
+        if processes.cpu_s(running.process.pid) - before < IDLE * IDLE_S:
             return
-
-
-def wake(running: Running) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(running.process.pid, signal.SIGCONT)
-
-
-def rest(running: Running) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(running.process.pid, signal.SIGSTOP)
-
-
-def group_cpu_s(group: int) -> float:
-    """Processor seconds of a process group's living processes and the children that they have waited for."""
-    return sum(sum(map(int, stat[11:15])) for _, stat in members(group)) / TICKS
-
-
-def group_peak_mb(group: int) -> float:
-    """The largest resident memory of each process of a group, summed: shared pages count for each."""
-    total = 0.0
-    for pid, _ in members(group):
-        with suppress(OSError):
-            status = Path(f"/proc/{pid}/status").read_text()
-            total += int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    return total
-
-
-def members(group: int) -> Iterator[tuple[str, list[str]]]:
-    """The process ids of a group, each with the fields of its `stat` from the third on."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(stat[2]) == group:
-                    yield entry.name, stat
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

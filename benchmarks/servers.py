@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import environments, models
+from benchmarks import environments, models, processes
 from benchmarks.environments import PEERS, ROOT, Unavailable
 from service import bundle
 from service.encode import Encoder
@@ -99,7 +99,7 @@ class Running(NamedTuple):
 def serving(
     server: Server, model: Path, scratch: Path, timeout_s: float = 180
 ) -> Iterator[Running]:
-    """A server of a checkpoint on a free port, ready; its whole process group is ended with the block.
+    """A server of a checkpoint on a free port, ready; it and all that it started are ended with the block.
 
     What it prints goes to a file in `scratch`. Raises Unavailable, and StartError with the end of that file.
     """
@@ -124,7 +124,7 @@ def serving(
         except NotReady as error:
             raise StartError(f"{server.name} {error}: {tail(log)}") from None
         finally:
-            end_group(process)
+            end(process)
 
 
 class NotReady(Exception):
@@ -172,14 +172,16 @@ def answers(port: int, path: str) -> bool:
             return False
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """End a server and all that it started: first asked, then made to."""
+    known = processes.started(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    processes.kill(known | processes.started(process.pid))
     process.wait()
 
 

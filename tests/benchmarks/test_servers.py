@@ -22,7 +22,8 @@ PEERS = [server for server in SERVERS if server.environment and "embed" in serve
 # What it started is told in a file, then it answers every GET.
 WITH_A_CHILD = """
 import http.server, pathlib, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(command, process_group=0)
 pathlib.Path(sys.argv[1], "child").write_text(str(child.pid))
 handler = http.server.SimpleHTTPRequestHandler
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), handler).serve_forever()
@@ -83,8 +84,8 @@ def test_quartet(mini_bundle, tmp_path):
 
 
 @pytest.mark.e2e
-def test_group_is_ended(tmp_path):
-    """Whatever a server has started ends with it."""
+def test_everything_is_ended(tmp_path):
+    """Whatever a server has started ends with it, in whichever process group."""
     with serving(scripted(WITH_A_CHILD), tmp_path, tmp_path) as (_, process, _):
         child = int((tmp_path / "child").read_text())
         assert runs(child)
