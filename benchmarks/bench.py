@@ -1,28 +1,37 @@
 """Throughput and latency of `/embed` through HTTP: packed against padded, batched against not, and the bare session.
 
-    python -m benchmarks.bench [--bundle DIR] [--mix news] [--rounds N] [--seconds N]
+    python -m benchmarks.bench [--bundle DIR] [--mix news] [--cores N] [--rounds N] [--seconds N]
 
 The same weights (MiniLM, by default) are served by four servers, in interleaved rounds: the packed fp32 graph, the same
-without batching, the portable padded fp32 graph, the packed int8 graph. Beside them stands the bare packed session, in
-one process, without HTTP, on the same texts in sorted batches.
+without batching, the portable padded fp32 graph, the packed int8 graph. Among them, and as often, are measured the bare
+packed sessions of both precisions: no HTTP, the same texts in sorted batches (`benchmarks/bare.py`). After 32
+connections each server is offered 80 % of what it then answered, at random moments.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import limit, machine, models, rounds, servers, traffic
+from benchmarks import bare, checks, limit, machine, models, rounds, servers, traffic
+from benchmarks.checks import Check
 from benchmarks.servers import Server
 from service import bundle
 
-CONNECTIONS = (1, 8, 32, 128)
+CONNECTIONS = (1, 8, 32, 128, 256)
+CALM = 0.8  # of its capacity is what a server is offered in the open loop
+OF_BARE = {"fp32": 0.90, "int8": 0.85}  # of the bare session's throughput
+ADDED_MS = 1.5  # to the bare session's p50, for one client
+INT8 = {"avx512_vnni": 1.6, "avx_vnni": 1.6, "avx2": 1.4}  # times fp32, by what the processor has
+KEPT = 0.95  # of the best throughput, with more connections
+TAIL = 4  # times p50 is p99 at most, in the open loop
 
 
 def main() -> None:
@@ -30,56 +39,108 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="a full bundle; MiniLM is exported by default")
     parser.add_argument("--texts", type=Path, help="one text per line, instead of a mix")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
+    parser.add_argument("--cores", type=int, help="for each server; the rest for who asks")
     parser.add_argument("--connections", nargs="+", type=int, default=CONNECTIONS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument(
+        "--open-seconds", type=float, default=8.0, help="of each one of the open loop"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     given = parser.parse_args()
     mix = traffic.texts(traffic.MIXES[given.mix])
     texts = given.texts.read_text().splitlines() if given.texts else mix
+    described = machine.describe()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = servers.to_bundle(Path(sys.executable), given.bundle or models.minilm(), scratch)
         full = bundle.load(model)
-        encodings = limit.encode(full, texts)
-        tokens = float(np.mean([len(encoding) for encoding in encodings]))
-        print(f"{machine.describe()}\n{len(texts)} texts of {tokens:.0f} tokens on average")
-        bare = {
-            precision: limit.bare_sessions(full, precision, encodings)
-            for precision in ("fp32", "int8")
-        }
-        rows = rounds.summaries(
-            rounds.measure(
-                [*variants(full, scratch)],
-                "embed",
-                model,
-                texts,
-                scratch,
-                connections=given.connections,
-                rounds=given.rounds,
-                seconds=given.seconds,
-            )
+        sizes = [len(encoding) for encoding in limit.encode(full, texts)]
+        tokens = float(np.mean(sizes))
+        print(f"{described}\n{len(texts)} texts of {tokens:.0f} tokens on average")
+        contenders = [*variants(full, texts, scratch)]
+        if given.cores:
+            contenders = share_cores(contenders, given.cores)
+        tested = rounds.measure(
+            contenders,
+            "embed",
+            model,
+            texts,
+            scratch,
+            connections=given.connections,
+            shares=[CALM],
+            weights=sizes,
+            rounds=given.rounds,
+            seconds=given.seconds,
+            open_seconds=given.open_seconds,
         )
+    rows = rounds.summaries(tested)
+    wanted = [*goals(tested, given.connections, described["flags"])]
     rounds.show(rows)
-    show(bare, rows)
+    checks.show(wanted)
     results = {
-        "machine": machine.describe(),
-        "texts": {"count": len(texts), "mean_tokens": tokens},
-        "bare": bare,
-        "http": rows,
+        "machine": described,
+        "cores": given.cores,
+        "texts": {"mix": given.mix, "count": len(texts), "mean_tokens": tokens},
+        "contenders": rows,
+        "checks": [check.as_json() for check in wanted],
     }
     print(json.dumps(results))
     if given.out:
         given.out.write_text(json.dumps(results) + "\n")
 
 
-def variants(full: bundle.Bundle, scratch: Path) -> Iterator[Server]:
-    """The servers that are compared; the others' ratios are to the first."""
+def share_cores(contenders: Sequence[Server], count: int) -> list[Server]:
+    """Each contender on the first cores, this process on the others, if there are any."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[count:] or cores)
+    return [servers.pinned(one, cores[:count]) for one in contenders]
+
+
+def goals(
+    tested: Sequence[rounds.Tested], connections: Sequence[int], flags: Sequence[str]
+) -> Iterator[Check]:
+    """What is wanted of the service, with what was found."""
+    named = checks.by_name(tested)
+    fp32, int8, alone = (named(name) for name in ("packed fp32", "packed int8", "one by one fp32"))
+    beside = {precision: named(f"bare {precision}") for precision in OF_BARE}
+    for one, precision in ((fp32, "fp32"), (int8, "int8")):
+        for load in sorted({32, 128} & {*connections}):
+            what = f"{precision}: of the bare session, at {load} connections"
+            yield Check(what, checks.ratios(one, beside[precision], load), OF_BARE[precision])
+        if 1 in connections:
+            added = checks.compared(one, beside[precision], 1, lambda a, b: a.p50_ms - b.p50_ms)
+            what = f"{precision}: p50 beyond the bare session's, 1 connection"
+            yield Check(what, added, ADDED_MS, at_most=True, unit="ms")
+    faster = max([times for flag, times in INT8.items() if flag in flags], default=1.0)
+    for load in sorted({32, 128} & {*connections}):
+        yield Check(
+            f"int8: times fp32, at {load} connections", checks.ratios(int8, fp32, load), faster
+        )
+    for load in connections:
+        what = f"batching: times the rate without, at {load} connections"
+        yield Check(what, checks.ratios(fp32, alone, load), 1.0)
+    many = [load for load in sorted(connections) if load >= 8]
+    for one, precision in ((fp32, "fp32"), (int8, "int8")):
+        if len(many) > 1:
+            what = f"{precision}: throughput kept from {many[0]} to {many[-1]} connections"
+            yield Check(what, checks.least_kept(one, beside[precision], many), KEPT)
+            what = f"{precision}: p99's growth by that of connections"
+            yield Check(what, checks.tail_growth(one, beside[precision], many), 1.0, at_most=True)
+        calm = checks.calm_tail(one, f"{CALM:.0%}")
+        what = f"{precision}: p99 by p50, offered {CALM:.0%} of capacity"
+        yield Check(what, calm, TAIL, at_most=True)
+
+
+def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterator[Server]:
+    """What is compared; the others' ratios are to the first."""
     fp32, int8 = servers.named("quartet fp32"), servers.named("quartet int8")
     padded = only_portable(full, scratch / "padded")
     yield replace(fp32, name="packed fp32")
     yield replace(fp32, name="one by one fp32", env={"QUARTET_MAX_BATCH_SIZE": "1"})
     yield replace(fp32, name="padded fp32", prepare=lambda *_: padded)
+    yield bare.server("embed", "fp32", texts, scratch)
+    yield bare.server("embed", "int8", texts, scratch)
     yield replace(int8, name="packed int8")
 
 
@@ -93,19 +154,6 @@ def only_portable(full: bundle.Bundle, out: Path) -> Path:
         shutil.copyfile(full.file(name), out / name)
     (out / bundle.MANIFEST).write_text(json.dumps(manifest))
     return out
-
-
-def show(bare: dict[str, dict[str, float]], rows: list[dict]) -> None:
-    """The bare session, and how much of its best each server reached."""
-    print()
-    for precision, found in bare.items():
-        print(f"bare packed {precision} session, texts/s:")
-        for name, value in found.items():
-            print(f"    {name:<32}{value:>6.0f}")
-    for row in rows:
-        best = max(bare[row["server"].split()[-1]].values())
-        shares = "  ".join(f"{load}: {w['rate'] / best:.2f}" for load, w in row["closed"].items())
-        print(f"{row['server']:<24}of the best bare session, by connections: {shares}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,8 @@ import onnxruntime as ort
 import orjson
 
 from benchmarks import machine, models, rounds, servers, traffic
-from export.verify import Run, graph_runner
+from benchmarks.bare import Bare, packed_graph
+from export.verify import graph_runner
 from service import bundle, decode, schemas
 from service.encode import Encoder, Encoding
 from service.packing import pack
@@ -32,7 +32,6 @@ from service.settings import usable_cores
 SIDE = 1024  # of the square matrices whose product is the machine's rate
 PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"}
 ATTENTIONS = {"MultiHeadAttention", "PackedMultiHeadAttention"}
-BATCHES = (1, 8, 32)
 
 
 def main() -> None:
@@ -57,7 +56,7 @@ def measure(full: bundle.Bundle, texts: list[str], seconds: float, scratch: Path
     for precision in ("fp32", "int8"):
         flops = flops_per_token(full, precision, encodings)
         rate = matmul_rate(precision)
-        bare = bare_sessions(full, precision, encodings)
+        bare = Bare(full, precision, [(encoding,) for encoding in encodings]).trials
         http = through_http(full.path, precision, texts, seconds, scratch)
         found[precision] = {
             "matmul_gflops": rate / 1e9,
@@ -131,44 +130,6 @@ def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Enc
     lengths = np.asarray([len(encoding) for encoding in encodings], dtype=float)
     attended = (lengths**2).sum() / lengths.sum()
     return sum(2.0 * a * b for a, b in products) + attentions * 4 * hidden * attended
-
-
-def packed_graph(full: bundle.Bundle, precision: str) -> bundle.Graph:
-    return next(g for g in full.manifest.graphs if (g.precision, g.layout) == (precision, "packed"))
-
-
-# -- the bare session -------------------------------------------------------------------------------------------------
-
-
-def bare_sessions(
-    full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]
-) -> dict[str, float]:
-    """Texts per second in sorted batches, by layout: one session on all cores, and one on each."""
-    ordered = sorted(encodings, key=len)
-    cores = usable_cores()
-    found = {}
-    for sessions in dict.fromkeys((1, cores)):
-        graph = packed_graph(full, precision)
-        runs = [graph_runner(full, graph, cores // sessions) for _ in range(sessions)]
-        for size in BATCHES:
-            name = f"{sessions} x {cores // sessions} threads, batches of {size}"
-            found[name] = texts_per_second(runs, ordered, size)
-    return found
-
-
-def texts_per_second(runs: Sequence[Run], encodings: Sequence[Encoding], size: int) -> float:
-    """Of several sessions that take batches from one list."""
-    batches = iter(list(chunks(encodings, size)))
-
-    def work(run: Run) -> None:
-        for batch in batches:  # a list's iterator gives each item to one thread
-            run(batch)
-
-    for run in runs:
-        run(encodings[-size:])
-    with ThreadPoolExecutor(len(runs)) as threads:
-        seconds = timed(lambda: list(threads.map(work, runs)))
-    return len(encodings) / seconds
 
 
 def chunks(items: Sequence[Encoding], size: int) -> list[Sequence[Encoding]]:

@@ -5,6 +5,7 @@ that it took.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import cast
 import numpy as np
 
 REFUSED = 0  # the "status" of a connection that the server closed without an answer
+WARM_MOST_S = 30.0  # for every connection to be answered once
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Measured:
 
     connections: open at the end; offered: requests per second that were sent, in an open loop; latencies: in seconds;
     others: how many answers had another status, by status; cpu_s: processor time of the generator itself
+    numbers: which request each answer was to, in a closed loop; lasted: seconds from the first request to the last
     """
 
     connections: int
@@ -30,6 +33,8 @@ class Measured:
     offered: float | None = None
     others: Counter[int] = field(default_factory=Counter)
     cpu_s: float = 0.0
+    numbers: np.ndarray | None = None
+    lasted: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -56,6 +61,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, answered: "Answered") -> None:
         self.answered = answered
         self.sent_at = 0.0
+        self.number = -1
         self.closed = False
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -109,19 +115,23 @@ async def closed_loop(
 ) -> Measured:
     """Keep `connections` requests in flight, each connection its next as soon as it is answered.
 
-    Requests are taken in turn, from the first. What ends within the window after `warm_s` counts.
+    Requests are taken in turn, from the first. What ends within the window counts, which begins after `warm_s` and when
+    every connection was answered once, for until then they all ask at the same moment.
     Raises RuntimeError for an answer that is not 200: in a closed loop, a refusal is no throughput.
     """
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
+    warm: asyncio.Future[None] = loop.create_future()
     latencies: list[float] = []
-    begin = time.perf_counter() + warm_s
-    end = begin + seconds
+    numbers: list[int] = []
+    began = time.perf_counter()
+    begin = end = math.inf
     sent = 0
 
     def send(connection: Connection, now: float) -> None:
         nonlocal sent
-        connection.send(requests[sent % len(requests)], now)
+        connection.number = sent % len(requests)
+        connection.send(requests[connection.number], now)
         sent += 1
 
     def answered(connection: Connection, status: int, body: bytes) -> None:
@@ -132,23 +142,40 @@ async def closed_loop(
             return
         if begin <= now < end:
             latencies.append(now - connection.sent_at)
+            numbers.append(connection.number)
+        if connection in unanswered:
+            unanswered.discard(connection)
+            if not unanswered:
+                warm.set_result(None)
         if now < end:
             send(connection, now)
 
     opened = [await connect(port, answered) for _ in range(connections)]
+    unanswered = {*opened}
     try:
         for connection in opened:
             send(connection, time.perf_counter())
-        await asyncio.wait([failed], timeout=begin - time.perf_counter())
+        await asyncio.wait([failed], timeout=warm_s)
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait([failed, warm], timeout=WARM_MOST_S, return_when=first)
+        begin = time.perf_counter()
+        end = begin + seconds
         before = time.process_time()
-        await asyncio.wait([failed], timeout=end - time.perf_counter())
+        await asyncio.wait([failed], timeout=seconds)
         cpu_s = time.process_time() - before
         if failed.done():
             failed.result()
     finally:
         for connection in opened:
             connection.close()
-    return Measured(connections, seconds, np.asarray(latencies), cpu_s=cpu_s)
+    return Measured(
+        connections,
+        seconds,
+        np.asarray(latencies),
+        cpu_s=cpu_s,
+        numbers=np.asarray(numbers, dtype=int),
+        lasted=end - began,
+    )
 
 
 async def open_loop(
@@ -234,4 +261,12 @@ async def open_loop(
     offered = float((moments >= warm_s).sum()) / seconds
     if unanswered := int((moments >= warm_s).sum()) - len(latencies) - sum(others.values()):
         others[REFUSED] += unanswered
-    return Measured(len(everything), seconds, np.asarray(latencies), offered, others, cpu_s)
+    return Measured(
+        len(everything),
+        seconds,
+        np.asarray(latencies),
+        offered,
+        others,
+        cpu_s,
+        lasted=warm_s + seconds,
+    )

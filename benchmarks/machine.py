@@ -5,7 +5,7 @@ from pathlib import Path
 
 from service.settings import usable_cores
 
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
 
 
 def describe() -> dict[str, object]:

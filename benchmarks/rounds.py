@@ -1,17 +1,19 @@
 """Servers measured in turn, in rounds, so that what the machine does meanwhile happens to all of them.
 
-All servers are started once. In each round each is woken, asked, and stopped again (SIGSTOP), so that it takes nothing
-from the others; every other round goes backwards. A figure is the median over the rounds, and a ratio is taken within
-each round, against the first server, before its median: a machine that is slow for a minute is slow for both.
+All servers are started once. In each round, for each load, each is woken, asked, and stopped again (SIGSTOP), so that
+it takes nothing from the others; every other round goes backwards. A figure is the median over the rounds, and a ratio
+is taken within each round, against the first server, before its median: a machine that is slow for a minute is slow for
+all. One of the servers may be no server but the bare session (`benchmarks/bare.py`), which measures itself.
 """
 
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
@@ -19,17 +21,23 @@ import uvloop
 from benchmarks import processes, servers
 from benchmarks.environments import Unavailable
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
-from benchmarks.servers import Running, Server, StartError
+from benchmarks.servers import WINDOW, Running, Server, StartError
+
+T = TypeVar("T")
 
 WARM_S = 0.7  # before each window
 SETTLE_S = 20.0  # after one, at most
 IDLE, IDLE_S = 0.3, 0.2  # a server that takes less of a core for so long is idle
+CAPACITY_AT = 32  # connections
 KEPT_UP = 0.95  # an open loop's server that answers less of what was offered is overloaded
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one server did in one window; cpu_ms: of its processes, per answer; generator: cores that asking took."""
+    """What one server did in one window.
+
+    rate: answers per second, of mean size; cpu_ms: of its processes, per answer; generator: cores that asking took
+    """
 
     load: float  # connections, or requests offered per second
     rate: float
@@ -49,7 +57,21 @@ class Tested:
     start_s: float = 0.0
     peak_mb: float = 0.0
     closed: dict[int, list[Window]] = field(default_factory=dict)
-    open: dict[int, list[Window]] = field(default_factory=dict)
+    open: dict[int | str, list[Window]] = field(
+        default_factory=dict
+    )  # a rate, or a share of capacity
+
+
+@dataclass
+class Contender:
+    """A server that runs, what it is asked, and what it did; overloaded: it could not keep up in this round."""
+
+    server: Server
+    running: Running
+    requests: Sequence[bytes]
+    weights: np.ndarray
+    result: Tested
+    overloaded: bool = False
 
 
 def measure(
@@ -61,68 +83,143 @@ def measure(
     *,
     connections: Sequence[int],
     rates: Sequence[int] = (),
+    shares: Sequence[float] = (),
+    weights: Sequence[float] | None = None,
     rounds: int = 5,
     seconds: float = 3.0,
+    open_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Tested]:
     """Every server that offers the task, under every load, in every round.
+
+    rates: of the open loop, per second; shares: its rates as parts of what the same server answered at `CAPACITY_AT`
+    connections in the same round; weights: the size of each text, say in tokens, by which an answer counts, so that
+    it does not matter which of them a window happened to hold; open_seconds: of a window of the open loop.
 
     A server that fails is left out with its reason. In the open loop a server that cannot keep up with a rate is not
     asked for a higher one.
     """
     tested = [Tested(server.name, server.note) for server in chosen]
+    open_s = open_seconds or seconds
+    blocks: list[tuple[str, Callable[[Contender], None]]] = []
+    for count in connections:
+        blocks.append((f"{count} connections", partial(ask_closed, count=count, seconds=seconds)))
+        if count == CAPACITY_AT:
+            blocks += [
+                (f"{share:.0%} of that", partial(ask_share, share=share, seconds=open_s))
+                for share in shares
+            ]
+    blocks += [(f"{rate}/s", partial(ask_open, rate=rate, seconds=open_s)) for rate in rates]
     with ExitStack() as stack:
-        awake: list[tuple[Tested, Running, list[bytes]]] = []
+        contenders: list[Contender] = []
         for server, result in zip(chosen, tested, strict=True):
             if task not in server.calls:
                 result.skipped = "does not offer it"
                 continue
             say(f"starting {server.name}")
             try:
-                running = stack.enter_context(servers.serving(server, model, scratch))
+                running = start(stack, server, model, scratch)
             except (Unavailable, StartError) as error:
                 result.skipped = str(error)
                 continue
-            stack.callback(processes.wake, running.process.pid)  # before it is ended
             result.start_s = running.start_s
-            call = server.calls[task]
-            asked = [request_bytes(call.path, json.dumps(call.body(t)).encode()) for t in texts]
-            awake.append((result, running, asked))
-            processes.rest(running.process.pid)
+            asked = encoded(server, task, texts)
+            sizes = np.ones(len(texts)) if weights is None else np.asarray(weights)
+            contenders.append(Contender(server, running, asked, sizes / sizes.mean(), result))
         for number in range(rounds):
-            for result, running, asked in awake[:: 1 if number % 2 else -1]:
-                say(f"round {number + 1} of {rounds}: {result.name}")
-                with suppress_failure(result), working(running):
-                    ask(result, running, asked, connections, rates, seconds)
-        for result, running, _ in awake:
-            result.peak_mb = processes.peak_mb(running.process.pid)
+            for one in contenders:
+                one.overloaded = False
+            for what, ask in blocks:
+                say(f"round {number + 1} of {rounds}: {what}")
+                for one in there_and_back(contenders, number):
+                    if not one.result.skipped:
+                        with suppress_failure(one.result), working(one.running):
+                            ask(one)
+        for one in contenders:
+            one.result.peak_mb = processes.peak_mb(one.running.process.pid)
     return tested
 
 
-def ask(
-    result: Tested,
-    running: Running,
-    requests: Sequence[bytes],
-    connections: Sequence[int],
-    rates: Sequence[int],
-    seconds: float,
-) -> None:
-    """One server's turn in one round."""
-    if result.skipped:
-        return
-    for count in connections:
-        found, spent = under(
-            running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
-        )
-        result.closed.setdefault(count, []).append(window(count, found, spent))
-    for rate in rates:
-        found, spent = under(
-            running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S)
-        )
-        result.open.setdefault(rate, []).append(window(rate, found, spent))
-        assert found.offered is not None
-        if found.rate < KEPT_UP * found.offered or found.percentile(99) > 1000 * seconds:
-            break
+def there_and_back(items: Sequence[T], number: int) -> Sequence[T]:
+    """The order of a round's turns."""
+    return items[:: 1 if number % 2 else -1]
+
+
+def encoded(server: Server, task: str, texts: Sequence[str]) -> list[bytes]:
+    """The requests for texts, ready to be sent."""
+    call = server.calls[task]
+    return [request_bytes(call.path, json.dumps(call.body(text)).encode()) for text in texts]
+
+
+def take_turns(
+    turns: Mapping[str, tuple[Running, Callable[[], T]]],
+    rounds: int,
+    say: Callable[[str], None] = print,
+) -> dict[str, list[T]]:
+    """What each of some askings found in each round; whoever is asked is awake for it, and idle again after it."""
+    found: dict[str, list[T]] = {name: [] for name in turns}
+    for number in range(rounds):
+        for name, (running, ask) in there_and_back([*turns.items()], number):
+            say(f"round {number + 1} of {rounds}: {name}")
+            with working(running):
+                found[name].append(ask())
+                settle(running)
+    return found
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def ask_closed(one: Contender, count: int, seconds: float) -> None:
+    if one.server.measures_itself:
+        found = told(one.running, count, seconds)
+    else:
+        found = closed(one.running, one.requests, one.weights, count, seconds)
+    one.result.closed.setdefault(count, []).append(found)
+
+
+def ask_share(one: Contender, share: float, seconds: float) -> None:
+    if not one.server.measures_itself:
+        rate = share * one.result.closed[CAPACITY_AT][-1].rate
+        found, _ = opened(one.running, one.requests, rate, seconds)
+        one.result.open.setdefault(f"{share:.0%}", []).append(found)
+
+
+def ask_open(one: Contender, rate: int, seconds: float) -> None:
+    if not one.server.measures_itself and not one.overloaded:
+        found, offered = opened(one.running, one.requests, rate, seconds)
+        one.result.open.setdefault(rate, []).append(found)
+        one.overloaded = found.rate < KEPT_UP * offered or found.p99_ms > 1000 * seconds
+
+
+def closed(
+    running: Running, requests: Sequence[bytes], weights: np.ndarray, count: int, seconds: float
+) -> Window:
+    """So many connections at once; an answer counts by the weight of its request."""
+    found, spent = under(
+        running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
+    )
+    return window(count, found, weights[found.numbers].sum() / seconds, spent)
+
+
+def opened(
+    running: Running, requests: Sequence[bytes], rate: float, seconds: float
+) -> tuple[Window, float]:
+    """Requests at random moments, at a rate; and how many were in fact offered per second."""
+    found, spent = under(running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S))
+    assert found.offered is not None
+    return window(rate, found, found.rate, spent), found.offered
+
+
+def told(running: Running, count: int, seconds: float) -> Window:
+    """What the bare session says of itself."""
+    load = {"connections": count, "seconds": seconds, "warm_s": WARM_S}
+    before = processes.cpu_s(running.process.pid)
+    _, said = servers.post(running.port, WINDOW, load, timeout_s=60 + 10 * seconds)
+    spent = processes.cpu_s(running.process.pid) - before
+    found = json.loads(said)
+    cpu_ms = 1000 * spent / found["ran"]
+    return Window(count, found["rate"], found["p50_ms"], found["p99_ms"], cpu_ms, 0.0)
 
 
 def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
@@ -131,13 +228,13 @@ def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measur
     found = uvloop.run(load)
     spent = processes.cpu_s(running.process.pid) - before
     settle(running)
-    return found, spent * found.seconds / (found.seconds + WARM_S)
+    return found, spent * found.seconds / found.lasted
 
 
-def window(load: float, found: Measured, spent: float) -> Window:
+def window(load: float, found: Measured, rate: float, spent: float) -> Window:
     return Window(
         load=load,
-        rate=found.rate,
+        rate=rate,
         p50_ms=found.percentile(50),
         p99_ms=found.percentile(99),
         cpu_ms=1000 * spent / max(found.requests, 1),
@@ -154,6 +251,15 @@ def suppress_failure(result: Tested) -> Iterator[None]:
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
+
+
+def start(stack: ExitStack, server: Server, model: Path, scratch: Path) -> Running:
+    """A server that runs and rests, and is ended with the stack. Raises Unavailable and StartError."""
+    running = stack.enter_context(servers.serving(server, model, scratch))
+    stack.callback(processes.wake, running.process.pid)  # before it is ended
+    settle(running)
+    processes.rest(running.process.pid)
+    return running
 
 
 @contextmanager
@@ -211,6 +317,11 @@ def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
     ]
 
 
+def loaded(load: int | str, kind: str) -> str:
+    """A load as the table names it: `32`, `80/s`, `80%`."""
+    return f"{load}/s" if kind == "open" and isinstance(load, int) else str(load)
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """A table of throughput and latency, and what each server cost."""
     head = f"{'':<24}{'load':>7}{'texts/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'CPU ms':>8}{'ratio':>7}"
@@ -218,15 +329,16 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row.get("skipped"):
             print(f"{row['server']:<24}{row['skipped'].splitlines()[0]}")
-        for kind, unit in (("closed", ""), ("open", "/s")):
+        for kind in ("closed", "open"):
             for load, found in row[kind].items():
                 low, high = found["spread"]
                 print(
-                    f"{row['server']:<24}{f'{load}{unit}':>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
+                    f"{row['server']:<24}{loaded(load, kind):>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
                     f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
                 )
     print(
-        "\nload: connections that ask as soon as they are answered, or requests offered per second"
+        "\nload: connections that ask as soon as they are answered, requests offered per second,"
+        f" or a part of the rate at {CAPACITY_AT} connections"
     )
     for row in rows:
         if row["start_s"]:

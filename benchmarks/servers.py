@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import environments, models, processes
+from benchmarks import environments, models, processes, traffic
 from benchmarks.environments import PEERS, ROOT, Unavailable
 from service import bundle
 from service.encode import Encoder
@@ -35,6 +35,7 @@ Scores = dict[str, float]
 Entities = list[tuple[str, int, int, float]]  # label, start, end, score
 
 TAIL = 3000  # characters of a log in an error
+WINDOW = "/window"  # where a contender that measures itself is told a load
 END_S = 20.0  # for a server to end by itself
 
 
@@ -62,10 +63,11 @@ def as_it_is(python: Path, model: Path, scratch: Path) -> Path:
 class Server:
     """command: argv for an interpreter, the prepared model and a port; it listens on 127.0.0.1.
 
-    calls: by task, `embed`, `classify` or `ner`; a task that is not there is not offered, and `note` says why.
+    calls: by task, `embed`, `classify`, `ner` or `qa`; a task that is not there is not offered, and `note` says why.
     environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
     binary: what must be on the PATH.
     prepare: from interpreter, checkpoint and scratch folder to the form of the model that this server reads.
+    measures_itself: it is told a load instead of being put under it, and answers with its figures (`benchmarks.bare`).
     """
 
     name: str
@@ -77,6 +79,7 @@ class Server:
     prepare: Callable[[Path, Path, Path], Path] = as_it_is
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    measures_itself: bool = False
 
     def python(self) -> Path:
         """The interpreter that runs it. Raises Unavailable when something is not installed."""
@@ -187,14 +190,20 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def ask(port: int, call: Call, text: str) -> Any:
     """One request, and what its answer says. Raises RuntimeError for an answer that is not 200."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        body = json.dumps(call.body(text))
-        connection.request("POST", call.path, body, {"Content-Type": "application/json"})
+    return call.answer(json.loads(post(port, call.path, call.body(text))[1]))
+
+
+def post(
+    port: int, path: str, body: object, timeout_s: float = 60
+) -> tuple[http.client.HTTPMessage, bytes]:
+    """The headers and the body of an answer. Raises RuntimeError for one that is not 200."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
         said = reply.read()
     if reply.status != 200:
-        raise RuntimeError(f"{call.path} answered {reply.status}: {said.decode()[:TAIL]}")
-    return call.answer(json.loads(said))
+        raise RuntimeError(f"{path} answered {reply.status}: {said.decode()[:TAIL]}")
+    return reply.headers, said
 
 
 def tail(log: Path) -> str:
@@ -286,6 +295,10 @@ def quartet_ner_body(text: str) -> dict[str, Any]:
     return {"inputs": text, "truncate": True, "aggregation_strategy": "simple"}
 
 
+def quartet_qa_body(text: str) -> dict[str, Any]:
+    return {"question": traffic.question(text), "context": text}
+
+
 def inputs_body(text: str) -> dict[str, Any]:
     return {"inputs": text}
 
@@ -352,6 +365,7 @@ def quartet(precision: str) -> Server:
             "embed": Call("/embed", quartet_body, lambda said: said["embeddings"][0]),
             "classify": Call("/classify", quartet_body, lambda said: scores(said["results"][0])),
             "ner": Call("/ner", quartet_ner_body, lambda said: entities(said["results"][0])),
+            "qa": Call("/qa", quartet_qa_body, lambda said: said["results"][0]),
         },
     )
 
@@ -469,6 +483,16 @@ SERVERS = (
         note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
     ),
 )
+
+
+def pinned(server: Server, cores: Sequence[int]) -> Server:
+    """The same server, kept to some cores: it finds no others."""
+    to = ",".join(map(str, cores))
+
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        return ["taskset", "--cpu-list", to, *server.command(python, model, port)]
+
+    return replace(server, command=command)
 
 
 def chosen(names: Sequence[str] | None) -> list[Server]:

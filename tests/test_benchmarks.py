@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import plot, rounds, servers, tune
+from benchmarks import bare, bench, plot, rounds, servers, tune
 from benchmarks.bench import only_portable
-from benchmarks.limit import flops_per_token, texts_per_second
-from benchmarks.load import closed_loop, open_loop, request_bytes
+from benchmarks.limit import flops_per_token
+from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.servers import Running
 from benchmarks.traffic import MIXES, NEWS, texts
 from service import bundle
 from service.encode import Encoder
@@ -48,6 +50,28 @@ async def test_closed_loop() -> None:
     assert 3 < found.requests == len(found.latencies) <= len(seen)
     assert found.rate == found.requests / 0.2
     assert 0 < found.percentile(50) <= found.percentile(99) < 250
+
+
+async def test_closed_loop_waits_until_all_were_answered() -> None:
+    """The window begins when every connection was answered once; each answer is told by its request."""
+    turns = asyncio.Semaphore()
+
+    async def one_at_a_time(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(asyncio.CancelledError):
+            while await reader.read(2**16):
+                async with turns:
+                    await asyncio.sleep(0.02)
+                    writer.write(ANSWER)
+
+    async with await asyncio.start_server(one_at_a_time, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = await closed_loop(port, REQUESTS, connections=10, seconds=0.3, warm_s=0)
+
+    assert 0.2 + 0.3 <= found.lasted < 5
+    assert found.percentile(1) > 150  # nobody was first
+    assert found.numbers is not None
+    assert [0, 1, 2] == sorted({*found.numbers})
+    assert found.requests == len(found.numbers)
 
 
 async def test_closed_loop_stops_at_an_error() -> None:
@@ -121,9 +145,17 @@ def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
     assert rows[0]["peak_mb"] > 20
     assert "no such model" in rows[1]["skipped"]
     assert rows[2]["skipped"] == "does not offer it"
-    assert [line for line in said if "round" in line] == [
-        f"round {number} of 2: quartet fp32" for number in (1, 2)
-    ]
+    loads = ["1 connections", "4 connections", "30/s"]
+    expected = [f"round {number} of 2: {load}" for number in (1, 2) for load in loads]
+    assert expected == [line for line in said if "round" in line]
+
+
+def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate is of answers of mean size, whichever of them a window held."""
+    found = Measured(1, 2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
+    monkeypatch.setattr(rounds, "under", lambda _, load: (load.close(), (found, 0.6))[1])
+    one = rounds.closed(Running(0, None, 0.0), REQUESTS, np.array([0.5, 1.5]), 1, 2.0)
+    assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -174,11 +206,32 @@ def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
         assert found == pytest.approx(layers * (products + attention))
 
 
-def test_bare_sessions_share_the_work() -> None:
-    """Every text is run once, whoever of the sessions runs it."""
-    ran: list[int] = []
-    assert texts_per_second([ran.extend, ran.extend], range(100), size=8) > 0
-    assert sorted(ran[-100:]) == [*range(100)]
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_bench(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The bare sessions are measured in turn with the servers, and what is wanted stands beside what is found."""
+    monkeypatch.setattr(bare, "TRIAL_S", 0.01)
+    monkeypatch.setattr(rounds, "WARM_S", 0.05)
+    texts = tmp_path / "texts"
+    texts.write_text("Ada drew a comet.\nAda\n" * 20)
+    options = {"--rounds": 1, "--seconds": 0.2, "--open-seconds": 0.4, "--out": tmp_path / "out"}
+    given = [str(part) for pair in options.items() for part in pair]
+    argv = ["bench", "--bundle", str(tiny_bundle), "--texts", str(texts), *given]
+    monkeypatch.setattr(sys, "argv", [*argv, "--connections", "1", "8", "32"])
+    bench.main()
+
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "out").read_text())
+    assert found == json.loads(printed.splitlines()[-1])
+    rows = {row["server"]: row for row in found["contenders"]}
+    assert {"bare fp32", "bare int8", "packed fp32", "packed int8"} < rows.keys()
+    assert not [row["skipped"] for row in rows.values() if "skipped" in row]
+    assert ["1", "8", "32"] == [*rows["bare fp32"]["closed"]]
+    assert ["80%"] == [*rows["packed int8"]["open"]]
+    assert not rows["bare fp32"]["open"]
+    assert all(check["rounds"] == 1 for check in found["checks"])
+    for check in found["checks"]:
+        assert f"{check['what']:<58}" in printed
 
 
 def test_layouts_to_tune() -> None:

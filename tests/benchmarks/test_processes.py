@@ -66,9 +66,9 @@ def test_tree(root):
 def test_rest_and_wake(root):
     """All three stand still, and all three go on."""
     processes.rest(root)
-    assert wait_for(root, "T") == "TTT"
+    assert wait_for(root, "TTT") == "TTT"
     processes.wake(root)
-    assert wait_for(root, "S") == "SSS"
+    assert wait_for(root, "SSS") == "SSS"
 
 
 def test_nobody():

@@ -49,7 +49,9 @@ def test_table():
     assert len(SERVERS) == len({server.name for server in SERVERS})
     for server in SERVERS:
         assert server.environment in {None, *environments.names()}
-        assert server.calls.keys() & {"embed", "classify", "ner"} == server.calls.keys() != set()
+        assert (
+            server.calls.keys() & {"embed", "classify", "ner", "qa"} == server.calls.keys() != set()
+        )
     assert "quartet fp32" == servers.named("quartet fp32").name
     with pytest.raises(KeyError, match="there are quartet fp32, "):
         servers.named("nobody")
@@ -75,6 +77,7 @@ def test_quartet(mini_bundle, tmp_path):
     assert 256 == len(found["embed"])
     assert pytest.approx(1, abs=1e-5) == sum(found["classify"].values())
     assert {"positive", "negative"} == found["classify"].keys()
+    assert found["qa"][0].keys() == {"answer", "score", "start", "end"}
     assert found["ner"]
     for label, start, end, score in found["ner"]:
         assert label in {"PER", "ORG", "LOC", "MISC"}
