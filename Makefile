@@ -12,7 +12,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format bench bench-limit bench-peers bench-gpu tune clean
+.PHONY: help serve setup test check format bench bench-goals bench-limit bench-peers bench-gpu tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -39,8 +39,11 @@ format: $(VENV)/.test ## Format the code and mend what the linter can mend
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
 
-bench: $(VENV)/.test ## Measure the service: a table, then one JSON line
+bench: $(VENV)/.test ## Measure the service beside the bare session: tables, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
+
+bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory, likewise
+	@$(RUN) -m benchmarks.goals $(ARGS)
 
 bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
 	@$(RUN) -m benchmarks.limit $(ARGS)

@@ -351,9 +351,12 @@ FIRST_EMBEDDING = Call("/embed", inputs_body, lambda said: said["embeddings"][0]
 # -- the table ------------------------------------------------------------------------------------
 
 
-def quartet(precision: str) -> Server:
+def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
+    """Quartet at a precision; others: bundles that it serves beside the one it is given."""
+
     def command(python: Path, model: Path, port: int) -> list[str]:
-        served = [str(python), "-m", "service", str(model), "--port", str(port)]
+        bundles = map(str, (model, *others))
+        served = [str(python), "-m", "service", *bundles, "--port", str(port)]
         return [*served, "--precision", precision, "--log-format", "json"]
 
     return Server(

@@ -1,0 +1,102 @@
+"""One request of many texts: how fast it is, and how long single texts wait that come meanwhile."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import bare, rounds, servers
+from benchmarks.checks import Check
+
+OF_BARE = 0.95
+WAIT_S = 600.0  # for an answer
+PATIENT = {"QUARTET_DEADLINE_MS": str(int(1000 * WAIT_S))}
+
+
+class Beside(NamedTuple):
+    """What became of single texts beside a bulk request, in milliseconds.
+
+    wait: p99 of the time in the queue; batch: the longest of the bulk's batches; latency: p99 of the whole; count: how
+    many there were
+    """
+
+    wait: float
+    batch: float
+    latency: float
+    count: int
+
+
+def measure(
+    model: Path,
+    texts: Sequence[str],
+    scratch: Path,
+    *,
+    rounds_: int,
+    seconds: float,
+    precision: str = "fp32",
+) -> tuple[list[Check], dict[str, object]]:
+    """All texts in one request, of the bare session; and the singles' wait, in batches."""
+    with ExitStack() as stack:
+        server = bare.server("embed", precision, texts, scratch)
+        beside = rounds.start(stack, server, model, scratch)
+        server = replace(servers.quartet(precision), env=PATIENT)
+        running = rounds.start(stack, server, model, scratch)
+        rates = rounds.take_turns(
+            {
+                "bare": (beside, lambda: rounds.told(beside, 32, seconds).rate),
+                "bulk": (running, lambda: len(texts) / whole(running.port, texts)[0]),
+            },
+            rounds_,
+        )
+        singles = rounds.take_turns(
+            {"singles": (running, lambda: with_singles(running.port, texts))}, rounds_
+        )["singles"]
+    wanted = [
+        Check(
+            f"one request of {len(texts):,} texts: of the bare session",
+            [found / best for found, best in zip(rates["bulk"], rates["bare"], strict=True)],
+            OF_BARE,
+        ),
+        Check(
+            "single texts meanwhile: p99 of the wait, in batches",
+            [one.wait / one.batch for one in singles],
+            1.0,
+            at_most=True,
+        ),
+    ]
+    return wanted, {"texts_per_second": rates, "singles": [one._asdict() for one in singles]}
+
+
+def whole(port: int, texts: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Seconds until a request of all texts is answered, and the stages that the answer tells of."""
+    body = {"inputs": list(texts), "truncate": True}
+    began = time.perf_counter()
+    headers, _ = servers.post(port, "/embed", body, timeout_s=WAIT_S)
+    return time.perf_counter() - began, stages(headers["Server-Timing"])
+
+
+def with_singles(port: int, texts: Sequence[str]) -> Beside:
+    """One text after the other, for as long as a request of all of them takes."""
+    waits, latencies = [], []
+    with ThreadPoolExecutor(1) as thread:
+        bulk = thread.submit(whole, port, texts)
+        number = 0
+        while not bulk.done():
+            spent, told = whole(port, [texts[number % len(texts)]])
+            waits.append(told["queue"])
+            latencies.append(1000 * spent)
+            number += 1
+    _, told = bulk.result()
+    wait, latency = np.percentile(waits, 99), np.percentile(latencies, 99)
+    return Beside(float(wait), told["inference"], float(latency), number)
+
+
+def stages(header: str) -> dict[str, float]:
+    """`queue;dur=1.5, inference;dur=7` as milliseconds by name."""
+    parts = (part.strip().partition(";dur=") for part in header.split(","))
+    return {name: float(duration) for name, _, duration in parts}

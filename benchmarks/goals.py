@@ -1,0 +1,76 @@
+"""What is wanted of the service beyond `benchmarks.bench`: large requests, all tasks, many bundles, start and memory.
+
+    python -m benchmarks.goals [--only bulk tasks bundles life] [--mix news] [--rounds N] [--seconds N]
+
+Each part starts its servers once and measures them in turn, in rounds, beside the bare session where that is the
+measure. Weights are MiniLM's at fp32; for the tasks, its trunk under a head of each, drawn at random.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import bulk, bundles, checks, life, machine, models, servers, tasks, traffic
+from benchmarks.checks import Check
+
+PARTS = {
+    "bulk": bulk.measure,
+    "tasks": tasks.measure,
+    "bundles": bundles.measure,
+    "life": life.measure,
+}
+BULK = 1000  # texts in one request
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
+    given = parser.parse_args()
+    described = machine.describe()
+    print(described)
+    parts: dict[str, dict] = {}
+    wanted = []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in given.only:
+            print(f"\n== {part}")
+            try:
+                found, figures = measure(part, given, Path(folder))
+            except (RuntimeError, OSError) as error:  # the other parts can still be measured
+                parts[part] = {"failed": str(error)}
+                continue
+            wanted += found
+            parts[part] = {"checks": [check.as_json() for check in found], "figures": figures}
+    for part, told in parts.items():
+        print(f"\n{part}: {told.get('failed', '')}")
+        for name, figure in told.get("figures", {}).items():
+            print(f"    {name}: {shown(figure)}")
+    checks.show(wanted)
+    line = json.dumps({"machine": described, "mix": given.mix, "parts": parts})
+    print(line)
+    if given.out:
+        given.out.write_text(line + "\n")
+
+
+def measure(part: str, given: argparse.Namespace, scratch: Path) -> tuple[list[Check], dict]:
+    """What is wanted in one part, with what was found, and the figures behind it."""
+    checkpoint = models.joint(scratch) if part == "tasks" else models.minilm()
+    model = servers.to_bundle(Path(sys.executable), checkpoint, scratch)
+    mix = "short" if part == "life" else given.mix  # many requests, and no need of their length
+    texts = traffic.texts(traffic.MIXES[mix], BULK if part == "bulk" else 600)
+    return PARTS[part](model, texts, scratch, rounds_=given.rounds, seconds=given.seconds)
+
+
+def shown(figure: object) -> str:
+    """Numbers of any figure to four digits."""
+    return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4g}", json.dumps(figure))
+
+
+if __name__ == "__main__":
+    main()
