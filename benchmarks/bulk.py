@@ -40,7 +40,7 @@ def measure(
     seconds: float,
     precision: str = "fp32",
 ) -> tuple[list[Check], dict[str, object]]:
-    """All texts in one request, of the bare session; and the singles' wait, in batches."""
+    """All texts in one request, of the bare session; and the singles' wait, by the longest of its batches."""
     with ExitStack() as stack:
         server = bare.server("embed", precision, texts, scratch)
         beside = rounds.start(stack, server, model, scratch)
@@ -63,7 +63,7 @@ def measure(
             OF_BARE,
         ),
         Check(
-            "single texts meanwhile: p99 of the wait, in batches",
+            "single texts meanwhile: p99 of the wait, by a batch",
             [one.wait / one.batch for one in singles],
             1.0,
             at_most=True,

@@ -168,6 +168,20 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert (found["rate"], found["ratio"], found["spread"]) == (60, 2, [2, 3])
 
 
+def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers get the first cores, whoever asks the others; a machine of no more is shared by all."""
+    kept: list[list[int]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
+    for cores, asking in (({4, 5, 6}, [6]), ({4, 5}, [4, 5])):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        (one,) = bench.share_cores([servers.named("quartet fp32")], 2)
+        assert one.command(Path("python"), Path("model"), 1)[:4] == [
+            *["taskset", "--cpu-list", "4,5"],
+            "python",
+        ]
+        assert kept.pop() == asking
+
+
 def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:
     """The padded server's bundle has the portable graph and no other, with the same weights."""
     full = bundle.load(tiny_bundle)

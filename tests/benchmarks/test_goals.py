@@ -30,7 +30,7 @@ def test_bulk(tiny_bundle, tmp_path):
 
     assert {
         "one request of 240 texts: of the bare session": (2, 0.95),
-        "single texts meanwhile: p99 of the wait, in batches": (2, 1.0),
+        "single texts meanwhile: p99 of the wait, by a batch": (2, 1.0),
     } == limits(wanted)
     for one in figures["singles"]:
         assert one["count"] >= 1
