@@ -1,4 +1,4 @@
-"""Which thread settings suit a bundle on this machine: the default beside the alternatives, and what to set.
+"""Which settings of threads and memory suit a bundle here: the default beside the alternatives, and what to set.
 
     python -m benchmarks.tune BUNDLE [--precision auto] [--rounds N] [--seconds N]
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def layouts(precision: str, cores: int) -> list[Server]:
     """The default first, then what may be set instead; none of them twice."""
-    settings: list[dict[str, str]] = [{}, {"SPIN": "true"}]
+    settings: list[dict[str, str]] = [{}, {"SPIN": "true"}, {"ARENA": "true"}]
     settings += [{"REPLICAS": str(n)} for n in sorted({1, cores // 2, cores} - {0})]
     settings += [{"REPLICAS": "1", "SPIN": "true"}]
     base = servers.quartet(precision)

@@ -145,7 +145,7 @@ def _open(device: LocalDevice, bundle: Bundle, settings: Settings, slots: Slots)
             bundle,
             precision=settings.precision,
             provider=settings.provider,
-            options=SessionOptions(threads, settings.spin),
+            options=SessionOptions(threads, settings.spin, settings.arena),
         )
         for width, threads in slots.threads.items()
     }

@@ -66,6 +66,10 @@ class Settings(BaseSettings):
         False,
         description="let session threads spin between batches, too; a little faster where the cores are ours alone",
     )
+    arena: bool = Field(
+        False,
+        description="let the runtime keep memory between batches instead of the C library; faster on some machines",
+    )
     max_batch_tokens: int = Field(
         16_384, ge=1, description="tokens in one batch; lower for latency, raise for a large GPU"
     )
