@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service import errors
-from service.batcher import Batcher, BatchStats, Budget, Entry, Outcome, plan
+from service.batcher import TRY_OTHER_EVERY, Batcher, BatchStats, Budget, Entry, Outcome, plan
 from service.cost import Cost, Estimator
 from service.encode import Encoding
 from service.waiting import MAX_PASSED, POOL, Queue, Request
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
+SOONER = Cost(per_run=0.1, per_token=0.001, per_slot=0.0)  # on many slots
 FIXED = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)  # batching pays
 LINEAR = Cost(per_run=0.0, per_token=0.01, per_slot=0.0)  # batching gains nothing
 PADDED = Cost(per_run=1.0, per_token=0.01, per_slot=1e-5)  # padding is dear
@@ -497,7 +499,7 @@ async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int
     """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
     gate = Gate()
     async with serving(gate, bundles=[], slots=4, wide=4) as batcher:
-        batcher.add_bundle("m@1", costing(FIXED, slots=4))
+        batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=4))
         request = await submitted(batcher, texts(waiting))
         running = [await gate.batch() for _ in widths]
         assert [batch.width for batch in running] == widths
@@ -510,7 +512,7 @@ async def test_a_wide_batch_needs_every_slot() -> None:
     """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
     gate = Gate()
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
-        batcher.add_bundle("m@1", costing(FIXED, slots=2))
+        batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=2))
         first = await submitted(batcher, texts(2))
         assert [(await gate.batch()).width, (await gate.batch()).width] == [1, 1]
         gate.let()
@@ -526,21 +528,27 @@ async def test_a_wide_batch_needs_every_slot() -> None:
         await asyncio.gather(last, held)
 
 
-async def test_each_width_has_its_own_cost() -> None:
-    """Batches on all slots are planned by what they cost there, and teach it alone."""
-    clock = Clock()
+@pytest.mark.parametrize(("narrow", "wide", "chosen"), [(8.0, 4.0, 2), (4.0, 8.0, 1)])
+async def test_the_width_is_chosen_by_what_it_costs(
+    narrow: float, wide: float, chosen: int
+) -> None:
+    """A lone text runs where it ends sooner; now and then the other width is tried, and each learns its own cost."""
+    clock, widths = Clock(), []
 
     def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
-        clock.now += 8.0 / width
+        clock.now += wide if width == 2 else narrow
+        widths.append(width)
         return echo(width, bundle, encodings)
 
     estimators = costing(FIXED, slots=2)
     async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
         batcher.add_bundle("m@1", estimators)
-        for _ in range(200):
+        for _ in range(40 * TRY_OTHER_EVERY):
             await batcher.submit([text(10)])
-    assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(4.0, rel=0.01)
-    assert estimators[1].cost == FIXED
+    settled = Counter(widths[-10 * TRY_OTHER_EVERY :])
+    assert {chosen: 10 * TRY_OTHER_EVERY - 10, 3 - chosen: 10} == settled
+    assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(narrow, rel=0.05)
+    assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(wide, rel=0.05)
 
 
 async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
