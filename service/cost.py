@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T")
 Matrix = NDArray[np.float64]
@@ -76,7 +76,7 @@ class Estimator:
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._warm = _evidence(samples)
         self._recent = np.zeros_like(self._warm)
-        self._batches = 0
+        self._new: list[Sample] = []  # since the last fit
         self.cost = _solve(self._warm)
 
     def refine(self, sample: Sample) -> None:
@@ -84,13 +84,19 @@ class Estimator:
 
         That is because an error is relative to the longer of the measured and the expected time.
         """
-        if sample.seconds <= 0:
-            return
-        expected = self.cost.seconds(sample.tokens, sample.size, sample.longest)
-        self._recent = MEMORY * self._recent + _evidence([sample], at_least=expected)
-        self._batches += 1
-        if self._batches % REFIT_EVERY == 0:
+        if sample.seconds > 0:
+            self._new.append(sample)
+        if len(self._new) == REFIT_EVERY:
+            self._fold()
             self.cost = _solve(WARM_UP * self._warm + self._recent)
+
+    def _fold(self) -> None:
+        """Add the new samples to what is known, the older the less."""
+        expected = [self.cost.seconds(s.tokens, s.size, s.longest) for s in self._new]
+        ages = np.arange(len(self._new))[::-1]
+        fresh = _evidence(self._new, expected, MEMORY**ages)
+        self._recent = MEMORY ** len(self._new) * self._recent + fresh
+        self._new.clear()
 
     def tokens_per_second(self, lengths: Sequence[int]) -> float:
         """Predict the speed of one replica that runs batches of these lengths, back to back."""
@@ -133,15 +139,17 @@ def _time(
     return clock() - began
 
 
-def _evidence(samples: Iterable[Sample], at_least: float = 0.0) -> Matrix:
-    """The normal equations of the relative errors, [3, 4]; the last column is the right side."""
-    rows = [
-        np.array((1, s.tokens, s.size * s.longest**2, s.seconds)) / max(s.seconds, at_least)
-        for s in samples
-        if s.seconds > 0
-    ]
+def _evidence(
+    samples: Iterable[Sample], at_least: ArrayLike = 0.0, weights: ArrayLike = 1.0
+) -> Matrix:
+    """The normal equations of the relative errors, [3, 4]; the last column is the right side.
+
+    An error is relative to the measured seconds, or to `at_least`, if that is more.
+    """
+    rows = [(1, s.tokens, s.size * s.longest**2, s.seconds) for s in samples if s.seconds > 0]
     table = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    evidence: Matrix = table[:, :3].T @ table
+    table /= np.maximum(table[:, 3], at_least)[:, None]
+    evidence: Matrix = (table[:, :3] * np.broadcast_to(weights, len(table))[:, None]).T @ table
     return evidence
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -93,7 +94,7 @@ class Front:
 
 def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
     tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
-    ends = np.cumsum(asked.lengths).tolist()
+    ends = itertools.accumulate(asked.lengths)
     return [
         Entry(
             bundle=asked.bundle,

@@ -4,8 +4,9 @@ A line says who asked for what, how it ended and how long it took, never what th
 """
 
 import logging
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
+import orjson
 import structlog
 from structlog.types import Processor
 
@@ -18,7 +19,7 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
     """Send every log line of this process to `stream`."""
     console = form == "console" or (form == "auto" and stream.isatty())
     shared = shared_processors(console)
-    renderer = console_renderer(stream) if console else structlog.processors.JSONRenderer()
+    renderer = console_renderer(stream) if console else structlog.processors.JSONRenderer(to_json)
     severity = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[*shared, renderer],
@@ -35,6 +36,10 @@ def shared_processors(console: bool) -> list[Processor]:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     return processors if console else [*processors, structlog.processors.format_exc_info]
+
+
+def to_json(fields: object, **options: Any) -> str:
+    return orjson.dumps(fields, **options).decode()
 
 
 def console_renderer(stream: TextIO) -> Processor:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 START_S = 60  # a loaded machine may take its time
-URL = re.compile(r'"url": "(http://[^"]+)"')
+URL = re.compile(r'"url": ?"(http://[^"]+)"')
 
 
 @dataclass(frozen=True)
