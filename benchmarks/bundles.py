@@ -1,7 +1,7 @@
 """Several bundles in one server: what those cost that nobody asks, and load that is spread over all."""
 
 import json
-import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -72,7 +72,7 @@ def copy(model: Path, scratch: Path, version: str) -> Path:
     out = scratch / "copies" / version
     out.mkdir(parents=True)
     for name in full.manifest.files():
-        os.link(full.file(name), out / name)
+        shutil.copyfile(full.file(name), out / name)
     manifest = json.loads((model / bundle.MANIFEST).read_text())
     (out / bundle.MANIFEST).write_text(json.dumps({**manifest, "version": version}))
     return out

@@ -262,7 +262,7 @@ def test_only_what_was_better_in_every_round_is_advised() -> None:
     chosen = tune.layouts("auto", 2)[:3]
     figures = [(1.0, 1.0), (1.3, 0.9), (1.1, 1.05)]  # ratio, worst of the rounds
     rows = [{"closed": {1: {"ratio": best, "spread": [least, 2]}}} for best, least in figures]
-    assert tune.advice(chosen, rows, 1) == "QUARTET_REPLICAS=1 (1.10 times the default)"
+    assert tune.advice(chosen, rows, 1) == "QUARTET_ARENA=true (1.10 times the default)"
     assert tune.advice(chosen[:2], rows[:2], 1) == "leave the default"
 
 
