@@ -67,7 +67,7 @@ def measure(
 
 
 def copy(model: Path, scratch: Path, version: str) -> Path:
-    """The same bundle under another version; its files are the same ones on disk."""
+    """The same bundle under another version."""
     full = bundle.load(model)
     out = scratch / "copies" / version
     out.mkdir(parents=True)

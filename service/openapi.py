@@ -154,7 +154,10 @@ def text(media_type: str) -> Object:
     content = {media_type: {"schema": {"type": "string"}}}
     return {
         "response_model": None,
-        "responses": {200: {"content": content}, **error_responses(*EVERY_ROUTE)},
+        "responses": {
+            200: {"content": content},
+            **error_responses(errors.ReplicaLost, *EVERY_ROUTE),
+        },
         "tags": ["service"],
     }
 
