@@ -136,10 +136,13 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no such class
 
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     def send(self, message: Message, *arrays: NDArray[Any] | bytes) -> None:
         """What is sent to an end that is gone is dropped: `lost` has been called, or will be."""
-        assert self._transport is not None, "our bug: the channel is not open"
-        if not self._transport.is_closing():
+        if self._transport is not None and self.open:
             self._transport.write(frame(message, *arrays))
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ class RemoteDevice:
         made = Channel(self._receive, lambda: self._forget(made))
         await loop.create_unix_connection(lambda: made, sock=end)
         self._channel = made
+        if not made.open:
+            self._forget(made)  # it was gone before we knew it
 
     async def open(self) -> None:
         """Wait until the inference process has opened its bundles, and read what is needed of them here.
@@ -103,7 +105,7 @@ class RemoteDevice:
             self._pages.pop(number, None)
 
     def _device(self) -> Channel:
-        if self._channel is None:
+        if self._channel is None or not self._channel.open:
             raise errors.ReplicaLost("the inference process is being started")
         return self._channel
 

@@ -262,6 +262,17 @@ async def test_a_lost_device_fails_what_it_was_asked_by_name() -> None:
         await until(lambda: both.remote.load().ready)
 
 
+async def test_a_device_that_dies_at_once_is_not_asked() -> None:
+    """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
+    remote = RemoteDevice(())
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    await remote.connect(ours)
+    await until(lambda: remote._channel is None)
+    with pytest.raises(errors.ReplicaLost):
+        await remote.submit([text(1)])
+
+
 async def test_the_load_is_told_unasked() -> None:
     """What waits, how fast it drains and whether more may come are known without asking."""
     async with pair() as both:
