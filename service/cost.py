@@ -73,7 +73,8 @@ class Estimator:
     stay known. The state is two 3 x 4 matrices, however long it learns.
     """
 
-    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+    def __init__(self, samples: Iterable[Sample] = (), *, refit_every: int = REFIT_EVERY) -> None:
+        self._refit_every = refit_every
         self._warm = _evidence(samples)
         self._recent = np.zeros_like(self._warm)
         self._new: list[Sample] = []  # since the last fit
@@ -86,7 +87,7 @@ class Estimator:
         """
         if sample.seconds > 0:
             self._new.append(sample)
-        if len(self._new) == REFIT_EVERY:
+        if len(self._new) == self._refit_every:
             self._fold()
             self.cost = _solve(WARM_UP * self._warm + self._recent)
 

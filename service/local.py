@@ -61,7 +61,9 @@ class Runner:
         def estimator(width: int) -> Estimator:
             run = partial(self.run, width)
             budget_s = WARM_UP_S / len(self._sessions)
-            return Estimator(measure(run, build, max_length=manifest.max_length, budget_s=budget_s))
+            samples = measure(run, build, max_length=manifest.max_length, budget_s=budget_s)
+            # Wide batches are rare where they are not chosen: each must count, or a wrong choice would last.
+            return Estimator(samples) if width == 1 else Estimator(samples, refit_every=1)
 
         return {width: estimator(width) for width in self._sessions}
 

@@ -207,3 +207,14 @@ def test_measure_stays_within_the_longest_window() -> None:
     measured = model.measure(max_length=64)
     assert max(taken.longest for taken in measured) == 64
     assert len({taken[:3] for taken in measured}) == len(measured)
+
+
+def test_one_that_refits_every_time_is_corrected_by_one_batch() -> None:
+    """A cost that was measured in a bad moment, of batches that are seldom seen, does not stay wrong."""
+    wrong = [Sample(tokens, 1, tokens, 1e-3 * tokens) for tokens in (16, 128, 512)]
+    estimator = Estimator(wrong, refit_every=1)
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    assert estimator.cost.seconds(200, 1, 200) < 0.15
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    assert estimator.cost.seconds(200, 1, 200) < 0.08
