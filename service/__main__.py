@@ -43,12 +43,19 @@ def read_settings(argv: Sequence[str] | None) -> Settings:
     except ValidationError as error:
         faults = "; ".join(f"{name_of(e['loc'])}: {e['msg']}" for e in error.errors())
         raise fail(faults, 2) from None
-    bundles = settings.bundles or tuple(
-        sorted(m.parent for m in BUNDLES.glob("[!.]*/manifest.json"))
-    )
+    bundles = settings.bundles or find_bundles()
     if not bundles:
         raise fail(f"name a bundle to serve: there is none in {BUNDLES}/", 2)
     return settings.model_copy(update={"bundles": bundles})
+
+
+def find_bundles() -> tuple[Path, ...]:
+    """Those that lie where bundles are looked for, by name."""
+    from service.bundle import (
+        MANIFEST,
+    )  # what a main process that is told its bundles does not need
+
+    return tuple(sorted(manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
 
 
 def name_of(location: Sequence[int | str]) -> str:

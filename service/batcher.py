@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -42,7 +43,8 @@ class Budget(NamedTuple):
     size: int
 
 
-class Load(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Load:
     """Tokens queued (running ones not counted), their drain rate, and whether more may come."""
 
     queue_tokens: int

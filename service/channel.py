@@ -14,6 +14,8 @@ from typing import Any, cast, get_args
 import orjson
 from numpy.typing import NDArray
 
+from service.batcher import Load
+
 LENGTHS = struct.Struct("<II")
 
 
@@ -61,7 +63,7 @@ class Render:
     id: int
 
 
-# -- from the inference process to an HTTP process --------------------------------------------------------------------
+# -- from the inference process to an HTTP process, and, every so often, a `Load` -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,6 @@ class Opened:
 
     sha256: dict[str, str]
     runs_on: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """As `batcher.Load`; comes every so often."""
-
-    queue_tokens: int
-    tokens_per_second: float
-    ready: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""All engines of this process, and their life: the device is opened, they answer, it is drained."""
+"""All engines of this process: who answers for which model."""
 
 from service.device import Device
 from service.engine import Engine

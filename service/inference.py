@@ -49,7 +49,7 @@ class Front:
         self.tell(self._device.load())
 
     def tell(self, load: Load) -> None:
-        self.channel.send(channel.Load(*load))
+        self.channel.send(load)
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:

@@ -35,7 +35,7 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._sha256: dict[str, str] = {}
         self._channel: Channel | None = None
-        self._load = channel.Load(0, 0.0, False)
+        self._load = Load(0, 0.0, False)
         self._ids = itertools.count()
         self._asked: dict[int, Answer] = {}
         self._pages: dict[int, asyncio.Future[bytes]] = {}
@@ -80,8 +80,7 @@ class RemoteDevice:
             self._asked.pop(number, None)
 
     def load(self) -> Load:
-        told = self._load
-        return Load(told.queue_tokens, told.tokens_per_second, told.ready)
+        return self._load
 
     def alive(self) -> bool:
         return True  # whatever became of the other process, it is started again
@@ -113,7 +112,7 @@ class RemoteDevice:
         if gone is not self._channel:
             return
         self._channel = None
-        self._load = channel.Load(0, 0.0, False)
+        self._load = Load(0, 0.0, False)
         lost = errors.ReplicaLost("the inference process was lost")
         for asked in self._asked.values():
             asked.fail(lost)
@@ -134,7 +133,7 @@ class RemoteDevice:
                         retry_after_s=message.retry_after_s,
                     )
                 )
-            case channel.Load():
+            case Load():
                 self._load = message
             case channel.Page(id=number) if page := self._pages.get(number):
                 if not page.done():
