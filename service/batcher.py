@@ -57,7 +57,8 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
 
     The head has the smallest virtual start, unless an entry was passed over too often. Companions
     are entries of its bundle, nearest in length first, as few as make a token about as cheap as it
-    gets: more would gain nothing, and everyone in the batch would wait for them.
+    gets: more would gain nothing, and everyone in the batch would wait for them. An entry that is
+    to be alone has none, and is none.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
@@ -65,7 +66,9 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
     head = max(live, key=lambda entry: entry.passed)
     if head.passed <= MAX_PASSED:
         head = min(live, key=lambda entry: entry.start)
-    others = [entry for entry in live if entry is not head and entry.bundle == head.bundle]
+    if head.alone:
+        return [head]
+    others = [e for e in live if e is not head and e.bundle == head.bundle and not e.alone]
     others.sort(key=lambda entry: abs(entry.tokens - head.tokens))
     return _cheapest(head, others, cost, budget)
 

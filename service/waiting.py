@@ -48,8 +48,8 @@ class Outcome:
 class Entry:
     """One window on its way through a batch; times are `time.monotonic()` seconds.
 
-    With a `head`, only that head's output is checked and returned. What follows `head` is the
-    batcher's own.
+    With a `head`, only that head's output is checked and returned. One that is `alone` shares its batch with no
+    other. What follows is the batcher's own.
     """
 
     bundle: str
@@ -60,6 +60,7 @@ class Entry:
     priority: int = 0
     tenant: str = ""
     head: str | None = None
+    alone: bool = False
     tokens: int = field(init=False)
     start: float = field(default=0.0, init=False)  # virtual time, in tokens
     passed: int = field(default=0, init=False)  # batches that left without a seat for its request

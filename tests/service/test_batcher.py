@@ -57,9 +57,10 @@ def text(
     head: str | None = None,
     start: float = 0.0,
     passed: int = 0,
+    alone: bool = False,
 ) -> Entry:
     number = next(numbers) if number is None else number
-    entry = Entry(bundle, encoding(tokens, number), "r", arrival, deadline, head=head)
+    entry = Entry(bundle, encoding(tokens, number), "r", arrival, deadline, head=head, alone=alone)
     entry.start, entry.passed = start, passed
     return entry
 
@@ -216,6 +217,13 @@ def test_plan_keeps_to_the_bundle_of_its_head() -> None:
     """Two models never share a batch."""
     ours = texts(2)
     assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
+
+
+def test_plan_gives_who_is_to_be_alone_no_company() -> None:
+    """Such an entry has no companions, and is nobody's."""
+    ours, alone = texts(2), text(alone=True)
+    assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
+    assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
 def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
