@@ -286,7 +286,7 @@ class Batcher:
 
     def _hold(self, queue: Queue, head: Entry, cost: Cost, now: float) -> float:
         full = queue.tokens >= self._budget.tokens or queue.size >= self._budget.size
-        if full or self._state != "open":
+        if full or head.alone or self._state != "open":
             return 0.0
         if self._line.tokens > queue.tokens:
             return 0.0  # another bundle could use the slot

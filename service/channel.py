@@ -26,7 +26,7 @@ LENGTHS = struct.Struct("<II")
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
-    each: answer each entry as soon as it is computed, and not all together; the rest is what an `Entry` says
+    each: answer each entry as soon as it is computed, and not all together; the rest is what every `Entry` says
     """
 
     id: int
@@ -39,6 +39,7 @@ class Submit:
     priority: int
     tenant: str
     each: bool
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
             priority=asked.priority,
             tenant=asked.tenant,
             head=asked.head,
+            alone=asked.alone,
         )
         for length, end in zip(asked.lengths, ends, strict=True)
     ]

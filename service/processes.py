@@ -4,8 +4,8 @@
        └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/child.py)
 
 Each HTTP process has a socket to the inference process (service/channel.py), and each child one to the main process
-(service/orders.py). A child that dies is started again and connected anew; what it was asked fails by name. A child
-that says it cannot serve at all ends the service.
+(service/orders.py). A child that dies is started again and connected anew, and an inference process then asked again
+for what the former one had not answered. A child that says it cannot serve at all ends the service.
 """
 
 import asyncio
@@ -49,6 +49,7 @@ class Processes:
         self._listener = listener
         self._children: set[Child] = set()
         self._draining = False
+        self._over = False  # whoever is left is to end
         self._status = 0
 
     async def run(self) -> int:
@@ -64,6 +65,7 @@ class Processes:
                     for _ in range(self._settings.http_workers)
                 ]
                 await asyncio.wait(front)
+                self._over = True
                 for child in self._of("inference"):
                     child.orders.close()  # all it was asked is answered
         finally:
@@ -80,7 +82,7 @@ class Processes:
             child.orders.close()
             if status == CANNOT_START:
                 self._give_up(status)
-            if self._draining:
+            if not self._wanted(role):
                 return
             deaths = 1 if time.monotonic() - child.began > SETTLED_S else deaths + 1
             pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
@@ -88,8 +90,14 @@ class Processes:
                 f"the {role} process ended", pid=child.process.pid, status=status, again_in_s=pause
             )
             await asyncio.sleep(pause)
-            if self._draining:
+            if not self._wanted(role):
                 return
+
+    def _wanted(self, role: str) -> bool:
+        """While the service drains, nobody new speaks HTTP, but what was accepted has still to be computed."""
+        if self._over:
+            return False
+        return not self._draining or (role == "inference" and bool(self._of("http")))
 
     async def _start(self, role: str) -> Child:
         ours, theirs = socket.socketpair()
@@ -111,6 +119,8 @@ class Processes:
         self._children.add(child)
         if self._draining:
             give(child.orders, DRAIN)
+        if self._over:
+            self._kill()
         return child
 
     def _introduce(self, new: Child) -> None:
@@ -139,6 +149,7 @@ class Processes:
         self._kill()
 
     def _kill(self) -> None:
+        self._over = True
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.process.kill()

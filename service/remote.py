@@ -7,6 +7,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,21 @@ PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
 KEPT = 10_000  # requests that they remember while the inference process is away
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that waits for its answer; `sent`: the entries that were sent last, whose places outcomes tell."""
+
+    answer: Answer
+    sent: Sequence[Entry]
+
+
 class RemoteDevice:
-    """Computes in the inference process. Where that is lost, what it was asked fails with ReplicaLost."""
+    """Computes in the inference process.
+
+    When that is lost, what it had not answered is asked of the next one, once: one request at a time, each entry in a
+    batch of its own. So an input that kills the process takes no other with it the second time. What is lost twice,
+    and what comes while there is no inference process, fails with ReplicaLost.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.bundles: list[Texts] = []
@@ -37,11 +51,13 @@ class RemoteDevice:
         self._channel: Channel | None = None
         self._load = Load(0, 0.0, False)
         self._ids = itertools.count()
-        self._asked: dict[int, Answer] = {}
+        self._asked: dict[int, Asked] = {}
+        self._lost: deque[int] = deque()  # to be asked again, small ones first
+        self._again: int | None = None  # is being asked again
         self._pages: dict[int, asyncio.Future[bytes]] = {}
 
     async def connect(self, end: socket.socket) -> None:
-        """Talk to an inference process from now on; what another was asked fails."""
+        """Talk to an inference process as soon as it has opened its bundles; another is lost."""
         if self._channel is not None:
             self._channel.close()
             self._forget(self._channel)
@@ -68,16 +84,20 @@ class RemoteDevice:
             return []
         device = self._device()
         number = next(self._ids)
-        asked = Answer(entries, asyncio.get_running_loop().create_future(), tell)
-        self._asked[number] = asked
-        device.send(*submission(number, entries, tell is not None))
+        answer = Answer(entries, asyncio.get_running_loop().create_future(), tell)
+        self._asked[number] = Asked(answer, entries)
+        device.send(*submission(number, entries, each=tell is not None))
         try:
-            return await asked.future
+            return await answer.future
         except asyncio.CancelledError:
-            device.send(channel.Cancel(number))
+            if self._channel is not None:
+                self._channel.send(channel.Cancel(number))
             raise
         finally:
-            self._asked.pop(number, None)
+            del self._asked[number]
+            if number == self._again:
+                self._again = None
+                self._ask_again()
 
     def load(self) -> Load:
         return self._load
@@ -87,7 +107,7 @@ class RemoteDevice:
 
     def push(self, observed: channel.Observed) -> bool:
         """Hand what the metrics saw to the process that keeps them; False when it is away."""
-        if self._channel is None:
+        if self._channel is None or not self._opened.is_set():
             return False
         self._channel.send(observed)
         return True
@@ -104,7 +124,7 @@ class RemoteDevice:
             self._pages.pop(number, None)
 
     def _device(self) -> Channel:
-        if self._channel is None or not self._channel.open:
+        if self._channel is None or not self._channel.open or not self._opened.is_set():
             raise errors.ReplicaLost("the inference process is being started")
         return self._channel
 
@@ -112,20 +132,33 @@ class RemoteDevice:
         if gone is not self._channel:
             return
         self._channel = None
+        self._opened.clear()
         self._load = Load(0, 0.0, False)
-        lost = errors.ReplicaLost("the inference process was lost")
-        for asked in self._asked.values():
-            asked.fail(lost)
+        lost = [number for number in self._asked if number != self._again]
+        self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
+        if self._again is not None:
+            twice = errors.ReplicaLost("the inference process was lost twice with this request")
+            self._asked[self._again].answer.fail(twice)
         for page in self._pages.values():
             if not page.done():
-                page.set_exception(lost)
+                page.set_exception(errors.ReplicaLost("the inference process was lost"))
+
+    def _ask_again(self) -> None:
+        """Ask for what is missing of the next request that was lost, small ones first."""
+        while self._lost and self._again is None and self._opened.is_set():
+            number = self._lost.popleft()
+            if asked := self._asked.get(number):
+                self._again = number
+                asked.sent = asked.answer.missing
+                each = asked.answer.tell is not None
+                self._device().send(*submission(number, asked.sent, each=each, alone=True))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
             case channel.Computed():
                 self._take(message, arrays)
             case channel.Failed(id=number) if asked := self._asked.get(number):
-                asked.fail(
+                asked.answer.fail(
                     errors.revive(
                         message.code,
                         message.message,
@@ -142,17 +175,18 @@ class RemoteDevice:
                 self.runs_on = {name: RunsOn(**facts) for name, facts in runs_on.items()}
                 self._sha256 = sha256
                 self._opened.set()
+                self._ask_again()
 
     def _take(self, computed: channel.Computed, arrays: bytes) -> None:
         asked = self._asked.get(computed.id)
-        if asked is None or asked.future.done():
+        if asked is None or asked.answer.future.done():
             return
-        for entry, outcome in outcomes(computed, arrays, asked.entries):
-            asked.add(entry, outcome)
+        for entry, outcome in outcomes(computed, arrays, asked.sent):
+            asked.answer.add(entry, outcome)
 
 
 def submission(
-    number: int, entries: Sequence[Entry], each: bool
+    number: int, entries: Sequence[Entry], *, each: bool, alone: bool = False
 ) -> tuple[channel.Submit, bytes, bytes]:
     """A request as a message and its arrays; all its entries are alike but for their tokens."""
     first = entries[0]
@@ -168,6 +202,7 @@ def submission(
         priority=first.priority,
         tenant=first.tenant,
         each=each,
+        alone=alone,
     )
     ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
     types = b"".join([entry.window.token_type_ids.tobytes() for entry in entries])

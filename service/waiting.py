@@ -94,6 +94,11 @@ class Answer:
     tell: Tell | None = None
     outcomes: dict[Entry, Outcome] = field(default_factory=dict)
 
+    @property
+    def missing(self) -> list[Entry]:
+        """The entries that have no outcome yet."""
+        return [entry for entry in self.entries if entry not in self.outcomes]
+
     def add(self, entry: Entry, outcome: Outcome) -> None:
         """A request that cannot be told of its outcomes fails."""
         if self.future.done():

@@ -1,5 +1,7 @@
 """HTTP and inference in processes of their own: who dies is replaced, and all end together."""
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -64,18 +66,87 @@ def test_a_killed_inference_process_is_replaced(tiny_bundle: Path) -> None:
         assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
 
 
-def test_requests_under_way_fail_by_name(tiny_bundle: Path) -> None:
-    """What the dead process was computing is answered with 503, and nothing hangs."""
-    body = {"inputs": samples.text(60, seed=1)}
-    with serving(tiny_bundle, "--max-wait-ms", "60000") as server, ThreadPoolExecutor(4) as clients:
-        asked = [clients.submit(server.post, "/embed", body) for _ in range(4)]
-        until(lambda: re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
+def held(server: Server) -> bool:
+    """Whether anything waits in the queue."""
+    return bool(re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
+
+
+def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
+    """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
+    texts = [samples.text(60, seed=seed) for seed in range(4)]
+    bodies = [{"inputs": text} for text in texts]
+    with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(server.answer, "/embed", body) for body in bodies]
+        until(lambda: held(server))
         (inference,) = children(server)["inference"]
         os.kill(inference, signal.SIGKILL)
-        replies = [one.result(30) for one in asked]
-    assert {(503, "replica_lost")} == {
-        (reply.status, reply.json()["error"]["code"]) for reply in replies
-    }
+        answers = [one.result(60) for one in asked]
+    expected_ones = tiny.answer("/embed", {"inputs": texts})["embeddings"]
+    for answer, expected in zip(answers, expected_ones, strict=True):
+        assert answer["embeddings"][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
+    """An answer in lines that was cut off goes on with those that were missing, and no line comes twice."""
+    texts = [samples.text(60 + number % 40, seed=number) for number in range(1000)]
+    headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+    with serving(tiny_bundle) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/embed", json.dumps({"inputs": texts}), headers)
+        answer = connection.getresponse()
+        lines = [json.loads(answer.readline())]
+        (inference,) = children(server)["inference"]
+        os.kill(inference, signal.SIGKILL)
+        lines += map(json.loads, answer)
+        connection.close()
+        assert [inference] != children(server)["inference"]
+    *results, summary = lines
+    assert [*range(1000)] == sorted(result["index"] for result in results)
+    assert 1000 == summary["usage"]["windows"]
+
+
+def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
+    """A request has two chances; nothing hangs after them, and the service goes on."""
+    body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
+    with serving(tiny_bundle) as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.post, "/embed", body)
+        for _ in range(2):
+            until(lambda: readiness(server) == 200 and held(server), 60)
+            (inference,) = children(server)["inference"]
+            os.kill(inference, signal.SIGKILL)
+            until(lambda: readiness(server) == 503)
+        reply = asked.result(30)
+        assert (503, "replica_lost") == (reply.status, reply.json()["error"]["code"])
+        assert int(reply.headers["retry-after"]) >= 1
+        until(lambda: readiness(server) == 200, 60)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+
+
+def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) -> None:
+    """Who waits for the next process waits no longer than was agreed."""
+    body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "500"}
+    with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.post, "/embed", body, patience)
+        until(lambda: held(server))
+        (inference,) = children(server)["inference"]
+        os.kill(inference, signal.SIGKILL)
+        reply = asked.result(30)
+    assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
+
+
+def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> None:
+    """Inference is started again while the service drains, for what was accepted is to be answered."""
+    body = {"inputs": samples.text(60, seed=1)}
+    with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.post, "/embed", body)
+        until(lambda: held(server))
+        (inference,) = children(server)["inference"]
+        os.kill(inference, signal.SIGSTOP)  # so that the drain begins before it is lost
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: any('"draining"' in line for line in server.log))
+        os.kill(inference, signal.SIGKILL)
+        assert 200 == asked.result(60).status
+        assert 0 == server.process.wait(40)
 
 
 def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -> None:
@@ -126,7 +197,7 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
         body = {"inputs": [samples.text(200, seed=seed) for seed in range(40)]}
         with ThreadPoolExecutor(8) as clients:
             asked = [clients.submit(server.post, "/embed", body) for _ in range(8)]
-            until(lambda: re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
+            until(lambda: held(server))
             for pid in [*pids, server.process.pid]:
                 os.kill(pid, signal.SIGTERM)
             statuses += [one.result(60).status for one in asked]

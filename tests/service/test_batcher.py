@@ -611,6 +611,12 @@ async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
         assert (await gate.batch()).bundle == "a@1"
 
 
+async def test_nobody_is_held_who_is_to_be_alone() -> None:
+    """There is no company to wait for."""
+    async with serving(echo, max_wait_ms=60_000) as batcher:
+        assert len(await asyncio.wait_for(batcher.submit([text(alone=True)]), 30)) == 1
+
+
 async def test_draining_does_not_wait_for_company() -> None:
     """Once no request can come, a held batch leaves."""
     async with serving(echo, max_wait_ms=60_000) as batcher:

@@ -96,6 +96,7 @@ class Pair:
         give(self.orders, PEER, theirs)
         theirs.close()
         await self.remote.connect(ours)
+        await until(lambda: self.remote.load().ready)
 
     def lose(self) -> None:
         """The inference process is gone."""
@@ -228,38 +229,134 @@ async def test_who_leaves_takes_the_work_along() -> None:
 
 async def test_an_http_process_that_dies_takes_its_work_along() -> None:
     """What it had asked is cancelled, and it is forgotten."""
-    async with pair() as both:
-        both.device.hold = asyncio.Event()
-        asked = asyncio.create_task(both.remote.submit([text(1)]))
-        await both.device.reached.wait()
+    async with pair() as both, under_way(both, text(1)):
         assert both.remote._channel is not None
         both.remote._channel.close()
         await asyncio.wait_for(both.device.cancelled.wait(), 30)
         await until(lambda: not both.fronts._there)
-        with pytest.raises(errors.ReplicaLost):
-            await asked
 
 
-async def test_a_lost_device_fails_what_it_was_asked_by_name() -> None:
-    """Entries and pages fail at once, and so does what comes before there is another."""
+# -- an inference process that is lost ---------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def under_way(
+    both: Pair, *entries: Entry, tell: Tell | None = None
+) -> AsyncIterator[asyncio.Task[list[Outcome]]]:
+    """A request that the device has, and holds; dropped in the end if it is still there."""
+    both.device.hold = both.device.hold or asyncio.Event()
+    seen = len(both.device.seen)
+    asked = asyncio.create_task(both.remote.submit(entries, tell))
+    await until(lambda: len(both.device.seen) > seen)
+    yield asked
+    asked.cancel()
+    await asyncio.wait([asked])
+
+
+async def test_what_comes_while_there_is_no_device_fails_by_name() -> None:
+    """Entries and pages are refused, readiness says no, and all is well with the next device."""
     async with pair() as both:
-        both.device.hold = asyncio.Event()
-        await until(lambda: both.remote.load().ready)
-        asked = asyncio.create_task(both.remote.submit([text(1)]))
-        await both.device.reached.wait()
         both.lose()
-        with pytest.raises(errors.ReplicaLost, match="was lost"):
-            await asked
-        assert not both.remote.load().ready
+        await until(lambda: not both.remote.load().ready)
         assert both.remote.alive()
         with pytest.raises(errors.ReplicaLost, match="being started"):
             await both.remote.submit([text(1)])
         with pytest.raises(errors.ReplicaLost, match="being started"):
             await both.remote.page()
-        both.device.hold = None
         await both.connect()
         assert 1 == len(await both.remote.submit([text(1)]))
-        await until(lambda: both.remote.load().ready)
+        assert both.remote.load().ready
+
+
+async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
+    """Nobody notices but by the time it took; the second time each entry is to be in a batch of its own."""
+    entries = [text(1), text(2, 3)]
+    async with pair() as both, under_way(both, *entries) as asked:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        assert not asked.done()
+        both.device.hold = None
+        await both.connect()
+        got = await asyncio.wait_for(asked, 30)
+        first, again = both.device.seen[:2], both.device.seen[2:]
+    for entry, outcome in zip(entries, got, strict=True):
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+    assert [False, False, True, True] == [entry.alone for entry in [*first, *again]]
+
+
+async def test_what_was_told_is_not_asked_again() -> None:
+    """Of a request that is told of each entry, only those are asked again that are missing; all are told once."""
+    entries, told = [text(1), text(2), text(3)], []
+
+    def tell(entry: Entry, outcome: Outcome) -> None:
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+        told.append(entry)
+
+    async with pair() as both, under_way(both, *entries, tell=tell) as asked:
+        await until(lambda: bool(told))
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        both.device.hold = None
+        await both.connect()
+        await asyncio.wait_for(asked, 30)
+        again = both.device.seen[3:]
+    assert entries == told
+    assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
+
+
+async def test_what_is_lost_twice_fails_by_name() -> None:
+    """There is no third time."""
+    async with pair() as both, under_way(both, text(1)) as asked:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 2)
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await asked
+
+
+async def test_requests_are_asked_again_one_at_a_time() -> None:
+    """So whoever kills the device again takes nobody along: the others have their second chance with the next one."""
+    large, small = [text(1), text(2)], text(3)
+    async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 4)
+        await asyncio.sleep(0.05)
+        assert [3] == [int(entry.window.input_ids[0]) for entry in both.device.seen[3:]]
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await second
+        both.device.hold = None
+        await both.connect()
+        assert 2 == len(await asyncio.wait_for(first, 30))
+
+
+async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
+    """It had not been asked anything."""
+    async with pair() as both, under_way(both, text(1)) as asked:
+        both.lose()
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            await both.remote.connect(ours)
+            theirs.close()
+            await until(lambda: both.remote._channel is None)
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await asyncio.wait_for(asked, 30))
+
+
+async def test_who_has_left_is_not_asked_for_again() -> None:
+    """A request that was cancelled between two devices costs the second one nothing."""
+    async with pair() as both, under_way(both, text(1)) as gone, under_way(both, text(2)) as asked:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        gone.cancel()
+        await asyncio.wait([gone])
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
 
 async def test_a_device_that_dies_at_once_is_not_asked() -> None:
