@@ -18,20 +18,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 from service import errors
 from service.cost import Cost, Estimator, Sample
+from service.load import Backlog, Flow, Load, weights
 from service.slots import BatchStats, Result, Run, work
-from service.waiting import MAX_PASSED, Entry, Line, Outcome, Outputs, Queue, Request, Tell
+from service.waiting import Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
-__all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Load", "Outcome", "Run", "plan"]
+__all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = (1.0, 60.0)  # what a refused client may be told to wait
 TRY_OTHER_EVERY = 64  # choices
 CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
 
@@ -43,29 +42,17 @@ class Budget(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens queued (running ones not counted), their drain rate, and whether more may come."""
-
-    queue_tokens: int
-    tokens_per_second: float
-    ready: bool
-
-
 def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
-    """Choose the next batch, its head first; empty when no entry is left to run.
+    """Choose the next batch from entries in the order of the line; empty when none is left to run.
 
-    The head has the smallest virtual start, unless an entry was passed over too often. Companions
-    are entries of its bundle, nearest in length first, as few as make a token about as cheap as it
-    gets: more would gain nothing, and everyone in the batch would wait for them. An entry that is
-    to be alone has none, and is none.
+    The first one is its head. Companions are entries of its bundle, nearest in length first, as few
+    as make a token about as cheap as it gets: more would gain nothing, and everyone in the batch
+    would wait for them. An entry that is to be alone has none, and is none.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
         return []
-    head = max(live, key=lambda entry: entry.passed)
-    if head.passed <= MAX_PASSED:
-        head = min(live, key=lambda entry: entry.start)
+    head = live[0]
     if head.alone:
         return [head]
     others = [e for e in live if e is not head and e.bundle == head.bundle and not e.alone]
@@ -135,7 +122,8 @@ class Batcher:
 
     def remove_bundle(self, bundle: str) -> None:
         """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
-        self._post(partial(self._abandon, self._line.queues.pop(bundle), bundle))
+        del self._line.queues[bundle]
+        self._post(partial(self._abandon, bundle))
 
     async def start(self) -> None:
         for _ in range(self._slots):
@@ -180,19 +168,17 @@ class Batcher:
             raise
 
     def load(self) -> Load:
-        """What waits, and how fast all slots together drain it by the measured cost.
+        """What waits, and how fast all slots together drain it by the measured cost, in full batches."""
+        return self._load({flow: own.copy() for flow, own in self._line.waiting.items()})
 
-        The rate is of full batches, in the mix of bundles that waits, or an even one when idle.
-        """
-        queues = self._line.queues.values()
-        seconds = sum((queue.tokens + 1) / self._rate(queue) for queue in queues)
-        tokens = self._line.tokens
-        rate = (tokens + len(queues)) * self._slots / seconds if seconds else 0.0
-        return Load(tokens, rate, self._state == "open")
+    def _load(self, waiting: dict[Flow, Backlog]) -> Load:
+        rates = {name: self._rate(queue) for name, queue in self._line.queues.items()}
+        return Load(self._state == "open", rates, waiting)
 
     def _rate(self, queue: Queue) -> float:
         size = min(self._budget.size, self._budget.tokens // queue.mean_length)
-        return queue.estimators[1].tokens_per_second([queue.mean_length] * max(size, 1))
+        lengths = [queue.mean_length] * max(size, 1)
+        return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
     def _admit(self, entries: Sequence[Entry], tell: Tell | None) -> Request:
         if self._state == "draining":
@@ -204,25 +190,37 @@ class Batcher:
             raise errors.UnknownModel(f"no model {bundle!r} is served here")
         if any(entry.bundle != bundle for entry in entries):
             raise ValueError("the entries of a request belong to one bundle")
-        self._check_room(sum(entry.tokens for entry in entries))
+        self._check_room(entries)
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, future, tell, queue=self._line.queues[bundle])
-        request.queue.admit(entries)
+        request = Request(entries, future, tell, lane=self._line.lane(entries[0].flow))
+        request.lane.admit(request)
         self._unanswered.add(request)
         return request
 
-    def _check_room(self, tokens: int) -> None:
+    def _check_room(self, entries: Sequence[Entry]) -> None:
+        """Raises TooLarge for what could never wait here, Overloaded for what has no room or would come too late."""
+        flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
         limit = self._max_queue_tokens
         if tokens > limit:
             raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
-        queued = self._line.tokens
-        if queued + tokens > limit:
-            rate = self.load().tokens_per_second
-            shortest, longest = RETRY_S
+        load = self._load(self._line.waiting)
+        if self._is_full(load, flow, tokens):
             raise errors.Overloaded(
-                f"{queued} tokens wait, and {tokens} more would pass the limit of {limit}",
-                retry_after_s=min(max(queued / rate, shortest), longest),
+                f"{load.queue_tokens} tokens wait, and {tokens} more would pass the limit of {limit}",
+                retry_after_s=load.drain_s,
             )
+        if load.waiting:
+            left_s = min(entry.deadline for entry in entries) - self._clock()
+            load.check_in_time(flow, tokens, left_s)
+
+    def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
+        """Whether the queue has no room; who waits for less than its part of it has room all the same."""
+        if load.queue_tokens + tokens <= self._max_queue_tokens:
+            return False
+        shares = weights({*load.waiting, flow})
+        part = shares[flow] / sum(shares.values())
+        own = load.waiting[flow].tokens if flow in load.waiting else 0
+        return own + tokens > part * self._max_queue_tokens
 
     def _post(self, message: Callable[[], None]) -> None:
         self._inbox.append(message)
@@ -294,7 +292,9 @@ class Batcher:
         return min(self._max_wait_s, head.arrival + self._max_wait_s - now, spare)
 
     def _launch(self, queue: Queue, batch: Sequence[Entry], width: int) -> None:
-        self._line.take(batch)
+        tokens = [entry.tokens for entry in batch]
+        seconds = queue.estimators[width].cost.seconds(sum(tokens), len(tokens), max(tokens))
+        self._line.take(batch, width * seconds)
         self._idle -= width
         loop = asyncio.get_running_loop()
         ran = loop.run_in_executor(self._threads, work, self._run, width, batch, self._clock)
@@ -355,12 +355,12 @@ class Batcher:
         self._close(request)
 
     def _close(self, request: Request) -> None:
-        self._line.leave(request)
+        request.lane.leave(request)
         self._unanswered.discard(request)
         request.release()
 
-    def _abandon(self, queue: Queue, bundle: str) -> None:
-        for request in self._line.of(queue):
+    def _abandon(self, bundle: str) -> None:
+        for request in self._line.remove(bundle):
             self._fail(request, errors.NotReady(f"{bundle} is served no longer"))
 
     def _fail_all(self, error: Callable[[], errors.QuartetError]) -> None:

@@ -7,6 +7,7 @@ Both ends are the same version on the same machine, so nothing here is versioned
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -14,7 +15,7 @@ from typing import Any, cast, get_args
 import orjson
 from numpy.typing import NDArray
 
-from service.batcher import Load
+from service.load import Backlog, Flow, Load
 
 LENGTHS = struct.Struct("<II")
 
@@ -64,7 +65,7 @@ class Render:
     id: int
 
 
-# -- from the inference process to an HTTP process, and, every so often, a `Load` -------------------------------------
+# -- from the inference process to an HTTP process --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,37 @@ class Opened:
 
     sha256: dict[str, str]
     runs_on: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The device's load, every so often; waiting: each flow, with the bits, number and tokens of its requests."""
+
+    ready: bool
+    rates: dict[str, float]
+    waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
+
+    @classmethod
+    def of(cls, load: Load) -> "Told":
+        waiting = [
+            (
+                (flow.bundle, flow.priority, flow.tenant),
+                [(bits, n, backlog.sizes[bits]) for bits, n in backlog.requests.items() if n],
+            )
+            for flow, backlog in load.waiting.items()
+        ]
+        return cls(load.ready, dict(load.rates), waiting)
+
+    @property
+    def load(self) -> Load:
+        waiting = {
+            Flow(*flow): Backlog(
+                Counter({bits: requests for bits, requests, _ in sizes}),
+                Counter({bits: tokens for bits, _, tokens in sizes}),
+            )
+            for flow, sizes in self.waiting
+        }
+        return Load(self.ready, self.rates, waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +138,7 @@ class Page:
     id: int
 
 
-Message = Submit | Cancel | Observed | Render | Opened | Load | Computed | Failed | Page
+Message = Submit | Cancel | Observed | Render | Opened | Told | Computed | Failed | Page
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

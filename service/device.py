@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.batcher import Load
 from service.bundle import Texts
+from service.load import Load
 from service.waiting import Entry, Outcome, Tell
 
 

@@ -151,8 +151,15 @@ class InvalidInput(QuartetError):
 
 
 class Overloaded(RetryableError):
+    """The client may be told to wait for a second to a minute: so that they spread, and come back."""
+
     status = 429
     code = "overloaded"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, param: str | None = None
+    ) -> None:
+        super().__init__(message, retry_after_s=min(max(retry_after_s, 1.0), 60.0), param=param)
 
 
 class InternalError(QuartetError):

@@ -12,10 +12,10 @@ import numpy as np
 import structlog
 
 from service import channel, errors
-from service.batcher import Load
 from service.channel import Channel
 from service.device import Device
 from service.encode import Window
+from service.load import Load
 from service.local import open_device
 from service.metrics import Metrics
 from service.orders import Orders
@@ -49,7 +49,7 @@ class Front:
         self.tell(self._device.load())
 
     def tell(self, load: Load) -> None:
-        self.channel.send(load)
+        self.channel.send(channel.Told.of(load))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:

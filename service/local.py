@@ -8,12 +8,13 @@ import numpy as np
 import structlog
 
 from service import bundle as bundles
-from service.batcher import Batcher, BatchStats, Load
+from service.batcher import Batcher, BatchStats
 from service.bundle import Bundle, BundleError
 from service.cost import Estimator, measure
 from service.device import RunsOn
 from service.encode import Encoder, Window
 from service.engines import Engines
+from service.load import Load
 from service.metrics import Metrics
 from service.packing import pack, split
 from service.session import (

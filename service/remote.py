@@ -14,11 +14,11 @@ import numpy as np
 
 from service import bundle as bundles
 from service import channel, errors
-from service.batcher import Load
 from service.bundle import BundleError, Texts
 from service.channel import Channel
 from service.device import RunsOn
 from service.engines import Engines
+from service.load import Load
 from service.settings import Settings
 from service.waiting import Answer, Entry, Outcome, Tell
 
@@ -49,7 +49,7 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._sha256: dict[str, str] = {}
         self._channel: Channel | None = None
-        self._load = Load(0, 0.0, False)
+        self._load = Load(ready=False)
         self._ids = itertools.count()
         self._asked: dict[int, Asked] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
@@ -87,6 +87,7 @@ class RemoteDevice:
         answer = Answer(entries, asyncio.get_running_loop().create_future(), tell)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, entries, each=tell is not None))
+        self._load.add(entries[0].flow, sum(entry.tokens for entry in entries))
         try:
             return await answer.future
         except asyncio.CancelledError:
@@ -133,7 +134,7 @@ class RemoteDevice:
             return
         self._channel = None
         self._opened.clear()
-        self._load = Load(0, 0.0, False)
+        self._load = Load(ready=False)
         lost = [number for number in self._asked if number != self._again]
         self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
         if self._again is not None:
@@ -166,8 +167,8 @@ class RemoteDevice:
                         retry_after_s=message.retry_after_s,
                     )
                 )
-            case Load():
-                self._load = message
+            case channel.Told():
+                self._load = message.load
             case channel.Page(id=number) if page := self._pages.get(number):
                 if not page.done():
                     page.set_result(arrays)

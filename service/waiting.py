@@ -1,10 +1,10 @@
-"""What waits, and in which order: start-time fair queueing over the requests of all bundles.
+"""What waits, and in which order: weighted fair queueing of flows, and start-time fair queueing of requests in each.
 
-A request is a flow: its entries get virtual starts one after the other, counted in tokens from the
-virtual time at which it came, and the smallest start is next. So one text never waits behind a
-thousand. (A flow that outlives its request, such as a tenant's, would go on from its own last
-finish.) Small requests that keep coming could hold up a large one for ever, so the line also knows
-who has gone longest without a seat.
+A flow is the requests of one bundle, class and tenant (`service.load`). It is charged with the seconds that are
+computed for it, divided by its weight, and the one charged least is next; one that comes starts where the others are,
+so that nobody saves up. In a flow each request's entries get virtual starts one after the other, counted in tokens
+from the virtual time at which it came, and the smallest start is next: one text never waits behind a thousand. Small
+requests that keep coming could hold up a large one for ever, so a flow also knows who has gone longest without a seat.
 
 Nothing here knows of time, threads or tasks; the batcher owns the one `Line` there is.
 """
@@ -13,10 +13,11 @@ import asyncio
 import itertools
 import math
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,11 @@ from numpy.typing import NDArray
 from service.cost import Estimator
 from service.encode import Window
 from service.errors import InternalError, QuartetError
+from service.load import Backlog, Flow, weights
 
 MAX_PASSED = 16  # batches that may leave without a request before it goes first
-POOL = 256  # entries of one bundle that are looked at for a batch
+POOL = 256  # entries of one flow that are looked at for a batch
+SHARED_POOL = 64  # and of several, as they are due: more, and those of the right length would get more than their part
 TYPICAL_LENGTH = 64  # tokens; stands for entries that have not come yet
 
 Outputs = Mapping[str, NDArray[np.float32]]
@@ -69,6 +72,10 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.tokens = max(len(self.window), 1)
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.bundle, self.priority, self.tenant)
 
     @property
     def done(self) -> bool:
@@ -124,13 +131,17 @@ class Answer:
 class Request(Answer):
     """Entries that are admitted together and answered together."""
 
-    queue: "Queue"
+    lane: "Lane"
     deadline: float = field(init=False)
+    tokens: int = field(init=False)  # that still wait
     left: int = field(default=0, init=False)  # entries that still wait
-    seated: int = field(default=0, init=False)  # the last batch that took an entry of it
+    seated: int = field(
+        default=0, init=False
+    )  # the last batch of its flow that took an entry of it
 
     def __post_init__(self) -> None:
         self.deadline = min(entry.deadline for entry in self.entries)
+        self.tokens = sum(entry.tokens for entry in self.entries)
         for entry in self.entries:
             entry.request = self
 
@@ -145,9 +156,9 @@ class Request(Answer):
 
 
 class Queue:
-    """The entries of one bundle by virtual start: a sorted front to plan from, a heap behind it.
+    """What all that waits of one bundle has in common.
 
-    estimators: what batches of this bundle cost, by the slots that they take
+    estimators: what its batches cost, by the slots that they take
     `tokens` and `size` count from admission until an entry is taken or dropped.
     """
 
@@ -155,31 +166,112 @@ class Queue:
         self.estimators = estimators
         self.tokens = 0
         self.size = 0
-        self._order = itertools.count()
-        self._front: list[tuple[float, int, Entry]] = []
-        self._heap: list[tuple[float, int, Entry]] = []
 
     @property
     def mean_length(self) -> int:
         return round(self.tokens / self.size) if self.size else TYPICAL_LENGTH
 
-    def admit(self, entries: Sequence[Entry]) -> None:
-        self.tokens += sum(entry.tokens for entry in entries)
-        self.size += len(entries)
+    @property
+    def price(self) -> float:
+        """Seconds that a token of it costs one slot, in company."""
+        length = self.mean_length
+        return 1 / self.estimators[1].tokens_per_second([length] * SHARED_POOL)
+
+
+class Lane:
+    """The entries of one flow by virtual start: a sorted front to plan from, a heap behind it.
+
+    charged: seconds computed for it by its weight; backlog: what was admitted and waits
+    """
+
+    def __init__(self, flow: Flow, queue: Queue) -> None:
+        self.flow = flow
+        self.queue = queue
+        self.charged = 0.0
+        self.backlog = Backlog()
+        self.requests: OrderedDict[Request, None] = OrderedDict()  # longest without a seat first
+        self._batches = 0
+        self._virtual = 0.0  # the smallest start at the last look
+        self._order = itertools.count()
+        self._queued = 0
+        self._front: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, Entry]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def longest(self) -> Request:
+        """Who has gone longest without a seat; asked only while somebody waits."""
+        return next(iter(self.requests))
+
+    def admit(self, request: Request) -> None:
+        """It is going to enter."""
+        self.queue.tokens += request.tokens
+        self.queue.size += len(request.entries)
+        self.backlog.change(0, request.tokens)
+
+    def enter(self, request: Request) -> None:
+        start = self._virtual
+        for entry in request.entries:
+            entry.start = start
+            self.push(entry)
+            start += entry.tokens
+        request.left = len(request.entries)
+        request.seated = self._batches
+        self.requests[request] = None
 
     def push(self, entry: Entry) -> None:
         entry.queued = True
+        self._queued += 1
         heappush(self._heap, (entry.start, next(self._order), entry))
+
+    def leave(self, request: Request) -> None:
+        """Drop what still waits of a request, if anything does."""
+        if request.left:
+            self._shrink(request, [entry for entry in request.entries if entry.queued])
+            del self.requests[request]
+
+    def take(self, request: Request, entries: Sequence[Entry]) -> None:
+        """Seat some entries of a request, which now stands last in line."""
+        self._shrink(request, entries)
+        request.seated = self._batches
+        if request.left:
+            self.requests.move_to_end(request)
+        else:
+            del self.requests[request]
+
+    def _shrink(self, request: Request, entries: Sequence[Entry]) -> None:
+        before = request.tokens
+        for entry in entries:
+            self.remove(entry)
+            request.tokens -= entry.tokens
+        request.left -= len(entries)
+        self.backlog.change(before, request.tokens)
 
     def remove(self, entry: Entry) -> None:
         entry.queued = False
-        self.tokens -= entry.tokens
-        self.size -= 1
+        self._queued -= 1
+        self.queue.tokens -= entry.tokens
+        self.queue.size -= 1
+
+    def charge(self, seconds: float) -> None:
+        """A batch leaves in which it had a part."""
+        self.charged += seconds
+        self._batches += 1
 
     def pool(self) -> list[Entry]:
+        """Who may ride next, in order: the smallest starts, unless somebody was passed over too often."""
+        front = self.front()
+        self._virtual = front[0].start
+        first = self.longest.first()
+        first.passed = self._batches - self.longest.seated
+        return [first, *front] if first.passed > MAX_PASSED else front
+
+    def front(self) -> list[Entry]:
         """The smallest starts, in order; costs the front, and O(log n) per entry new to it."""
         front = [key for key in self._front if key[2].queued]
-        if len(self._heap) > 2 * self.size + POOL:  # most of it was dropped
+        if len(self._heap) > 2 * self._queued + POOL:  # most of it was dropped
             self._heap = [key for key in self._heap if key[2].queued]
             heapify(self._heap)
         while self._heap and (len(front) < POOL or self._heap[0] < front[-1]):
@@ -191,19 +283,25 @@ class Queue:
         self._front = front[:POOL]
         return [entry for _, _, entry in self._front]
 
+    def due(self, rate: float) -> Iterator[tuple[float, Entry]]:
+        """Who may ride next, with what it will have been charged by then at so much a token."""
+        charged = self.charged
+        for entry in self.pool():
+            yield charged, entry
+            charged += entry.tokens * rate
+
 
 class Line:
-    """Everything that waits, over all bundles, in one virtual time."""
+    """Everything that waits, over all bundles."""
 
     def __init__(self) -> None:
         self.queues: dict[str, Queue] = {}
-        self._requests: OrderedDict[Request, None] = OrderedDict()  # longest without a seat first
-        self._batches = 0
-        self._virtual = 0.0  # the smallest start at the last look
+        self._lanes: dict[Flow, Lane] = {}
+        self._charged = 0.0  # of the lane whose turn was last
         self._next_deadline = math.inf  # no request has an earlier one
 
     def __bool__(self) -> bool:
-        return bool(self._requests)
+        return any(self._lanes.values())
 
     @property
     def tokens(self) -> int:
@@ -213,59 +311,70 @@ class Line:
     def size(self) -> int:
         return sum(queue.size for queue in self.queues.values())
 
-    def enter(self, request: Request) -> None:
-        start = self._virtual
-        for entry in request.entries:
-            entry.start = start
-            request.queue.push(entry)
-            start += entry.tokens
-        request.left = len(request.entries)
-        request.seated = self._batches
-        self._requests[request] = None
-        self._next_deadline = min(self._next_deadline, request.deadline)
+    @property
+    def waiting(self) -> dict[Flow, Backlog]:
+        """What was admitted and waits, by flow, of the bundles that are served."""
+        return {
+            flow: lane.backlog
+            for flow, lane in self._lanes.items()
+            if lane.backlog.tokens and flow.bundle in self.queues
+        }
 
-    def leave(self, request: Request) -> None:
-        """Drop what still waits of a request, if anything does."""
-        if request.left:
-            del self._requests[request]
-            request.left = 0
-            for entry in request.entries:
-                if entry.queued:
-                    request.queue.remove(entry)
+    def lane(self, flow: Flow) -> Lane:
+        """The lane of a flow whose bundle is served."""
+        if flow not in self._lanes:
+            idle = (known for known, lane in self._lanes.items() if self._forgettable(lane))
+            for known in [*idle]:
+                del self._lanes[known]
+            self._lanes[flow] = Lane(flow, self.queues[flow.bundle])
+        return self._lanes[flow]
+
+    def _forgettable(self, lane: Lane) -> bool:
+        return not lane.backlog.tokens and lane.charged <= self._charged
+
+    def remove(self, bundle: str) -> list[Request]:
+        """Forget the lanes of a bundle that is served no longer; returns what waits in them."""
+        flows = [flow for flow in self._lanes if flow.bundle == bundle]
+        return [request for flow in flows for request in self._lanes.pop(flow).requests]
+
+    def enter(self, request: Request) -> None:
+        lane = request.lane
+        if not lane:
+            lane.charged = max(lane.charged, self._charged)
+        lane.enter(request)
+        self._next_deadline = min(self._next_deadline, request.deadline)
 
     def late(self, now: float) -> list[Request]:
         """The waiting requests whose deadline has passed."""
         if now < self._next_deadline:
             return []
-        late = [request for request in self._requests if request.deadline <= now]
-        later = (request.deadline for request in self._requests if request.deadline > now)
+        waiting = [request for lane in self._lanes.values() for request in lane.requests]
+        later = (request.deadline for request in waiting if request.deadline > now)
         self._next_deadline = min(later, default=math.inf)
-        return late
-
-    def of(self, queue: Queue) -> list[Request]:
-        return [request for request in self._requests if request.queue is queue]
+        return [request for request in waiting if request.deadline <= now]
 
     def pool(self) -> tuple[Queue, list[Entry]]:
-        """The bundle whose turn it is, and the entries that its next batch may be made from."""
-        pools = {queue: pool for queue in self.queues.values() if (pool := queue.pool())}
-        turn = min(pools, key=lambda queue: (pools[queue][0].start, pools[queue][0].arrival))
-        self._virtual = pools[turn][0].start
-        longest = next(iter(self._requests))
-        first = longest.first()
-        first.passed = self._batches - longest.seated
-        if first.passed > MAX_PASSED:
-            return longest.queue, [first, *pools[longest.queue]]
-        return turn, pools[turn]
+        """The bundle whose turn it is, and the entries that its next batch may be made from, in order."""
+        lanes = [lane for lane in self._lanes.values() if lane]
+        turn = min(lanes, key=lambda lane: (lane.charged, lane.longest.first().arrival))
+        self._charged = turn.charged
+        rivals = [lane for lane in lanes if lane.queue is turn.queue and lane is not turn]
+        if not rivals:
+            return turn.queue, turn.pool()
+        shares, price = weights([lane.flow for lane in lanes]), turn.queue.price
+        due = [lane.due(price / shares[lane.flow]) for lane in (turn, *rivals)]
+        first = merge(*due, key=itemgetter(0))
+        return turn.queue, [entry for _, entry in itertools.islice(first, SHARED_POOL)]
 
-    def take(self, batch: Sequence[Entry]) -> None:
-        """Seat a batch: its entries wait no longer, and their requests stand last in line."""
-        self._batches += 1
+    def take(self, batch: Sequence[Entry], seconds: float) -> None:
+        """Seat a batch that is going to take so long: its entries wait no longer, and their flows are charged."""
+        tokens: Counter[Lane] = Counter()
+        seats: dict[Request, list[Entry]] = {}
         for entry in batch:
-            request = entry.owner
-            request.queue.remove(entry)
-            request.left -= 1
-            request.seated = self._batches
-            if request.left:
-                self._requests.move_to_end(request)
-            else:
-                del self._requests[request]
+            tokens[entry.owner.lane] += entry.tokens
+            seats.setdefault(entry.owner, []).append(entry)
+        shares = weights([flow for flow, lane in self._lanes.items() if lane])
+        for lane, part in tokens.items():
+            lane.charge(seconds * part / tokens.total() / shares[lane.flow])
+        for request, entries in seats.items():
+            request.lane.take(request, entries)

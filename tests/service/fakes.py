@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from service.batcher import Load
 from service.decode import Answer, Entity, Label
 from service.engine import Reply, Ticket, Timing, Usage
 from service.errors import UnknownModel
+from service.load import Load
 from service.settings import Settings
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
@@ -88,7 +88,7 @@ class FakeEngines:
         return [self.engine]
 
     def load(self) -> Load:
-        return Load(queue_tokens=42, tokens_per_second=1000.0, ready=self.ready)
+        return Load(ready=self.ready)
 
     def alive(self) -> bool:
         return self.ready

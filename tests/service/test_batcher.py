@@ -21,7 +21,7 @@ from service import errors
 from service.batcher import TRY_OTHER_EVERY, Batcher, BatchStats, Budget, Entry, Outcome, plan
 from service.cost import Cost, Estimator
 from service.encode import Encoding
-from service.waiting import MAX_PASSED, POOL, Queue, Request
+from service.waiting import MAX_PASSED, POOL, Lane, Queue, Request
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
@@ -56,12 +56,14 @@ def text(
     deadline: float = math.inf,
     head: str | None = None,
     start: float = 0.0,
-    passed: int = 0,
+    tenant: str = "",
+    priority: int = 0,
     alone: bool = False,
 ) -> Entry:
     number = next(numbers) if number is None else number
-    entry = Entry(bundle, encoding(tokens, number), "r", arrival, deadline, head=head, alone=alone)
-    entry.start, entry.passed = start, passed
+    window = encoding(tokens, number)
+    entry = Entry(bundle, window, "r", arrival, deadline, priority, tenant, head, alone=alone)
+    entry.start = start
     return entry
 
 
@@ -178,25 +180,10 @@ async def settle() -> None:
 # The plan
 
 
-def test_plan_starts_with_the_smallest_virtual_start() -> None:
-    """The head is who is due first, wherever it stands."""
-    due = text(start=3.0)
-    assert plan([text(start=7.0), due, text(start=5.0)], FIXED, ROOMY, 0.0)[0] is due
-
-
-def test_plan_of_equal_starts_takes_the_first() -> None:
-    """Entries come in the order of the line, and a tie keeps it."""
-    first = text()
-    assert plan([first, text(), text()], FIXED, ROOMY, 0.0)[0] is first
-
-
-def test_plan_starts_with_who_was_passed_over_too_often() -> None:
-    """Beyond the bound the longest-passed-over goes first, below it nothing changes."""
-    due, often, oftener = text(), text(start=9.0, passed=MAX_PASSED + 1), text(start=9.0)
-    oftener.passed = MAX_PASSED + 2
-    assert plan([due, often, oftener], FIXED, ROOMY, 0.0)[0] is oftener
-    often.passed = oftener.passed = MAX_PASSED
-    assert plan([due, often, oftener], FIXED, ROOMY, 0.0)[0] is due
+def test_plan_starts_with_the_first_in_line() -> None:
+    """Entries come in the order of the line, whose business it is who is first."""
+    first = text(30, start=7.0)
+    assert plan([first, text(start=5.0), text(30)], FIXED, ROOMY, 0.0)[0] is first
 
 
 def test_plan_of_nothing_is_empty() -> None:
@@ -208,7 +195,7 @@ async def test_plan_skips_the_late_and_the_cancelled() -> None:
     """No work is done for who cannot be answered any more."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
-    Request([cancelled], future, queue=Queue({1: Estimator()}))
+    Request([cancelled], future, lane=Lane(cancelled.flow, Queue({1: Estimator()})))
     future.cancel()
     assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
 
@@ -427,31 +414,90 @@ async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
     assert set(ahead) <= {-1, 0, 1}
 
 
-async def test_single_texts_of_all_bundles_are_served_as_they_came() -> None:
-    """Equal starts go by arrival, so no model comes first by its place in a list."""
+async def test_a_flow_that_was_idle_is_served_next() -> None:
+    """One model's backlog holds up another's texts, while they are less than its part, by the batch that runs."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        for arrival in range(20):
+            await submitted(batcher, [text(bundle="a@1", arrival=arrival)])
+        for arrival in range(20, 23):
+            await gate.batch()
+            await submitted(batcher, [text(5, bundle="b@1", arrival=arrival)])
+            gate.let()
+            assert (await gate.batch()).bundle == "b@1"
+            gate.let()
+
+
+async def test_flows_that_come_together_are_served_as_they_came() -> None:
+    """Equal charges go by arrival, so no model comes first by its place in a list."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1", "c@1"]) as batcher:
         await submitted(batcher, [text(bundle="a@1")])
-        for arrival, name in enumerate("bbaab"):
+        for arrival, name in enumerate("cb"):
             await submitted(batcher, [text(bundle=f"{name}@1", arrival=arrival)])
         gate.let(100)
         await gate.batch()
-        assert [(await gate.batch()).bundle[0] for _ in range(5)] == list("bbaab")
+        assert [(await gate.batch()).bundle[0] for _ in range(2)] == ["c", "b"]
+
+
+async def served(
+    gate: Gate, batcher: Batcher, flows: dict[str, list[Entry]], tokens: int
+) -> Counter[str]:
+    """The tokens that each flow was given of the first so many, all wanting more than they get."""
+    name_of = {number(entry): name for name, entries in flows.items() for entry in entries}
+    await submitted(batcher, [text()])  # so that all wait before any is served
+    await gate.batch()
+    for entries in flows.values():
+        for entry in entries:
+            await submitted(batcher, [entry])
+    size_of = {number(entry): entry.tokens for entries in flows.values() for entry in entries}
+    given: Counter[str] = Counter()
+    while given.total() < tokens:
+        gate.let()
+        for taken in (await gate.batch()).numbers:
+            given[name_of[taken]] += size_of[taken]
+    return given
+
+
+@pytest.mark.parametrize("cost", [LINEAR, FIXED, PADDED], ids=["alone", "batched", "by length"])
+async def test_tenants_share_by_what_they_use(cost: Cost) -> None:
+    """Of two tenants one has ten times the texts, and another length: each gets half."""
+    gate = Gate()
+    async with serving(gate, cost, max_batch_size=8) as batcher:
+        flows = {
+            "many": [text(20, tenant="many") for _ in range(400)],
+            "few": [text(30, tenant="few") for _ in range(80)],
+        }
+        given = await served(gate, batcher, flows, 3000)
+    assert given["few"] / given.total() == pytest.approx(0.5, abs=0.1)
+
+
+async def test_the_classes_share_eight_to_one() -> None:
+    """Bulk is never starved, however many of its tenants there are it gets no more."""
+    gate = Gate()
+    async with serving(gate, FIXED, max_batch_size=4) as batcher:
+        flows = {"interactive": [text(tenant="i") for _ in range(400)]}
+        for tenant in "abc":
+            bulk = [text(tenant=tenant, priority=1) for _ in range(100)]
+            flows[f"bulk {tenant}"] = bulk
+        given = await served(gate, batcher, flows, 3600)
+    assert given["interactive"] / given.total() == pytest.approx(8 / 9, abs=0.03)
+    for tenant in "abc":
+        assert given[f"bulk {tenant}"] / given.total() == pytest.approx(1 / 27, abs=0.02)
 
 
 @pytest.mark.parametrize("crowd", [1, POOL + 50], ids=["a few", "more than a plan looks at"])
-@pytest.mark.parametrize("bundle", ["m@1", "other@1"], ids=["its own model", "another model"])
-async def test_nobody_is_passed_over_for_ever(crowd: int, bundle: str) -> None:
+async def test_nobody_is_passed_over_for_ever(crowd: int) -> None:
     """A second text gets its seat although new single texts, due before it, keep coming."""
     gate = Gate()
-    async with serving(gate, LINEAR, bundles=["m@1", "other@1"]) as batcher:  # batches of one
+    async with serving(gate, LINEAR) as batcher:  # batches of one
         pair = texts(2)
         await submitted(batcher, pair)
-        for entry in texts(crowd, bundle=bundle):
+        for entry in texts(crowd):
             await submitted(batcher, [entry])
         seats = []
         for _ in range(MAX_PASSED + 3):
-            await submitted(batcher, texts(1, bundle=bundle))
+            await submitted(batcher, texts(1))
             seats.append((await gate.batch()).numbers[0])
             gate.let()
     assert seats.index(number(pair[0])) == 0
@@ -715,20 +761,55 @@ async def test_load_predicts_full_batches_of_what_waits_on_all_slots() -> None:
         await submitted(batcher, texts(7))
         load = batcher.load()
     assert load.queue_tokens == 80
-    assert load.tokens_per_second == pytest.approx(2 * 40 / 1.4)
+    assert load.rates == {"m@1": pytest.approx(2 * 40 / 1.4)}
     assert load.ready
 
 
-async def test_load_mixes_bundles_by_what_waits_for_each() -> None:
-    """A hundred tokens of a slow model and a hundred of a fast one drain as they would in turn."""
+async def test_what_would_come_too_late_is_refused_early() -> None:
+    """900 tokens at 100 a second wait: a text of 10 has 9.1 s before it, and a fifth of its time to spare."""
     gate = Gate()
-    async with serving(gate, bundles=[]) as batcher:
-        batcher.add_bundle("fast@1", costing(Cost(0.0, 0.001, 0.0)))
-        batcher.add_bundle("slow@1", costing(Cost(0.0, 0.009, 0.0)))
-        await submitted(batcher, texts(1, bundle="fast@1"))
-        await submitted(batcher, texts(10, bundle="fast@1"))
-        await submitted(batcher, texts(10, bundle="slow@1"))
-        assert batcher.load().tokens_per_second == pytest.approx(200.0)
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, [text(500)])
+        for _ in range(90):
+            await submitted(batcher, texts(1))
+        with pytest.raises(errors.Overloaded, match=r"9\.1 s, and 10\.0 s") as refusal:
+            await batcher.submit([text(deadline=10.0)])
+        assert refusal.value.retry_after_s == pytest.approx(9.1 - 8.0)
+        assert not (await submitted(batcher, [text(deadline=12.0)])).done()
+
+
+async def test_what_is_expected_never_closes_an_empty_queue() -> None:
+    """An estimate that is too high is corrected only by what runs."""
+    async with serving(echo, Cost(0.0, 1000.0, 0.0)) as batcher:
+        assert len(await batcher.submit([text(deadline=1.0)])) == 1
+
+
+async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
+    """100 s of one request wait, of which a text waits for as much as it brings."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(1000))
+        assert not (await submitted(batcher, [text(deadline=1.0)])).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(100, deadline=1.0)])
+
+
+async def test_a_full_queue_has_room_for_who_has_less_than_a_part() -> None:
+    """One tenant's flood takes from another what it does not use, and nothing else."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, [text(tenant="flood") for _ in range(100)])
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="flood")])
+        assert not (await submitted(batcher, [text(tenant="other") for _ in range(50)])).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="other")])
+        bulk = [text(tenant="other", priority=1) for _ in range(11)]
+        assert not (await submitted(batcher, bulk)).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="other", priority=1)])
 
 
 # Cancelled and late
@@ -936,7 +1017,7 @@ async def test_failures_do_not_teach_the_cost() -> None:
         for _ in range(20):
             with pytest.raises(errors.InferenceFailed):
                 await batcher.submit(texts(2))
-        assert batcher.load().tokens_per_second == FIXED.tokens_per_second([64] * 64)
+        assert batcher.load().rates == {"m@1": FIXED.tokens_per_second([64] * 64)}
 
 
 async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

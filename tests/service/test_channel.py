@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.channel import Cancel, Channel, Computed, Load, Observed, Submit, frame
+from service.channel import Cancel, Channel, Computed, Observed, Submit, Told, frame
 
 SUBMIT = Submit(
     id=7,
@@ -28,7 +28,7 @@ MESSAGES: list[tuple[Any, bytes]] = [
     (SUBMIT, np.arange(6).tobytes()),
     (Cancel(7), b""),
     (Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)]), np.ones(2, np.float32).tobytes()),
-    (Load(12, 3.5, True), b""),
+    (Told(True, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])]), b""),
 ]
 
 

@@ -15,18 +15,18 @@ import pytest
 from structlog.typing import EventDict
 
 from service import bundle, errors
-from service.batcher import Load
 from service.bundle import BundleError
 from service.device import RunsOn
 from service.encode import Window
 from service.inference import Fronts, serve
+from service.load import Backlog, Flow, Load
 from service.metrics import Metrics
 from service.orders import PEER, Orders, give
 from service.remote import RemoteDevice, RemoteMetrics
 from service.waiting import Entry, Outcome, Tell
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-LOAD = Load(42, 1000.0, True)
+LOAD = Load(True, {"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(42)})
 
 
 class FakeDevice:

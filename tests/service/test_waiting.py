@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from service.cost import Estimator
 from service.encode import Encoding
-from service.waiting import POOL, TYPICAL_LENGTH, Entry, Line, Queue, Request
+from service.load import Flow
+from service.waiting import POOL, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
+
+FLOW = Flow("m@1")
 
 ONE = Encoding(
     np.zeros(1, np.int64),
@@ -48,17 +51,19 @@ def test_the_pool_is_the_front_of_a_stable_sort(
 ) -> None:
     """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
     queue = Queue({1: Estimator()})
+    lane = Lane(FLOW, queue)
     waiting: list[Entry] = []
     for arriving, leaving in rounds:
         arrived = entries(arriving)
-        queue.admit(arrived)
+        queue.tokens += len(arrived)
+        queue.size += len(arrived)
         for new in arrived:
-            queue.push(new)
+            lane.push(new)
         waiting += arrived
         for gone in [waiting[at] for at in leaving if at < len(waiting)]:
-            queue.remove(gone)
+            lane.remove(gone)
         waiting = [left for left in waiting if left.queued]
-        assert queue.pool() == sorted(waiting, key=lambda left: left.start)[:POOL]
+        assert lane.front() == sorted(waiting, key=lambda left: left.start)[:POOL]
         assert queue.tokens == queue.size == len(waiting)
 
 
@@ -66,8 +71,8 @@ def test_an_empty_queue_expects_typical_texts() -> None:
     """Before anything came, its mean length is a guess."""
     queue = Queue({1: Estimator()})
     assert queue.mean_length == TYPICAL_LENGTH
-    queue.admit(entries([0.0, 0.0]))
-    assert queue.mean_length == 1
+    queue.tokens, queue.size = 6, 2
+    assert queue.mean_length == 3
 
 
 def test_late_requests_are_found_once_their_deadline_is_here(
@@ -80,7 +85,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
         Request(
             [entry(deadline=9.0), entry(deadline=at)],
             loop.create_future(),
-            queue=line.queues["m@1"],
+            lane=line.lane(FLOW),
         )
         for at in (3.0, 2.0, 4.0)
     ]
@@ -89,6 +94,6 @@ def test_late_requests_are_found_once_their_deadline_is_here(
     assert line.late(1.0) == []
     assert line.late(3.0) == requests[:2]
     for request in requests[:2]:
-        line.leave(request)
+        request.lane.leave(request)
     assert line.late(3.5) == []
     assert line.late(4.0) == requests[2:]

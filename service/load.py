@@ -1,0 +1,138 @@
+"""Who shares the device, what waits for it, and how long one more request would.
+
+Those who share are flows: the requests of one bundle, class and tenant. Each flow has its part of the device for as
+long as it wants it (`weights`); within one, requests share by tokens, so that a text does not wait for what a larger
+request has left beyond as many tokens. How long a request would wait is read off the fluid that this is the packets
+of: generalized processor sharing (Parekh and Gallager, 1993).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from service.errors import Overloaded
+
+CLASSES = ("interactive", "bulk")  # by priority
+WEIGHTS = (
+    8.0,
+    1.0,
+)  # so a class that could use more than it gets has eight ninths, or one ninth, of the device
+
+
+PATIENCE = 0.8  # of the time that is left which an answer may be expected to take: the rest is for surprises
+
+
+class Flow(NamedTuple):
+    """Who asks for what; priority: an index of `CLASSES`."""
+
+    bundle: str
+    priority: int = 0
+    tenant: str = ""
+
+
+def weights(flows: Collection[Flow]) -> dict[Flow, float]:
+    """Each one's part of the device: a class's is split evenly over its tenants, a tenant's over its bundles."""
+    bundles = Counter((flow.priority, flow.tenant) for flow in flows)
+    tenants = Counter(priority for priority, _ in bundles)
+    return {
+        flow: WEIGHTS[flow.priority] / tenants[flow.priority] / bundles[flow[1:]] for flow in flows
+    }
+
+
+@dataclass(slots=True)
+class Backlog:
+    """What waits of one flow: requests and tokens, by the bits of what is left of each request."""
+
+    requests: Counter[int] = field(default_factory=Counter)
+    sizes: Counter[int] = field(
+        default_factory=Counter
+    )  # in tokens, all requests of as many bits together
+
+    @classmethod
+    def of(cls, *requests: int) -> "Backlog":
+        """The backlog of requests of so many tokens."""
+        backlog = cls()
+        for tokens in requests:
+            backlog.change(0, tokens)
+        return backlog
+
+    @property
+    def tokens(self) -> int:
+        return self.sizes.total()
+
+    def copy(self) -> "Backlog":
+        return Backlog(self.requests.copy(), self.sizes.copy())
+
+    def change(self, before: int, after: int) -> None:
+        """What is left of a request changes from so many tokens to so many; 0 is no request."""
+        for tokens, sign in ((before, -1), (after, 1)):
+            if tokens:
+                self.requests[tokens.bit_length()] += sign
+                self.sizes[tokens.bit_length()] += sign * tokens
+
+    def ahead(self, tokens: int) -> int:
+        """The tokens that are served before so many new ones are: of larger requests only as many each."""
+        own = tokens.bit_length()
+        return sum(
+            waiting if bits <= own else tokens * self.requests[bits]
+            for bits, waiting in self.sizes.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Whether more may come, how fast the device drains each bundle, and what waits of each flow.
+
+    rates: tokens per second, all slots together, if nothing but this bundle waits; waiting: running batches not counted
+    """
+
+    ready: bool
+    rates: Mapping[str, float] = field(default_factory=dict)
+    waiting: dict[Flow, Backlog] = field(default_factory=dict)
+
+    @property
+    def queue_tokens(self) -> int:
+        return sum(backlog.tokens for backlog in self.waiting.values())
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds until all that waits would be computed."""
+        return sum(
+            backlog.tokens / self.rates[flow.bundle] for flow, backlog in self.waiting.items()
+        )
+
+    def add(self, flow: Flow, tokens: int) -> None:
+        """Count what was sent to the device since it told its load."""
+        self.waiting.setdefault(flow, Backlog()).change(0, tokens)
+
+    def wait_s(self, flow: Flow, tokens: int) -> float:
+        """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known."""
+        rate = self.rates.get(flow.bundle)
+        if not rate:
+            return 0.0
+        own = tokens
+        if flow in self.waiting:
+            own += self.waiting[flow].ahead(tokens)
+        work = {
+            other: backlog.tokens / self.rates[other.bundle]
+            for other, backlog in self.waiting.items()
+        }
+        work[flow] = own / rate
+        if len(work) == 1:
+            return work[flow]
+        shares = weights(work)
+        span = work[flow] / shares[flow]  # of virtual time, in which each is served by its share
+        return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
+
+    def check_in_time(self, flow: Flow, tokens: int, left_s: float) -> None:
+        """Raises Overloaded when a request would be answered too late for who has so many seconds left.
+
+        Where nothing waits, all is tried, whatever is expected: what runs corrects what is expected.
+        """
+        wait_s = self.wait_s(flow, tokens) if self.queue_tokens else 0.0
+        if wait_s > PATIENCE * left_s:
+            raise Overloaded(
+                f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
+                retry_after_s=wait_s - PATIENCE * left_s,
+            )
