@@ -5,16 +5,18 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from service import __version__, logs
+from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.processes import Processes
-from service.settings import PREFIX, Settings, unknown_variables
+from service.settings import NOT_FLAGS, PREFIX, Settings, unknown_variables
 
 log = structlog.get_logger()
 
@@ -41,12 +43,31 @@ def read_settings(argv: Sequence[str] | None) -> Settings:
     try:
         settings = Settings(**given)
     except ValidationError as error:
-        faults = "; ".join(f"{name_of(e['loc'])}: {e['msg']}" for e in error.errors())
+        faults = "; ".join(f"{name_of(e['loc'])}: {reason(e)}" for e in error.errors())
         raise fail(faults, 2) from None
     bundles = settings.bundles or find_bundles()
     if not bundles:
         raise fail(f"name a bundle to serve: there is none in {BUNDLES}/", 2)
-    return settings.model_copy(update={"bundles": bundles})
+    keys = {"keys": find_keys(settings), "api_keys": None, "api_key": None}
+    return settings.model_copy(update={"bundles": bundles, **keys})
+
+
+def find_keys(settings: Settings) -> Keys:
+    """All keys, wherever they are. Exits with 2 and one line when they are not as they should be."""
+    plain = settings.api_key
+    try:
+        return join_keys(
+            settings.keys,
+            read_keys(settings.api_keys) if settings.api_keys else {},
+            {ONLY: Key(sha256=digest(plain.get_secret_value()).hex())} if plain else {},
+        )
+    except OSError as error:
+        raise fail(f"{settings.api_keys}: {error.strerror}", 2) from None
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {reason(e)}" for e in error.errors())
+        raise fail(f"{settings.api_keys}: {faults}", 2) from None
+    except ValueError as error:
+        raise fail(f"keys: {error}", 2) from None
 
 
 def find_bundles() -> tuple[Path, ...]:
@@ -60,7 +81,12 @@ def find_bundles() -> tuple[Path, ...]:
 
 def name_of(location: Sequence[int | str]) -> str:
     name = str(location[0])
-    return f"{flag(name)} ({PREFIX}{name.upper()})"
+    variable = f"{PREFIX}{name.upper()}"
+    return variable if name in NOT_FLAGS else f"{flag(name)} ({variable})"
+
+
+def reason(fault: Mapping[str, Any]) -> str:
+    return str(fault["msg"]).removeprefix("Value error, ")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +96,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quartet {__version__}")
     for name, field in Settings.model_fields.items():
-        add_argument(parser, name, field)
+        if name not in NOT_FLAGS:
+            add_argument(parser, name, field)
     return parser
 
 

@@ -20,6 +20,7 @@ from service.calls import Service
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.exchange import ExchangeMiddleware, refuse
+from service.gate import gate
 from service.logs import log_bug
 from service.metrics import Recorder
 from service.routes import router
@@ -52,7 +53,9 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         redirect_slashes=False,
     )
     app.state.service = service
-    app.add_middleware(ExchangeMiddleware, metrics=service.metrics, process=service)
+    app.add_middleware(
+        ExchangeMiddleware, metrics=service.metrics, process=service, checks=gate(settings)
+    )
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)

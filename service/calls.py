@@ -178,7 +178,12 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     valid = parse(schema, body, settings.max_inputs_per_request)
     engine = engines.get(valid.model)
     exchange.model, exchange.inputs = engine.id, valid.size
-    ticket = Ticket(request_id=exchange.request_id, deadline=deadline)
+    ticket = Ticket(
+        request_id=exchange.request_id,
+        deadline=deadline,
+        priority=exchange.priority,
+        tenant=exchange.tenant,
+    )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)
 

@@ -2,8 +2,8 @@
 
     QuartetError
       BadRequest 400 bad_request              the body is not JSON in UTF-8
-      Unauthorized 401 unauthorized           reserved for keys
-      Forbidden 403 forbidden                 reserved for keys
+      Unauthorized 401 unauthorized           no key, or one that is not known
+      Forbidden 403 forbidden                 a key that is not for this
       NotFound 404 not_found                  no such route
         UnknownModel 404 unknown_model
         UnknownHead 404 unknown_head
@@ -13,6 +13,7 @@
       UnsupportedMediaType 415 unsupported_media_type
       InvalidInput 422 invalid                well-formed JSON that says something impossible
       Overloaded 429 overloaded               the queue is full; says when to retry
+      RateLimited 429 rate_limited            the key is above one of its rates; says when to retry
       InternalError 500 internal              our bug
         InferenceFailed 500 inference_failed  the session failed, or its result was not finite
       NotReady 503 not_ready
@@ -90,6 +91,10 @@ class Unauthorized(QuartetError):
     status = 401
     code = "unauthorized"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
 
 class Forbidden(QuartetError):
     status = 403
@@ -160,6 +165,11 @@ class Overloaded(RetryableError):
         self, message: str, *, retry_after_s: float = 1.0, param: str | None = None
     ) -> None:
         super().__init__(message, retry_after_s=min(max(retry_after_s, 1.0), 60.0), param=param)
+
+
+class RateLimited(RetryableError):
+    status = 429
+    code = "rate_limited"
 
 
 class InternalError(QuartetError):

@@ -8,6 +8,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote
@@ -31,10 +32,16 @@ CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 
 @dataclass(slots=True)
 class Exchange:
-    """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`."""
+    """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
+
+    charge: is told of the request's tokens, once they are known
+    """
 
     request_id: str
     arrival: float
+    tenant: str = ""
+    priority: int = 0
+    charge: Callable[[int], None] | None = None
     model: str = ""
     inputs: int = 0
     tokens: int = 0
@@ -69,6 +76,9 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
     )
 
 
+Check = Callable[[Scope, Headers, Exchange], None]  # raises a QuartetError to refuse a request
+
+
 class Process(Protocol):
     """Whoever knows that this process is on its way out."""
 
@@ -77,10 +87,13 @@ class Process(Protocol):
 
 
 class ExchangeMiddleware:
-    """Names each request, answers what nobody else caught, and records how each request ended."""
+    """Names each request, checks it, answers what nobody else caught, and records how each request ended."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Recorder, process: Process) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: Recorder, process: Process, checks: Sequence[Check] = ()
+    ) -> None:
         self.app = app
+        self.checks = checks
         self.metrics = metrics
         self.process = process
 
@@ -88,20 +101,24 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = new_exchange(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        exchange = new_exchange(headers)
         inner = {**scope, "state": {**scope.get("state", {}), "exchange": exchange}}
         if scope["method"] == "HEAD":  # answered as GET is, without the body
             inner["method"] = "GET"
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
-                await self.answer(inner, receive, self.sender(scope, exchange, send))
+                await self.answer(inner, headers, receive, self.sender(scope, exchange, send))
             finally:
                 self.record(scope["method"], inner, exchange)
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         try:
-            await self.app(scope, receive, send)
+            if refusal := self.check(scope, headers, exchange):
+                await refusal(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
         except ClientDisconnected:
             exchange.status = CLIENT_GONE
         except asyncio.CancelledError:
@@ -114,6 +131,15 @@ class ExchangeMiddleware:
                 raise  # the answer is half sent: the server must cut the connection
             error = InternalError("our bug: the server's log tells more under this request's id")
             await refuse(scope, error)(scope, receive, send)
+
+    def check(self, scope: Scope, headers: Headers, exchange: Exchange) -> Response | None:
+        """The answer to a request that must not come in."""
+        try:
+            for check in self.checks:
+                check(scope, headers, exchange)
+        except QuartetError as error:
+            return refuse(scope, error)
+        return None
 
     def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
         async def send_named(message: Message) -> None:
@@ -133,6 +159,8 @@ class ExchangeMiddleware:
             headers["Connection"] = "close"
 
     def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+        if exchange.charge is not None:
+            exchange.charge(exchange.tokens)
         route = getattr(scope.get("route"), "path", "other")
         status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
         self.metrics.observe_request(route, exchange.model, status, seconds)
@@ -144,6 +172,7 @@ class ExchangeMiddleware:
             path=quote(scope["path"]),
             status=status,
             ms=round(1000 * seconds, 3),
+            tenant=exchange.tenant,
             model=exchange.model,
             inputs=exchange.inputs,
             tokens=exchange.tokens,

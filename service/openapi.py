@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from service import errors
 from service.errors import QuartetError
+from service.keys import PRIORITIES
 from service.lines import MEDIA_TYPE
 from service.schemas import (
     ClassifyRequest,
@@ -29,6 +30,11 @@ REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (errors.MethodNotAllowed, errors.InternalError)
+KEYED: tuple[type[QuartetError], ...] = (
+    errors.Unauthorized,
+    errors.Forbidden,
+    errors.RateLimited,
+)
 NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
 TASK: tuple[type[QuartetError], ...] = (
     errors.BadRequest,
@@ -94,12 +100,20 @@ REQUEST_HEADERS: list[Object] = [
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
     },
     {
+        "name": "X-Priority",
+        "in": "header",
+        "description": "May only lower the priority that the key gives.",
+        "schema": {"type": "string", "enum": [*PRIORITIES]},
+    },
+    {
         "name": "X-Request-Timeout-Ms",
         "in": "header",
         "description": "Answer within this time or with 504; at most the server's own deadline.",
         "schema": {"type": "integer", "minimum": 1},
     },
 ]
+
+SECURITY: list[Object] = [{"key": []}, {}]  # a key or, where none is configured, nothing
 
 LINES = (
     "When Accept asks for it: a line for each input, as soon as its result is there, with its `index`"
@@ -129,9 +143,10 @@ def task(request: type[Request], response: type[BaseModel]) -> Object:
                 "headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()},
                 "content": {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}},
             },
-            **error_responses(*TASK, *NOT_READY, *EVERY_ROUTE),
+            **error_responses(*TASK, *KEYED, *NOT_READY, *EVERY_ROUTE),
         },
         "openapi_extra": {
+            "security": SECURITY,
             "requestBody": {"required": True, "content": {"application/json": body}},
             "parameters": REQUEST_HEADERS,
         },
@@ -139,12 +154,12 @@ def task(request: type[Request], response: type[BaseModel]) -> Object:
     }
 
 
-def page(response: type[BaseModel], *, ready: bool = False) -> Object:
-    """How a GET route is declared; `ready` where it needs the engines."""
-    unready = NOT_READY if ready else ()
+def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
+    """How a GET route is declared that needs the engines; `open_to_all` where no key is ever needed."""
     return {
         "response_model": response,
-        "responses": error_responses(*unready, *EVERY_ROUTE),
+        "responses": error_responses(*(() if open_to_all else KEYED), *NOT_READY, *EVERY_ROUTE),
+        "openapi_extra": {"security": [] if open_to_all else SECURITY},
         "tags": ["service"],
     }
 
@@ -156,8 +171,9 @@ def text(media_type: str) -> Object:
         "response_model": None,
         "responses": {
             200: {"content": content},
-            **error_responses(errors.ReplicaLost, *EVERY_ROUTE),
+            **error_responses(errors.ReplicaLost, *KEYED, *EVERY_ROUTE),
         },
+        "openapi_extra": {"security": SECURITY},
         "tags": ["service"],
     }
 
@@ -193,4 +209,11 @@ def document(app: FastAPI) -> Object:
         [(model, "validation") for model in REQUESTS], ref_template=REFERENCE
     )
     described["components"]["schemas"].update(definitions["$defs"])
+    described["components"]["securitySchemes"] = {
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Needed where keys are configured.",
+        }
+    }
     return described

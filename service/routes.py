@@ -165,21 +165,21 @@ def base64_of(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
 
 
-@router.get("/models", **openapi.page(ModelsResponse, ready=True))
+@router.get("/models", **openapi.page(ModelsResponse))
 async def models(request: Request) -> Response:
     """The bundles that are served, the default first."""
     engines = service_of(request).open_engines().all()
     return json_response({"models": [engine.describe() for engine in engines]})
 
 
-@router.get("/health/live", **openapi.page(HealthResponse, ready=True))
+@router.get("/health/live", **openapi.page(HealthResponse, open_to_all=True))
 async def live(request: Request) -> Response:
     """The process answers: restart it when this does not, or says 503."""
     service_of(request).check_alive()
     return json_response({"status": "live"})
 
 
-@router.get("/health/ready", **openapi.page(HealthResponse, ready=True))
+@router.get("/health/ready", **openapi.page(HealthResponse, open_to_all=True))
 async def ready(request: Request) -> Response:
     """New requests may be sent here; 503 until the bundles are open, and again from SIGTERM on."""
     service_of(request).check_ready()

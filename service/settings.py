@@ -7,14 +7,19 @@ never see it.
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+import orjson
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.keys import PLAIN, Keys
+
 PREFIX = "QUARTET_"
+NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
 class Slots(NamedTuple):
@@ -105,6 +110,16 @@ class Settings(BaseSettings):
         ge=0,
         description="time for requests to finish after SIGTERM; keep below the platform's own",
     )
+    api_keys: Path | None = Field(
+        None,
+        description="file of keys; with any key, only health checks and pages are open to all",
+    )
+    api_key: SecretStr | None = Field(
+        None, description="one key, as it is sent; for inference, without rates"
+    )
+    keys: Annotated[Keys, NoDecode] = Field(
+        {}, description="keys by name, as in a file of keys (the variable holds JSON)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe line to print; debug adds health checks and tracebacks"
     )
@@ -116,6 +131,18 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return [*filter(None, value.split(os.pathsep))] if isinstance(value, str) else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(PLAIN, value.get_secret_value()):
+            raise ValueError("must be at least 16 visible ASCII characters")
+        return value
+
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _parse(cls, value: object) -> object:
+        return orjson.loads(value) if isinstance(value, str) else value
 
     @field_validator("precision", "provider", "log_level", "log_format", mode="before")
     @classmethod

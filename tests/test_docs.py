@@ -13,9 +13,10 @@ from service import bundle, openapi, schemas
 from service.__main__ import flag
 from service.bundle import Manifest, Provenance
 from service.errors import QuartetError
+from service.keys import KeyFile
 from service.metrics import Metrics
 from service.routes import router
-from service.settings import PREFIX, Settings
+from service.settings import NOT_FLAGS, PREFIX, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -24,7 +25,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-DEFAULTS = {"bundles": "all in `bundles/`", "threads": "unset", "replicas": "unset"}
+DEFAULTS = {"bundles": "all in `bundles/`", "keys": "none"}
 
 
 Record = Manifest.__base__
@@ -123,7 +124,9 @@ def settings_table():
     lines.append("|---|---|---|---|---|")
     for name, field in Settings.model_fields.items():
         option = "(arguments)" if name == "bundles" else f"`{flag(name)}`"
-        default = DEFAULTS.get(name) or f"`{str(field.default).lower()}`"
+        option = "(none)" if name in NOT_FLAGS else option
+        default = "unset" if field.default is None else f"`{str(field.default).lower()}`"
+        default = DEFAULTS.get(name, default)
         variable = f"`{PREFIX}{name.upper()}`"
         lines.append(f"| `{name}` | {option} | {variable} | {default} | {field.description} |")
     return "\n".join(lines)
@@ -186,6 +189,13 @@ def test_training_examples_are_settings():
     assert ["sentiment"] == [*Finetuning(**single).heads]
     assert ["sentiment", "entities"] == [*Finetuning(**joint).heads]
     assert "SST-2" == Provenance.model_validate(told["provenance"]).datasets[0].name
+
+
+def test_example_of_a_key_is_one():
+    """The record shown in the settings is read as it stands."""
+    [example] = examples(read("settings.md"), "toml")
+
+    assert "search" in KeyFile.model_validate(tomllib.loads(example)).keys
 
 
 @pytest.mark.parametrize(("page", "target"), list(links()))

@@ -86,6 +86,7 @@ async def test_a_request_is_one_line_without_its_texts(
         "method": "POST",
         "path": "/classify",
         "status": 200,
+        "tenant": "",
         "model": "tiny@1",
         "inputs": 2,
         "tokens": 7,

@@ -1,4 +1,5 @@
 import asyncio
+import hashlib
 import signal
 import socket
 from collections import Counter
@@ -12,7 +13,7 @@ from structlog.typing import EventDict
 
 from service.__main__ import bind, read_settings
 from service.server import Server, url_of
-from service.settings import Settings
+from service.settings import NOT_FLAGS, Settings
 
 CLIENTS = 16
 BODY = b'{"inputs": "a"}'
@@ -68,7 +69,60 @@ def test_bad_settings_end_with_one_line(
     assert said.startswith(line)
 
 
-@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "bundles"])
+def test_keys_of_all_places_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file's, one variable's and the other's; nothing but hashes is handed on."""
+    plain = "0123456789abcdef"
+    (tmp_path / "keys.toml").write_text(f'[keys.filed]\nsha256 = "{"a" * 64}"')
+    monkeypatch.setenv("QUARTET_API_KEY", plain)
+    monkeypatch.setenv("QUARTET_KEYS", f'{{"told": {{"sha256": "{"b" * 64}"}}}}')
+    settings = read_settings(["x", "--api-keys", str(tmp_path / "keys.toml")])
+    assert {name: key.sha256 for name, key in settings.keys.items()} == {
+        "filed": "a" * 64,
+        "told": "b" * 64,
+        "default": hashlib.sha256(plain.encode()).hexdigest(),
+    }
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+    assert plain not in settings.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("API_KEY", "", "quartet: QUARTET_API_KEY: must be at least 16"),
+        ("API_KEY", "0123456789 abcdef", "must be at least 16 visible ASCII characters"),
+        ("KEYS", "{", "quartet: QUARTET_KEYS: unexpected end of data"),
+        ("KEYS", '{"a": {"sha256": "0"}}', "quartet: QUARTET_KEYS: String should match pattern"),
+        ("API_KEYS", "nowhere.toml", "nowhere.toml: No such file or directory"),
+        ("API_KEYS", "bad.toml", "bad.toml: keys.a.sha256: Field required"),
+    ],
+)
+def test_bad_keys_keep_the_service_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    said: str,
+) -> None:
+    """A service whose keys cannot be read is not left open."""
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text("[keys.a]")
+    monkeypatch.setenv(f"QUARTET_{variable}", value)
+    with pytest.raises(SystemExit) as caught:
+        read_settings(["x"])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NOT_FLAGS)
+def test_keys_are_no_flags(name: str) -> None:
+    """Whoever can list processes can read their command lines."""
+    with pytest.raises(SystemExit) as caught:
+        read_settings(["x", f"--{name.replace('_', '-')}", "0123456789abcdef"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", Settings.model_fields.keys() - NOT_FLAGS - {"bundles"})
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The help text has each setting by both its names."""
     with pytest.raises(SystemExit) as caught:

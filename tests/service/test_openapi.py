@@ -14,7 +14,7 @@ TASKS = {
     "/qa": "QaRequest",
     "/embed": "EmbedRequest",
 }
-TASK_STATUSES = [200, 400, 404, 405, 408, 413, 415, 422, 429, 500, 503, 504]
+TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503, 504]
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def test_each_task_declares_its_answers(document: dict[str, Any], path: str) -> 
     shape = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
     assert sorted(map(int, responses)) == TASK_STATUSES
     assert all(responses[str(s)]["content"]["application/json"] == shape for s in TASK_STATUSES[1:])
+
+
+def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> None:
+    """A bearer's key, or nothing; health checks never need one."""
+    operations = {path: next(iter(methods.values())) for path, methods in document["paths"].items()}
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for path, operation in operations.items():
+        is_open = path.startswith("/health/")
+        assert operation["security"] == ([] if is_open else [{"key": []}, {}])
+        assert ({"401", "403", "429"} <= set(operation["responses"])) == (not is_open)
 
 
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
