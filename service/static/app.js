@@ -1,7 +1,7 @@
 // The playground: four boxes, each an ordinary call to the API it is served from.
 // Data reaches the page through textContent only, never as markup.
 
-import { call, post, problem } from "./client.js";
+import { call, key, post, problem, useKey } from "./client.js";
 import { EXAMPLES } from "./examples.js";
 
 const TASKS = {
@@ -192,6 +192,14 @@ function showError(place, error, ...more) {
     node("p", {}, error.message, wait), node("p", { className: "mono" }, details), ...more));
 }
 
+const refused = ({ status }) => status === 401 || status === 403;
+
+function askForKey() {
+  document.getElementById("key-form").hidden = false;
+  // A link cannot show a key.
+  for (const link of document.querySelectorAll("nav [href=models], nav [href=metrics]")) link.hidden = true;
+}
+
 // ---- one box
 
 function fields(form) {
@@ -223,6 +231,7 @@ function refresh(panel) {
   const quoted = JSON.stringify(body(panel)).replaceAll("'", String.raw`'\''`);
   panel.command.textContent = [
     `curl -sS ${new URL(panel.path, document.baseURI)}`,
+    ...(key() ? ['-H "Authorization: Bearer $QUARTET_API_KEY"'] : []),
     "-H 'Content-Type: application/json'",
     `-d '${quoted}'`,
   ].join(" \\\n  ");
@@ -253,6 +262,7 @@ async function run(panel) {
     if (flight.signal.aborted) return;
     markInvalid(panel, error.param);
     showError(panel.results, error);
+    if (refused(error)) askForKey();
     panel.measures.replaceChildren();
   }
   panel.results.removeAttribute("aria-busy");
@@ -337,6 +347,7 @@ function describe({ precision, provider, max_length: length }) {
 async function loadModels(panels) {
   const place = document.getElementById("models-error");
   const select = document.getElementById("model");
+  if (key()) askForKey();
   try {
     const { models = [] } = (await call("models")).answer;
     if (!models.length) throw problem("The service lists no models.");
@@ -351,16 +362,30 @@ async function loadModels(panels) {
     select.disabled = false;
     place.replaceChildren();
   } catch (error) {
+    select.replaceChildren(node("option", {}, "Not available"));
+    select.disabled = true;
+    if (refused(error)) {
+      askForKey();
+      document.getElementById("key").focus();
+      if (key()) showError(place, error);
+      else place.replaceChildren(node("p", { className: "notice" }, "This service answers those who have a key."));
+      return;
+    }
     const retry = node("button", { type: "button" }, "Try again");
     retry.addEventListener("click", () => loadModels(panels));
-    select.replaceChildren(node("option", {}, "Not available"));
     showError(place, error, retry);
   }
 }
 
+document.getElementById("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(document.getElementById("key").value);
+  loadModels(panels);
+});
+
 const panels = Object.entries(TASKS).map(([name, settings]) => build(name, settings));
 panels.forEach(wire);
 if (/Mac|iP(hone|ad)/.test(navigator.platform)) {
-  for (const key of document.querySelectorAll(".keys kbd:first-child")) key.textContent = "⌘";
+  for (const kbd of document.querySelectorAll(".keys kbd:first-child")) kbd.textContent = "⌘";
 }
 loadModels(panels);

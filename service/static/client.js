@@ -1,12 +1,29 @@
 // One call to the service: its answer, what it cost, or an Error that says what went wrong.
 
+const STORED = "quartet-key"; // by this tab, until it is closed
+
+let held = "";
+try {
+  held = sessionStorage.getItem(STORED) ?? "";
+} catch { /* storage is not allowed: the key is kept until the page is left */ }
+
+export const key = () => held;
+
+export function useKey(value) {
+  held = value.trim();
+  try {
+    sessionStorage.setItem(STORED, held);
+  } catch { /* as above */ }
+}
+
 export const problem = (message, details) => Object.assign(new Error(message), details);
 
 export async function call(path, init) {
   const started = performance.now();
   let response, text;
   try {
-    response = await fetch(path, init);
+    const bearer = held && { Authorization: `Bearer ${held}` };
+    response = await fetch(path, { ...init, headers: { ...init?.headers, ...bearer } });
     text = await response.text();
   } catch (cause) {
     if (cause.name === "AbortError") throw cause;

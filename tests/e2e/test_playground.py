@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+
+from service.keys import make_key, record
+from tests.e2e.conftest import serving
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
@@ -27,6 +30,12 @@ MEASURES = {
     "model": r"[^@]+@\S+( · \S+)?",
 }
 
+
+class Locked(NamedTuple):
+    url: str
+    key: str
+
+
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed"),
@@ -39,6 +48,15 @@ def browser() -> Iterator[Browser]:
         chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    """A service that answers those who have a key."""
+    key, keys = make_key(), tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys.write_text(record("visitor", key))
+    with serving(tiny_bundle, "--api-keys", keys) as server:
+        yield Locked(server.url, key)
 
 
 @pytest.fixture
@@ -233,3 +251,55 @@ def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> N
     page.select_option("#classify [name=head]", "topic")
     expect(page.locator("#classify .badge")).to_be_visible()
     page.close()
+
+
+def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> None:
+    """The page takes a key, sends it with every call, and shows it in no command."""
+    page = browser.new_page()
+    page.goto(locked.url)
+    expect(page.locator("#models-error")).to_contain_text("those who have a key")
+    expect(page.locator("#key")).to_be_focused()
+    page.keyboard.type(locked.key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#model")).to_be_enabled()
+    expect(page.locator("#models-error")).to_be_empty()
+    assert "results" in run(page, "classify")
+    command = page.locator("#classify .command code").text_content()
+    assert '-H "Authorization: Bearer $QUARTET_API_KEY"' in command
+    assert locked.key not in page.content()
+    page.close()
+
+
+def test_a_key_is_kept_for_the_tab_alone(browser: Browser, locked: Locked) -> None:
+    """A reload needs no key again; another tab does."""
+    context = browser.new_context()
+    page, other = context.new_page(), context.new_page()
+    page.goto(locked.url)
+    page.fill("#key", f" {locked.key}\t")
+    page.click("#key-form button")
+    expect(page.locator("#model")).to_be_enabled()
+    page.reload()
+    expect(page.locator("#model")).to_be_enabled()
+    other.goto(locked.url)
+    expect(other.locator("#key")).to_be_visible()
+    expect(other.locator("#model")).to_be_disabled()
+    context.close()
+
+
+def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
+    """What the service says of a key is shown, and another can be given."""
+    page = browser.new_page()
+    page.goto(locked.url)
+    page.fill("#key", "guessed")
+    page.click("#key-form button")
+    expect(page.locator("#models-error .error")).to_contain_text("this key is not known")
+    page.fill("#key", locked.key)
+    page.click("#key-form button")
+    expect(page.locator("#model")).to_be_enabled()
+    page.close()
+
+
+def test_a_service_without_keys_asks_for_none(page: Page) -> None:
+    """The field is there only where it is needed."""
+    expect(page.locator("#key-form")).to_be_hidden()
+    expect(page.locator("nav [href=metrics]")).to_be_visible()
