@@ -1,8 +1,8 @@
 """Every setting, once: its environment variable, its flag, its default and when to change it.
 
-A field `max_wait_ms` is read from `QUARTET_MAX_WAIT_MS` and from `--max-wait-ms`; the flag wins.
-Settings are a frozen value, read at the edge and handed on as plain arguments; the leaf modules
-never see it.
+A field `max_wait_ms` is read from `--max-wait-ms`, from `QUARTET_MAX_WAIT_MS` and, by `service.config`, from a file;
+the first that is there wins. Settings are a frozen value, read at the edge and handed on as plain arguments; the leaf
+modules never see it.
 """
 
 import difflib
@@ -34,6 +34,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
+    config: Path | None = Field(
+        None, description="file of settings, by these names; unset, quartet.toml where it exists"
+    )
     bundles: Annotated[tuple[Path, ...], NoDecode] = Field(
         (),
         description="bundle directories; the first is the default model"
@@ -130,7 +133,9 @@ class Settings(BaseSettings):
     @field_validator("bundles", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return [*filter(None, value.split(os.pathsep))] if isinstance(value, str) else value
+        if isinstance(value, str):
+            return [*filter(None, value.split(os.pathsep))]
+        return [value] if isinstance(value, Path) else value
 
     @field_validator("api_key")
     @classmethod
@@ -175,6 +180,14 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 def is_ours(variable: str) -> bool:
     return variable.upper().startswith(PREFIX)
+
+
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -10,13 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 from service import bundle, openapi, schemas
-from service.__main__ import flag
 from service.bundle import Manifest, Provenance
+from service.config import configure
 from service.errors import QuartetError
-from service.keys import KeyFile
+from service.keys import read_keys
 from service.metrics import Metrics
 from service.routes import router
-from service.settings import NOT_FLAGS, PREFIX, Settings
+from service.settings import NOT_FLAGS, Settings, flag, variable
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -127,8 +127,9 @@ def settings_table():
         option = "(none)" if name in NOT_FLAGS else option
         default = "unset" if field.default is None else f"`{str(field.default).lower()}`"
         default = DEFAULTS.get(name, default)
-        variable = f"`{PREFIX}{name.upper()}`"
-        lines.append(f"| `{name}` | {option} | {variable} | {default} | {field.description} |")
+        lines.append(
+            f"| `{name}` | {option} | `{variable(name)}` | {default} | {field.description} |"
+        )
     return "\n".join(lines)
 
 
@@ -191,11 +192,14 @@ def test_training_examples_are_settings():
     assert "SST-2" == Provenance.model_validate(told["provenance"]).datasets[0].name
 
 
-def test_example_of_a_key_is_one():
-    """The record shown in the settings is read as it stands."""
-    [example] = examples(read("settings.md"), "toml")
+def test_examples_of_settings_are_some(tmp_path):
+    """The file of settings and the file of keys that are shown are read as they stand."""
+    settings, keys = examples(read("settings.md"), "toml")
+    (tmp_path / "keys.toml").write_text(keys)
+    (tmp_path / "quartet.toml").write_text(settings)
 
-    assert "search" in KeyFile.model_validate(tomllib.loads(example)).keys
+    assert ["search"] == [*read_keys(tmp_path / "keys.toml")]
+    assert 2 == configure({"config": tmp_path / "quartet.toml"}).settings.http_workers
 
 
 @pytest.mark.parametrize(("page", "target"), list(links()))

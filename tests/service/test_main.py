@@ -1,5 +1,5 @@
 import asyncio
-import hashlib
+import re
 import signal
 import socket
 from collections import Counter
@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from structlog.typing import EventDict
 
-from service.__main__ import bind, read_settings
+from service.__main__ import bind, main
 from service.server import Server, url_of
 from service.settings import NOT_FLAGS, Settings
 
@@ -23,34 +23,22 @@ REQUEST = (
 )
 
 
-def test_flags_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags win over variables, and both over defaults."""
-    monkeypatch.setenv("QUARTET_PORT", "1")
-    monkeypatch.setenv("QUARTET_REPLICAS", "2")
-    settings = read_settings(["bundles/a", "bundles/b", "--port", "3", "--spin", "true"])
-    assert settings == Settings(
-        bundles=(Path("bundles/a"), Path("bundles/b")), port=3, replicas=2, spin=True
-    )
+def test_flags_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Arguments are bundles, and flags what they say."""
+    main(["bundles/a", "bundles/b", "--port", "3", "--spin", "true", "--check-config"])
+    said = capsys.readouterr().out
+    assert re.search(r"^bundles +bundles/a, bundles/b +arguments$", said, re.M)
+    assert re.search(r"^port +3 +--port$", said, re.M)
+    assert re.search(r"^spin +true +--spin$", said, re.M)
 
 
-def test_bundles_are_found_when_none_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What lies in `bundles/` is served by default, in the order of names."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("b", "a", ".a.partial"):
-        Path("bundles", name).mkdir(parents=True)
-        Path("bundles", name, "manifest.json").touch()
-    Path("bundles/notes").mkdir()
-    assert read_settings([]).bundles == (Path("bundles/a"), Path("bundles/b"))
-
-
+@pytest.mark.parametrize("more", [[], ["--check-config"]])
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
         ([], "quartet: name a bundle to serve: there is none in bundles/\n"),
-        (["x", "--port", "http"], "quartet: --port (QUARTET_PORT): "),
-        (["x", "--precision", "int4"], "quartet: --precision (QUARTET_PRECISION): "),
+        (["x", "--port", "http"], "quartet: --port: Input should be"),
+        (["x", "--precision", "int4"], "quartet: --precision: Input should be"),
     ],
 )
 def test_bad_settings_end_with_one_line(
@@ -59,66 +47,22 @@ def test_bad_settings_end_with_one_line(
     capsys: pytest.CaptureFixture[str],
     argv: list[str],
     line: str,
+    more: list[str],
 ) -> None:
-    """The line names the flag and the variable; the status is 2."""
+    """The line names where the setting is from; the status is 2."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        read_settings(argv)
-    said = capsys.readouterr().err
-    assert (caught.value.code, said.count("\n")) == (2, 1)
-    assert said.startswith(line)
-
-
-def test_keys_of_all_places_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file's, one variable's and the other's; nothing but hashes is handed on."""
-    plain = "0123456789abcdef"
-    (tmp_path / "keys.toml").write_text(f'[keys.filed]\nsha256 = "{"a" * 64}"')
-    monkeypatch.setenv("QUARTET_API_KEY", plain)
-    monkeypatch.setenv("QUARTET_KEYS", f'{{"told": {{"sha256": "{"b" * 64}"}}}}')
-    settings = read_settings(["x", "--api-keys", str(tmp_path / "keys.toml")])
-    assert {name: key.sha256 for name, key in settings.keys.items()} == {
-        "filed": "a" * 64,
-        "told": "b" * 64,
-        "default": hashlib.sha256(plain.encode()).hexdigest(),
-    }
-    assert Settings.model_validate_json(settings.model_dump_json()) == settings
-    assert plain not in settings.model_dump_json()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("API_KEY", "", "quartet: QUARTET_API_KEY: must be at least 16"),
-        ("API_KEY", "0123456789 abcdef", "must be at least 16 visible ASCII characters"),
-        ("KEYS", "{", "quartet: QUARTET_KEYS: unexpected end of data"),
-        ("KEYS", '{"a": {"sha256": "0"}}', "quartet: QUARTET_KEYS: String should match pattern"),
-        ("API_KEYS", "nowhere.toml", "nowhere.toml: No such file or directory"),
-        ("API_KEYS", "bad.toml", "bad.toml: keys.a.sha256: Field required"),
-    ],
-)
-def test_bad_keys_keep_the_service_from_starting(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    variable: str,
-    value: str,
-    said: str,
-) -> None:
-    """A service whose keys cannot be read is not left open."""
-    monkeypatch.chdir(tmp_path)
-    Path("bad.toml").write_text("[keys.a]")
-    monkeypatch.setenv(f"QUARTET_{variable}", value)
-    with pytest.raises(SystemExit) as caught:
-        read_settings(["x"])
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+        main([*argv, *more])
+    said = capsys.readouterr()
+    assert (caught.value.code, said.err.count("\n"), said.out) == (2, 1, "")
+    assert said.err.startswith(line)
 
 
 @pytest.mark.parametrize("name", NOT_FLAGS)
 def test_keys_are_no_flags(name: str) -> None:
     """Whoever can list processes can read their command lines."""
     with pytest.raises(SystemExit) as caught:
-        read_settings(["x", f"--{name.replace('_', '-')}", "0123456789abcdef"])
+        main(["x", f"--{name.replace('_', '-')}", "0123456789abcdef"])
     assert caught.value.code == 2
 
 
@@ -126,7 +70,7 @@ def test_keys_are_no_flags(name: str) -> None:
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The help text has each setting by both its names."""
     with pytest.raises(SystemExit) as caught:
-        read_settings(["--help"])
+        main(["--help"])
     said = capsys.readouterr().out
     assert caught.value.code == 0
     assert f"--{name.replace('_', '-')} " in said
