@@ -185,8 +185,10 @@ async def compute(settings: Settings, orders: Orders) -> None:
         gc.freeze()  # what lives as long as the process need not be looked at again and again
         serving = asyncio.create_task(serve(fronts, orders))
         telling = asyncio.create_task(fronts.tell_load())
+        beating = asyncio.create_task(orders.beat())
         await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
         telling.cancel()
+        beating.cancel()
         if not serving.done():
             raise RuntimeError("the batcher has failed")
         serving.result()

@@ -5,7 +5,8 @@
 
 Each HTTP process has a socket to the inference process (service/channel.py), and each child one to the main process
 (service/orders.py). A child that dies is started again and connected anew, and an inference process then asked again
-for what the former one had not answered. A child that says it cannot serve at all ends the service.
+for what the former one had not answered. A child that falls silent is killed, and so started again. A child
+that says it cannot serve at all ends the service.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from service.orders import DRAIN, PEER, give
+from service.awake import Awake
+from service.orders import BEAT_S, DRAIN, PEER, Link, Report
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -28,17 +30,18 @@ log = structlog.get_logger()
 CANNOT_START = 3
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # before a child that keeps dying is started again
 OVERTIME_S = 2.0  # for children that do not end when their time is over
-SETTLED_S = 30.0  # a child that lived so long did not die of its start
+SETTLED_S = 30.0  # a child that served so long did not die of its start
 
 
 @dataclass(eq=False)
 class Child:
-    """A process of ours, now or the one that was started in its place."""
+    """A process of ours; `serves`: since when, by `time.monotonic`; `heard`: its last report, by our own ticks."""
 
     role: str
     process: Process
-    orders: socket.socket
-    began: float
+    link: Link
+    serves: float | None = None
+    heard: float = 0.0
 
 
 class Processes:
@@ -48,6 +51,7 @@ class Processes:
         self._settings = settings
         self._listener = listener
         self._children: set[Child] = set()
+        self._awake = Awake(BEAT_S)
         self._draining = False
         self._over = False  # whoever is left is to end
         self._status = 0
@@ -64,10 +68,12 @@ class Processes:
                     keeping.create_task(self._keep("http"))
                     for _ in range(self._settings.http_workers)
                 ]
+                watching = keeping.create_task(self._watch())
                 await asyncio.wait(front)
+                watching.cancel()
                 self._over = True
                 for child in self._of("inference"):
-                    child.orders.close()  # all it was asked is answered
+                    child.link.close()  # all it was asked is answered
         finally:
             self._kill()
         return self._status
@@ -79,12 +85,13 @@ class Processes:
             child = await self._start(role)
             status = await child.process.wait()
             self._children.discard(child)
-            child.orders.close()
+            child.link.close()
             if status == CANNOT_START:
                 self._give_up(status)
             if not self._wanted(role):
                 return
-            deaths = 1 if time.monotonic() - child.began > SETTLED_S else deaths + 1
+            settled = child.serves is not None and time.monotonic() - child.serves > SETTLED_S
+            deaths = 1 if settled else deaths + 1
             pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
             log.error(
                 f"the {role} process ended", pid=child.process.pid, status=status, again_in_s=pause
@@ -92,6 +99,18 @@ class Processes:
             await asyncio.sleep(pause)
             if not self._wanted(role):
                 return
+
+    async def _watch(self) -> None:
+        """Kill whoever serves and says nothing for so long; one that still opens its bundles may take its time."""
+        while True:
+            await self._awake.tick()
+            for child in self._children:
+                silent_s = self._awake.seconds - child.heard
+                if child.serves is not None and silent_s > self._settings.hang_s:
+                    pid = child.process.pid
+                    log.error(f"the {child.role} process hangs", pid=pid, silent_s=silent_s)
+                    child.heard = self._awake.seconds
+                    self._end(child)
 
     def _wanted(self, role: str) -> bool:
         """While the service drains, nobody new speaks HTTP, but what was accepted has still to be computed."""
@@ -114,14 +133,18 @@ class Processes:
             process.stdin.write(self._settings.model_dump_json().encode())
             await process.stdin.drain()
         process.stdin.close()
-        child = Child(role, process, ours, time.monotonic())
+        child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
         self._introduce(child)
         self._children.add(child)
         if self._draining:
-            give(child.orders, DRAIN)
+            child.link.give(DRAIN)
         if self._over:
-            self._kill()
+            self._end(child)
         return child
+
+    def _hear(self, child: Child, _: Report) -> None:
+        child.heard = self._awake.seconds
+        child.serves = child.serves or time.monotonic()
 
     def _introduce(self, new: Child) -> None:
         """Connect a child with those of the other kind."""
@@ -129,7 +152,7 @@ class Processes:
             if other.role != new.role:
                 ends = socket.socketpair()
                 for child, end in zip((new, other), ends, strict=True):
-                    give(child.orders, PEER, end)
+                    child.link.give(PEER, end)
                     end.close()
 
     def _of(self, role: str) -> Sequence[Child]:
@@ -142,7 +165,7 @@ class Processes:
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True
         for child in self._of("http"):
-            give(child.orders, DRAIN)
+            child.link.give(DRAIN)
 
     def _give_up(self, status: int) -> None:
         self._status, self._draining = status, True
@@ -151,5 +174,8 @@ class Processes:
     def _kill(self) -> None:
         self._over = True
         for child in self._children:
-            with suppress(ProcessLookupError):
-                child.process.kill()
+            self._end(child)
+
+    def _end(self, child: Child) -> None:
+        with suppress(ProcessLookupError):
+            child.process.kill()

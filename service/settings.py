@@ -108,6 +108,12 @@ class Settings(BaseSettings):
         ge=1,
         description="answer within this time or with 504; X-Request-Timeout-Ms may shorten it",
     )
+    hang_s: float = Field(
+        5.0,
+        ge=1,
+        description="a process that gives no sign of life for so long is killed and started again; raise where"
+        " processes get no core for seconds",
+    )
     drain_s: float = Field(
         30.0,
         ge=0,

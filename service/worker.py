@@ -20,6 +20,7 @@ class Worker(Server):
     def __init__(self, settings: Settings, orders: Orders) -> None:
         self.device = RemoteDevice(settings.bundles)
         self.orders = orders
+        self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
         super().__init__(
             create_app(settings, partial(open_remote_engines, self.device), metrics), settings
@@ -30,11 +31,16 @@ class Worker(Server):
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        obeying = asyncio.create_task(self.obey())
+        self.tasks.append(asyncio.create_task(self.obey()))
         try:
             await super().serve(sockets)
         finally:
-            obeying.cancel()
+            for task in self.tasks:
+                task.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.tasks.append(asyncio.create_task(self.orders.beat()))
 
     async def obey(self) -> None:
         async for order, end in self.orders:

@@ -149,6 +149,49 @@ def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> Non
         assert 0 == server.process.wait(40)
 
 
+def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
+    """One that is there and does nothing is killed after `hang_s`; what it was asked is answered by the next one."""
+    body = {"inputs": samples.text(60, seed=1)}
+    options = ["--hang-s", "1", "--max-wait-ms", "20000"]
+    with serving(tiny_bundle, *options) as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.answer, "/embed", body)
+        until(lambda: held(server))
+        (inference,), (http,) = children(server).values()
+        os.kill(inference, signal.SIGSTOP)
+        answer = asked.result(60)
+        assert [inference] != children(server)["inference"]
+        assert [http] == children(server)["http"]
+        assert any("the inference process hangs" in line for line in server.log)
+    (expected,) = tiny.answer("/embed", body)["embeddings"]
+    assert expected == pytest.approx(answer["embeddings"][0], abs=1e-5)
+
+
+def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
+    """The listener is not lost with it: who connects meanwhile is answered by the next one."""
+    with serving(tiny_bundle, "--hang-s", "1") as server:
+        (inference,), (http,) = children(server).values()
+        os.kill(http, signal.SIGSTOP)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+        assert http not in children(server)["http"]
+        assert [inference] == children(server)["inference"]
+
+
+def test_nobody_is_blamed_for_a_machine_that_slept(tiny_bundle: Path) -> None:
+    """When all stood still, and the children wake up after the main process, none is killed."""
+    with serving(tiny_bundle, "--hang-s", "1") as server:
+        before = children(server)
+        pids = [server.process.pid, *(pid for found in before.values() for pid in found)]
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.2)
+        time.sleep(1)
+        assert before == children(server)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+
+
 def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -> None:
     """All answer alike, one page counts for all, and one that dies is replaced."""
     texts = [samples.text(20, seed=seed) for seed in range(60)]

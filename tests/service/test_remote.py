@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from service.encode import Window
 from service.inference import Fronts, serve
 from service.load import Backlog, Flow, Load
 from service.metrics import Metrics
-from service.orders import PEER, Orders, give
+from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
 from service.waiting import Entry, Outcome, Tell
 
@@ -86,14 +85,15 @@ class Pair:
         self.device = FakeDevice()
         self.metrics = Metrics()
         self.remote = RemoteDevice(paths)
-        self.orders, end = socket.socketpair()
+        ours, end = socket.socketpair()
+        self.link = Link(ours, lambda report: None)
         self.fronts = Fronts(self.device, self.metrics)  # type: ignore[arg-type]
         self.serving = asyncio.create_task(serve(self.fronts, Orders(end)))
         self.telling = asyncio.create_task(self.fronts.tell_load())
 
     async def connect(self) -> None:
         ours, theirs = socket.socketpair()
-        give(self.orders, PEER, theirs)
+        self.link.give(PEER, theirs)
         theirs.close()
         await self.remote.connect(ours)
         await until(lambda: self.remote.load().ready)
@@ -113,7 +113,7 @@ async def pair(*paths: Path) -> AsyncIterator[Pair]:
     finally:
         if made.remote._channel is not None:
             made.remote._channel.close()
-        made.orders.close()
+        made.link.close()
         await asyncio.wait_for(made.serving, 30)
         made.telling.cancel()
         with suppress(asyncio.CancelledError):
@@ -416,26 +416,3 @@ async def test_texts_are_read_from_the_same_bundle(tiny_bundle: Path, tmp_path: 
         (copy / "manifest.json").write_text(json.dumps({**manifest, "weights_license": "none"}))
         with pytest.raises(BundleError, match="changed while"):
             await both.remote.open()
-
-
-async def test_orders_end_with_the_main_process() -> None:
-    """Orders come one by one, each with its socket, until there is nobody to give any."""
-    ours, theirs = socket.socketpair()
-    one, other = socket.socketpair()
-    give(ours, PEER, one)
-    give(ours, b"D")
-    ours.close()
-    got: list[tuple[bytes, Any]] = [order async for order in Orders(theirs)]
-    assert [PEER, b"D"] == [order for order, _ in got]
-    got[0][1].send(b"hello")
-    assert b"hello" == other.recv(5)
-    for end in (one, other, theirs, got[0][1]):
-        end.close()
-
-
-def test_orders_to_the_dead_are_dropped() -> None:
-    """A child that has just gone cannot be told, and need not."""
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    give(ours, b"D")
-    ours.close()
