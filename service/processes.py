@@ -5,8 +5,8 @@
 
 Each HTTP process has a socket to the inference process (service/channel.py), and each child one to the main process
 (service/orders.py). A child that dies is started again and connected anew, and an inference process then asked again
-for what the former one had not answered. A child that falls silent is killed, and so started again. A child
-that says it cannot serve at all ends the service.
+for what the former one had not answered. A child that falls silent is killed, and so started again. The first of its
+kind that says it cannot serve at all ends the service.
 """
 
 import asyncio
@@ -52,6 +52,7 @@ class Processes:
         self._listener = listener
         self._children: set[Child] = set()
         self._awake = Awake(BEAT_S)
+        self._served: set[str] = set()  # roles of which one has been able to serve
         self._draining = False
         self._over = False  # whoever is left is to end
         self._status = 0
@@ -86,7 +87,7 @@ class Processes:
             status = await child.process.wait()
             self._children.discard(child)
             child.link.close()
-            if status == CANNOT_START:
+            if status == CANNOT_START and role not in self._served:
                 self._give_up(status)
             if not self._wanted(role):
                 return
@@ -145,6 +146,7 @@ class Processes:
     def _hear(self, child: Child, _: Report) -> None:
         child.heard = self._awake.seconds
         child.serves = child.serves or time.monotonic()
+        self._served.add(child.role)
 
     def _introduce(self, new: Child) -> None:
         """Connect a child with those of the other kind."""

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -255,3 +256,19 @@ def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
     assert 3 == process.returncode
     assert 1 == said.count("cannot start")
     assert "Traceback" not in said
+
+
+def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path: Path) -> None:
+    """A service that has served does not end when its bundle is gone for a while: it says so, and goes on trying."""
+    path, away = shutil.copytree(tiny_bundle, tmp_path / "tiny"), tmp_path / "away"
+    with serving(path) as server:
+        path.rename(away)
+        (inference,) = children(server)["inference"]
+        os.kill(inference, signal.SIGKILL)
+        until(lambda: sum('"status":3,' in line for line in server.log) >= 2, 60)
+        assert 503 == readiness(server)
+        assert 200 == server.get("/health/live").status
+        away.rename(path)
+        until(lambda: readiness(server) == 200, 60)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+        assert any("cannot start" in line for line in server.log)
