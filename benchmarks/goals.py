@@ -13,7 +13,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import bulk, bundles, checks, life, machine, models, servers, tasks, traffic
+from benchmarks import (
+    bulk,
+    bundles,
+    checks,
+    life,
+    machine,
+    models,
+    overload,
+    servers,
+    tasks,
+    traffic,
+)
 from benchmarks.checks import Check
 
 PARTS = {
@@ -21,6 +32,7 @@ PARTS = {
     "tasks": tasks.measure,
     "bundles": bundles.measure,
     "life": life.measure,
+    "overload": overload.measure,
 }
 BULK = 1000  # texts in one request
 

@@ -111,19 +111,27 @@ async def connect(port: int, answered: Answered) -> Connection:
 
 
 async def closed_loop(
-    port: int, requests: Sequence[bytes], connections: int, seconds: float, warm_s: float = 1.0
+    port: int,
+    requests: Sequence[bytes],
+    connections: int,
+    seconds: float,
+    warm_s: float = 1.0,
+    *,
+    insist: bool = False,
 ) -> Measured:
     """Keep `connections` requests in flight, each connection its next as soon as it is answered.
 
     Requests are taken in turn, from the first. What ends within the window counts, which begins after `warm_s` and when
     every connection was answered once, for until then they all ask at the same moment.
-    Raises RuntimeError for an answer that is not 200: in a closed loop, a refusal is no throughput.
+    Raises RuntimeError for an answer that is not 200: in a closed loop, a refusal is no throughput. Who insists counts
+    it, and asks again at once.
     """
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
     warm: asyncio.Future[None] = loop.create_future()
     latencies: list[float] = []
     numbers: list[int] = []
+    others: Counter[int] = Counter()
     began = time.perf_counter()
     begin = end = math.inf
     sent = 0
@@ -136,11 +144,13 @@ async def closed_loop(
 
     def answered(connection: Connection, status: int, body: bytes) -> None:
         now = time.perf_counter()
-        if status != 200:
+        if status != 200 and not (insist and status):
             if not failed.done():
                 failed.set_exception(RuntimeError(f"answered {status}: {body.decode()}"))
             return
-        if begin <= now < end:
+        if status != 200 and begin <= now < end:
+            others[status] += 1
+        elif begin <= now < end:
             latencies.append(now - connection.sent_at)
             numbers.append(connection.number)
         if connection in unanswered:
@@ -172,6 +182,7 @@ async def closed_loop(
         connections,
         seconds,
         np.asarray(latencies),
+        others=others,
         cpu_s=cpu_s,
         numbers=np.asarray(numbers, dtype=int),
         lasted=end - began,

@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__, openapi
+from service.admission import Admission
 from service.calls import Service
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
@@ -54,7 +55,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     )
     app.state.service = service
     app.add_middleware(
-        ExchangeMiddleware, metrics=service.metrics, process=service, checks=gate(settings)
+        ExchangeMiddleware,
+        metrics=service.metrics,
+        process=service,
+        checks=[*gate(settings), Admission(service)],
     )
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)

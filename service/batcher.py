@@ -22,7 +22,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from service import errors
-from service.cost import Cost, Estimator, Sample
+from service.cost import Cost, Drain, Estimator, Sample
 from service.load import Backlog, Flow, Load, weights
 from service.slots import BatchStats, Result, Run, work
 from service.waiting import Entry, Line, Outcome, Outputs, Queue, Request, Tell
@@ -108,6 +108,11 @@ class Batcher:
         self._wide = wide
         self._idle = slots
         self._choices = 0  # between one slot and many
+        self._drain = Drain()
+        self._busy_since = math.inf  # all slots, with more waiting
+        self._started_s = (
+            0.0  # what was started since then is expected to take, in full batches on all slots
+        )
         self._threads = ThreadPoolExecutor(slots, "replica")
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._task: asyncio.Task[None] | None = None
@@ -176,6 +181,9 @@ class Batcher:
         return Load(self._state == "open", rates, waiting)
 
     def _rate(self, queue: Queue) -> float:
+        return self._drain.speed * self._expected_rate(queue)
+
+    def _expected_rate(self, queue: Queue) -> float:
         size = min(self._budget.size, self._budget.tokens // queue.mean_length)
         lengths = [queue.mean_length] * max(size, 1)
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
@@ -235,7 +243,19 @@ class Batcher:
             self._wake.clear()
             while self._inbox:
                 self._inbox.popleft()()
-            hold = self._fill(self._clock())
+            now = self._clock()
+            hold = self._fill(now)
+            self._watch_drain(now)
+
+    def _watch_drain(self, now: float) -> None:
+        """While all slots are busy and more waits, compare what is started with what was expected of the time."""
+        if self._started_s and now > self._busy_since:
+            self._drain.observe(self._started_s, now - self._busy_since)
+        if self._idle or not self._line:
+            self._busy_since = math.inf
+        elif self._started_s or self._busy_since == math.inf:
+            self._busy_since = now
+        self._started_s = 0.0
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Only `stop` may end the task; however else it ends, nobody is left waiting."""
@@ -294,6 +314,7 @@ class Batcher:
     def _launch(self, queue: Queue, batch: Sequence[Entry], width: int) -> None:
         tokens = [entry.tokens for entry in batch]
         seconds = queue.estimators[width].cost.seconds(sum(tokens), len(tokens), max(tokens))
+        self._started_s += sum(tokens) / self._expected_rate(queue)
         self._line.take(batch, width * seconds)
         self._idle -= width
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ that works on packed tokens; the last one is attention, which on a CPU also work
 one line plans batches, predicts how fast the queue drains, and fills `Retry-After`.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ MEMORY = 0.98  # what a batch weighs when the next one has come: the last fifty 
 WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
 REFIT_EVERY = 8  # batches
 RIDGE = 1e-8
+DRAIN_S = 2.0  # of work, after which it weighs a third
 CHOICES = ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2])  # of the three terms
 
 
@@ -102,6 +104,24 @@ class Estimator:
     def tokens_per_second(self, lengths: Sequence[int]) -> float:
         """Predict the speed of one replica that runs batches of these lengths, back to back."""
         return self.cost.tokens_per_second(lengths)
+
+
+class Drain:
+    """How fast work gets done, by what was expected: less than 1 where others use the cores, or batches are small.
+
+    Older evidence fades with the seconds that it is of.
+    """
+
+    def __init__(self) -> None:
+        self.speed = 1.0
+        self._expected = self._took = DRAIN_S
+
+    def observe(self, expected_s: float, took_s: float) -> None:
+        """Work that was expected to take so long has taken so long, while there was always more of it."""
+        fade = math.exp(-took_s / DRAIN_S)
+        self._expected = fade * self._expected + expected_s
+        self._took = fade * self._took + took_s
+        self.speed = self._expected / self._took
 
 
 def measure(

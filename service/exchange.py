@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import quote
 
@@ -20,9 +20,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.body import ClientDisconnected
-from service.errors import Draining, InternalError, QuartetError
-from service.logs import log_request
+from service.errors import Draining, InternalError, Overloaded, QuartetError
+from service.logs import Sparing, log_request
 from service.metrics import Recorder
+from service.pace import Pace
 
 log = structlog.get_logger()
 
@@ -34,14 +35,14 @@ CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
-    charge: is told of the request's tokens, once they are known
+    settle: are told of the request's tokens when it is over, 0 if it had none
     """
 
     request_id: str
     arrival: float
     tenant: str = ""
     priority: int = 0
-    charge: Callable[[int], None] | None = None
+    settle: list[Callable[[int], None]] = field(default_factory=list)
     model: str = ""
     inputs: int = 0
     tokens: int = 0
@@ -94,6 +95,8 @@ class ExchangeMiddleware:
     ) -> None:
         self.app = app
         self.checks = checks
+        self.pace = Pace()
+        self.refusals = Sparing()
         self.metrics = metrics
         self.process = process
 
@@ -145,6 +148,8 @@ class ExchangeMiddleware:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                if exchange.status == Overloaded.status:
+                    await self.pace.turn()
                 self.name(MutableHeaders(scope=message), exchange)
             elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}
@@ -159,13 +164,18 @@ class ExchangeMiddleware:
             headers["Connection"] = "close"
 
     def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
-        if exchange.charge is not None:
-            exchange.charge(exchange.tokens)
+        for settle in exchange.settle:
+            settle(exchange.tokens)
         route = getattr(scope.get("route"), "path", "other")
         status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
         self.metrics.observe_request(route, exchange.model, status, seconds)
         if exchange.code and status != InternalError.status:
             self.metrics.observe_rejection(exchange.code)
+        facts: dict[str, object] = {}
+        if status == Overloaded.status:
+            if not self.refusals.may_tell():
+                return
+            facts["untold"] = self.refusals.untold()
         log_request(
             route,
             method=method,
@@ -177,4 +187,5 @@ class ExchangeMiddleware:
             inputs=exchange.inputs,
             tokens=exchange.tokens,
             code=exchange.code,
+            **facts,
         )

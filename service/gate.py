@@ -56,7 +56,7 @@ class KeyCheck:
         holder.check_permission(permission(path))
         exchange.priority = lowered(holder.priority, headers)
         holder.check_rates()
-        exchange.charge = holder.charge
+        exchange.settle.append(holder.charge)
 
     def _find(self, authorization: str) -> "Holder":
         scheme, _, key = authorization.partition(" ")

@@ -4,6 +4,8 @@ A line says who asked for what, how it ended and how long it took, never what th
 """
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -74,6 +76,32 @@ def log_bug(error: Exception) -> None:
     """Tell of an error that is our fault, with its traceback; of others their request's line says enough."""
     if isinstance(error, InternalError):
         structlog.get_logger().error(error.message, exc_info=error)
+
+
+class Sparing:
+    """Lets so many lines a second pass and counts the others, for lines that come when there is no time for them."""
+
+    def __init__(self, per_s: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._clock = clock
+        self._second = 0
+        self._told = 0
+        self._untold = 0
+
+    def may_tell(self) -> bool:
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._told = second, 0
+        self._told += 1
+        if self._told > self._per_s:
+            self._untold += 1
+            return False
+        return True
+
+    def untold(self) -> int:
+        """The lines that were kept back since this was asked last."""
+        count, self._untold = self._untold, 0
+        return count
 
 
 def log_request(route: str, **facts: object) -> None:

@@ -78,6 +78,7 @@ class FakeEngines:
         self.engine = engine
         self.ready = True
         self.closed = False
+        self.told: Load | None = None
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):
@@ -88,7 +89,7 @@ class FakeEngines:
         return [self.engine]
 
     def load(self) -> Load:
-        return Load(ready=self.ready)
+        return self.told or Load(ready=self.ready)
 
     def alive(self) -> bool:
         return self.ready

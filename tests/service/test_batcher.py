@@ -765,6 +765,23 @@ async def test_load_predicts_full_batches_of_what_waits_on_all_slots() -> None:
     assert load.ready
 
 
+async def test_a_device_that_is_slower_than_expected_is_expected_to_be() -> None:
+    """Slots get work of a second every two seconds, though no batch took longer: it drains at half the speed."""
+    clock, gate, estimators = Clock(), Gate(), costing(LINEAR)
+    estimators[1].refine = lambda sample: None  # type: ignore[method-assign]
+    async with serving(gate, clock=clock, bundles=[]) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        await submitted(batcher, [text(100)])
+        for _ in range(50):
+            await submitted(batcher, [text(100)])
+        for _ in range(40):
+            await gate.batch()
+            clock.now += 2.0
+            gate.let()
+        await gate.batch()
+        assert batcher.load().rates["m@1"] == pytest.approx(50.0, rel=0.05)
+
+
 async def test_what_would_come_too_late_is_refused_early() -> None:
     """900 tokens at 100 a second wait: a text of 10 has 9.1 s before it, and a fifth of its time to spare."""
     gate = Gate()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cost import GUESS, Cost, Estimator, Sample, fit, measure
+from service.cost import GUESS, Cost, Drain, Estimator, Sample, fit, measure
 
 CPU = Cost(per_run=2e-3, per_token=3e-5, per_slot=4e-9)
 SHAPES = [(1, 16), (1, 128), (8, 32), (1, 512), (8, 128)]
@@ -218,3 +218,15 @@ def test_one_that_refits_every_time_is_corrected_by_one_batch() -> None:
     estimator.refine(Sample(200, 1, 200, 0.02))
     estimator.refine(Sample(200, 1, 200, 0.02))
     assert estimator.cost.seconds(200, 1, 200) < 0.08
+
+
+def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed() -> None:
+    """Soon, whatever it was before; and as soon back again."""
+    drain = Drain()
+    assert drain.speed == 1.0
+    for _ in range(40):
+        drain.observe(0.1, 0.2)
+    assert drain.speed == pytest.approx(0.5, abs=0.02)
+    for _ in range(80):
+        drain.observe(0.1, 0.1)
+    assert drain.speed == pytest.approx(1.0, abs=0.02)

@@ -100,3 +100,13 @@ def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
         structlog.get_logger().exception("unexpected error")
     assert "RuntimeError: broken" in stream.getvalue()
     assert "somebody's text" not in stream.getvalue()
+
+
+def test_lines_of_one_kind_may_be_spared() -> None:
+    """Two in a second are told; the first of the next says how many were not."""
+    now = 0.0
+    lines = logs.Sparing(per_s=2, clock=lambda: now)
+    assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]
+    now = 1.2
+    assert lines.may_tell()
+    assert (lines.untold(), lines.untold()) == (3, 0)

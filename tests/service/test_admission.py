@@ -1,0 +1,107 @@
+"""What would be answered too late is refused before its body is read, by what bodies of its size were."""
+
+from typing import Any
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from service.admission import Admission, content_length
+from service.calls import Service
+from service.load import Backlog, Flow, Load
+from service.metrics import Metrics
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+BODY = {"inputs": "a text"}
+TINY = Flow("tiny@1")
+SECONDS = {"X-Request-Timeout-Ms": "1000"}
+
+
+def waiting(*tokens: int, flow: Flow = TINY) -> Load:
+    """A device that does 100 tokens a second, and has requests of so many."""
+    return Load(True, {flow.bundle: 100.0}, {flow: Backlog.of(*tokens)} if tokens else {})
+
+
+async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+    """However impatient."""
+    engines.told = waiting()
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+
+
+async def test_what_would_be_late_is_not_read(
+    client: httpx.AsyncClient, engines: FakeEngines, engine: FakeEngine
+) -> None:
+    """Two seconds wait before one that has one: the engine is not asked, and nothing is parsed."""
+    engines.told = waiting(*[1] * 200)
+    response = await client.post("/embed", content=b"no JSON", headers=SECONDS)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["Retry-After"] == "2"
+    assert not engine.asked
+    patient = {"X-Request-Timeout-Ms": "10000"}
+    assert (await client.post("/embed", json=BODY, headers=patient)).status_code == 200
+
+
+async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+    """A GET computes nothing."""
+    engines.told = waiting(*[1] * 10_000)
+    assert (await client.get("/models")).status_code == 200
+
+
+async def test_the_least_asked_bundle_decides(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """Which one is asked stands in the body: only if all would be late it need not be read."""
+    busy = {Flow("tiny@1"): Backlog.of(*[1] * 1000)}
+    engines.told = Load(True, {"tiny@1": 100.0, "other@1": 100.0}, busy)
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+
+
+async def test_bulk_waits_for_its_own_class(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """What bulk has to wait for does not concern the others."""
+    engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 1))
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+    bulk = {**SECONDS, "X-Priority": "bulk"}
+    assert (await client.post("/embed", json=BODY, headers=bulk)).status_code == 429
+
+
+def admission() -> Admission:
+    return Admission(Service(Settings(), Metrics()))
+
+
+def learned(*seen: tuple[int, int]) -> Admission:
+    made = admission()
+    for size, tokens in seen:
+        made._learn(size, tokens)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "size", "expected"),
+    [
+        ([], 5000, 1),
+        ([(100, 30)], 100, 30),
+        ([(100, 30)], 127, 30),
+        ([(100, 30), (1000, 200)], 1_000_000, 200),
+        ([(1000, 200)], 10, 1),
+        ([(100, 0), (0, 30)], 100, 1),
+        ([(100, 20), (100, 40)], 100, 21),
+    ],
+    ids=["nothing", "same", "like", "larger", "smaller", "failed", "more and more"],
+)
+def test_a_body_is_expected_to_be_as_those_of_its_size(
+    seen: list[tuple[int, int]], size: int, expected: int
+) -> None:
+    """What is larger than all that came is expected to be like the largest: too little, and then learned."""
+    assert learned(*seen).expect(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [({}, 0), ({"content-length": "12"}, 12), ({"content-length": "many"}, 0)],
+)
+def test_the_length_is_what_the_client_says(said: dict[str, Any], size: int) -> None:
+    """Nothing is expected of a body that comes in chunks."""
+    assert content_length(Headers(said)) == size
