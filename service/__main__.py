@@ -37,12 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(settings: Settings) -> None:
-    listener = bind(settings.host, settings.port)
+    listeners = [bind(settings.host, settings.port)]
+    if settings.metrics_port is not None:
+        listeners.append(bind(settings.host, settings.metrics_port))
+        bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
+        settings = settings.model_copy(update=bound)
     if settings.http_workers:
-        sys.exit(asyncio.run(Processes(settings, listener).run()))
+        sys.exit(asyncio.run(Processes(settings, listeners).run()))
     from service.alone import serve_alone  # what the main process of several does not need
 
-    serve_alone(settings, listener)
+    serve_alone(settings, listeners)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """HTTP and inference in one process."""
 
 import socket
+from collections.abc import Sequence
 from functools import partial
 
 from service.app import create_app
@@ -10,8 +11,8 @@ from service.server import Server
 from service.settings import Settings
 
 
-def serve_alone(settings: Settings, listener: socket.socket) -> None:
+def serve_alone(settings: Settings, listeners: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM."""
     metrics = Metrics()
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    Server(app, settings).run([listener])
+    Server(app, settings).run([*listeners])

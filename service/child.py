@@ -1,6 +1,6 @@
-"""A process of ours: `python -m service.child ROLE ORDERS [LISTENER] < settings`, started by `service.processes`.
+"""A process of ours: `python -m service.child ROLE ORDERS [LISTENER...] < settings`, started by `service.processes`.
 
-ORDERS and LISTENER are file descriptors that were inherited.
+ORDERS and LISTENERs are file descriptors that were inherited.
 """
 
 import signal

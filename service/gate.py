@@ -4,13 +4,13 @@ A check is a plain callable: it is given a request's scope, headers and exchange
 away. The checks stand before every request, so they must be cheap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from hmac import compare_digest
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from service.errors import Forbidden, InvalidInput, RateLimited, Unauthorized
+from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
 from service.exchange import Check, Exchange
 from service.keys import PRIORITIES, Key, Keys, Permission, digest
 from service.rates import Bucket
@@ -18,7 +18,9 @@ from service.settings import Settings
 
 PRIORITY_HEADER = "X-Priority"
 OPEN = frozenset({"/", "/docs", "/openapi.json"})
-OPEN_BELOW = ("/health/", "/static/")
+HEALTH = "/health/"
+OPEN_BELOW = (HEALTH, "/static/")
+METRICS = "/metrics"
 ADMIN = "/admin"
 
 
@@ -26,9 +28,28 @@ def gate(settings: Settings) -> Sequence[Check]:
     """The checks, in the order in which a request passes them."""
     all_read = settings.api_key is None and settings.api_keys is None
     assert all_read, "our bug: there are keys that were not read"
+    apart = settings.metrics_port
+    is_open = OPEN if apart is None else OPEN | {METRICS}
+    checks: list[Check] = [] if apart is None else [PortCheck(apart)]
     if settings.keys:
-        return (KeyCheck(settings.keys, settings.http_workers or 1),)
-    return (check_without_keys,)
+        return [*checks, KeyCheck(settings.keys, is_open, settings.http_workers or 1)]
+    return [*checks, check_without_keys]
+
+
+class PortCheck:
+    """Where the metrics have a port of their own, they are nowhere else, and nothing else but health is there."""
+
+    def __init__(self, metrics_port: int) -> None:
+        self._metrics_port = metrics_port
+
+    def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+        path: str = scope["path"]
+        if scope["server"][1] == self._metrics_port:
+            is_here = path == METRICS or path.startswith(HEALTH)
+        else:
+            is_here = path != METRICS
+        if not is_here:
+            raise NotFound(f"there is nothing at {path} on this port")
 
 
 def check_without_keys(scope: Scope, headers: Headers, exchange: Exchange) -> None:
@@ -41,15 +62,17 @@ def check_without_keys(scope: Scope, headers: Headers, exchange: Exchange) -> No
 class KeyCheck:
     """Lets in whoever shows a key that is known, is for what is asked, and is within its rates.
 
+    is_open: paths that need no key, beside those below OPEN_BELOW
     processes: processes like this one, among which the rates are divided
     """
 
-    def __init__(self, keys: Keys, processes: int) -> None:
+    def __init__(self, keys: Keys, is_open: Set[str], processes: int) -> None:
+        self._open = is_open
         self._holders = [Holder(name, key, processes) for name, key in keys.items()]
 
     def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         path: str = scope["path"]
-        if path in OPEN or path.startswith(OPEN_BELOW):
+        if path in self._open or path.startswith(OPEN_BELOW):
             return
         holder = self._find(headers.get("authorization", ""))
         exchange.tenant = holder.name
@@ -108,7 +131,7 @@ def bucket(per_minute: int | None, processes: int) -> Bucket | None:
 
 def permission(path: str) -> Permission:
     """What is needed to ask for a path that is not open."""
-    if path == "/metrics":
+    if path == METRICS:
         return "metrics"
     return "admin" if path == ADMIN or path.startswith(f"{ADMIN}/") else "inference"
 

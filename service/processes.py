@@ -47,9 +47,9 @@ class Child:
 class Processes:
     """One inference process and so many HTTP processes, kept alive until the service is to end."""
 
-    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, listeners: Sequence[socket.socket]) -> None:
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._children: set[Child] = set()
         self._awake = Awake(BEAT_S)
         self._served: set[str] = set()  # roles of which one has been able to serve
@@ -121,7 +121,8 @@ class Processes:
 
     async def _start(self, role: str) -> Child:
         ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno(), *([self._listener.fileno()] if role == "http" else [])]
+        listeners = self._listeners if role == "http" else ()
+        inherited = [end.fileno() for end in (theirs, *listeners)]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "service.child", role, *map(str, inherited)),
             stdin=PIPE,
@@ -162,7 +163,8 @@ class Processes:
 
     def _drain(self) -> None:
         if not self._draining:
-            self._listener.close()  # or who connects when the HTTP processes listen no more would wait here
+            for listener in self._listeners:
+                listener.close()  # or who connects when the HTTP processes listen no more would wait here
             patience_s = self._settings.drain_s + OVERTIME_S
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True

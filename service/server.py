@@ -42,12 +42,16 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
+        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
+
+        sockets: the listener and, if they have one of their own, that of the metrics
+        """
         await super().startup([listener.dup() for listener in sockets or []])
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
-        for listener in sockets or []:
-            log.info("serving", url=url_of(listener), pid=os.getpid())
+        if sockets:
+            urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
+            log.info("serving", **urls, pid=os.getpid())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""

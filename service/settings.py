@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import orjson
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.keys import PLAIN, Keys
@@ -46,6 +46,12 @@ class Settings(BaseSettings):
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of their own for metrics, and health checks, without keys; unset, they share the other",
+    )
     http_workers: int = Field(
         1,
         ge=0,
@@ -142,6 +148,13 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return [*filter(None, value.split(os.pathsep))]
         return [value] if isinstance(value, Path) else value
+
+    @field_validator("metrics_port")
+    @classmethod
+    def _apart(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and value == info.data.get("port"):
+            raise ValueError("must not be the other port")
+        return value
 
     @field_validator("api_key")
     @classmethod

@@ -228,6 +228,39 @@ def test_rates_are_divided_among_processes() -> None:
         check(scope, headers, Exchange("c", 0.0))
 
 
+@pytest.mark.parametrize("keys", [{}, KEYS])
+@pytest.mark.parametrize(
+    ("port", "path", "status"),
+    [
+        (9100, "/metrics", 200),
+        (9100, "/health/ready", 200),
+        (9100, "/models", 404),
+        (9100, "/", 404),
+        (9100, "/admin", 404),
+        (9100, "/docs", 404),
+        (8000, "/metrics", 404),
+        (8000, "/health/ready", 200),
+        (8000, "/docs", 200),
+    ],
+)
+async def test_metrics_may_have_a_port_of_their_own(
+    client_with: Connect, keys: dict[str, Key], port: int, path: str, status: int
+) -> None:
+    """They need no key there, and are not elsewhere; nothing but health is there."""
+    async with client_with(metrics_port=9100, keys=keys) as client:
+        assert (await client.get(f"http://quartet:{port}{path}")).status_code == status
+
+
+async def test_a_port_for_metrics_opens_nothing_else(client_with: Connect) -> None:
+    """On the other port, a key is needed as before, and one for metrics has nowhere to go."""
+    async with client_with(metrics_port=9100, keys=KEYS) as client:
+        url = "http://quartet:8000/models"
+        assert (await client.get(url)).status_code == 401
+        assert (await client.get(url, headers=bearing("search"))).status_code == 200
+        headers = bearing("prometheus")
+        assert (await client.get("http://quartet:8000/metrics", headers=headers)).status_code == 404
+
+
 async def test_the_line_names_the_tenant_and_never_the_key(
     locked: httpx.AsyncClient, lines: list[EventDict]
 ) -> None:

@@ -51,6 +51,13 @@ def test_bad_values_are_refused(name: str, value: object) -> None:
         Settings(**{name: value})
 
 
+def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
+    """Two listeners want two ports, unless each takes a free one."""
+    with pytest.raises(ValidationError, match="must not be the other port"):
+        Settings(port=9000, metrics_port=9000)
+    assert Settings(port=0, metrics_port=0).metrics_port == 0
+
+
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_described(name: str) -> None:
     """The help text comes from the field, so each field has one."""

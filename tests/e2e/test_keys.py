@@ -1,0 +1,100 @@
+"""Keys and the metrics' own port, over real sockets and processes."""
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from service.keys import make_key, record
+from tests.e2e.conftest import Server, serving, until
+from tests.e2e.test_processes import children
+
+pytestmark = pytest.mark.e2e
+
+KEY, PLAIN = make_key(), make_key()
+HEAD = "POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{}\r\n"
+BODY = {"inputs": "Ada drew a comet."}
+
+
+@pytest.fixture(scope="module", params=["0", "2"], ids=["one process", "two http processes"])
+def locked(
+    request: pytest.FixtureRequest, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with a key in a file, one in a variable, and a port for metrics."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys.write_text(record("filed", KEY))
+    flags = ["--metrics-port", "0", "--http-workers", request.param, "--api-keys", keys]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("QUARTET_API_KEY", PLAIN)
+        with serving(tiny_bundle, *flags) as server:
+            yield server
+
+
+def metrics(server: Server) -> Server:
+    """The server as seen through its port for metrics."""
+    (url, *_) = re.findall(r'"metrics": ?"(http://[^"]+)"', "".join(server.log))
+    return Server(server.process, url)
+
+
+@pytest.mark.parametrize(("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")])
+def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> None:
+    """Keys of a file and of a variable reach them all, on no command line; the log has names of keys alone."""
+    headers = {"Authorization": f"Bearer {key}"}
+    statuses = [locked.post("/embed", BODY, headers).status for _ in range(20)]
+    assert [200] * 20 == statuses
+    assert 401 == locked.post("/embed", BODY).status
+    until(lambda: any(f'"tenant":"{tenant}"' in line for line in locked.log))
+    assert not any(key in line for line in locked.log)
+    pids = [locked.process.pid, *chain(*children(locked).values())]
+    assert not any(key in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+
+
+def test_a_connection_outlives_a_refusal(locked: Server) -> None:
+    """What a client sends beside a refused request is thrown away, and its next request is answered."""
+    body = b'{"inputs": "%s"}' % (b"a" * 1_000_000)
+    allowed = f"Authorization: Bearer {KEY}\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", locked.port)) as connection:
+        connection.sendall(HEAD.format(len(body), "").encode())
+        heard = connection.recv(65536)  # before the body is sent
+        connection.sendall(body)
+        connection.sendall(HEAD.format(17, allowed).encode() + b'{"inputs": "abc"}')
+        heard += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert [b"401", b"200"] == re.findall(rb"HTTP/1\.1 (\d+)", heard)
+
+
+def test_metrics_are_on_their_port_alone(locked: Server) -> None:
+    """Whoever reaches it needs no key, and finds nothing else there."""
+    apart = metrics(locked)
+    assert locked.port != apart.port
+    page = apart.get("/metrics")
+    assert 200 == page.status
+    assert b"quartet_request_duration_seconds" in page.body
+    assert 200 == apart.get("/health/ready").status
+    assert 404 == apart.post("/embed", BODY, {"Authorization": f"Bearer {KEY}"}).status
+    assert 404 == locked.get("/metrics").status
+
+
+def test_both_ports_are_drained(tiny_bundle: Path) -> None:
+    """From SIGTERM on, nobody is kept waiting on either port while requests under way are finished."""
+    with serving(tiny_bundle, "--metrics-port", "0", "--http-workers", "2") as server:
+        until(lambda: sum('"serving"' in line for line in server.log) == 2, 60)
+        ports = [server.port, metrics(server).port]
+        with socket.create_connection(("127.0.0.1", server.port)) as under_way:
+            under_way.sendall(HEAD.format(17, "").encode())
+            os.kill(server.process.pid, signal.SIGTERM)
+            until(lambda: all(map(refused, ports)))
+            assert server.process.poll() is None
+        assert 0 == server.process.wait(60)
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
