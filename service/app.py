@@ -20,7 +20,7 @@ from service.admission import Admission
 from service.calls import Service
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
-from service.exchange import ExchangeMiddleware, refuse
+from service.exchange import ExchangeMiddleware, check_refusal, refuse
 from service.gate import gate
 from service.logs import log_bug
 from service.metrics import Recorder
@@ -58,7 +58,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         ExchangeMiddleware,
         metrics=service.metrics,
         process=service,
-        checks=[*gate(settings), Admission(service)],
+        checks=[check_refusal, *gate(settings), Admission(service)],
     )
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)

@@ -9,11 +9,13 @@
         UnknownHead 404 unknown_head
       MethodNotAllowed 405 method_not_allowed
       RequestTimeout 408 slow_body            the body did not arrive in time
+        SlowHeaders 408 slow_headers          nor did the headers
       TooLarge 413 too_large                  could not be served even by an empty queue
       UnsupportedMediaType 415 unsupported_media_type
       InvalidInput 422 invalid                well-formed JSON that says something impossible
       Overloaded 429 overloaded               the queue is full; says when to retry
       RateLimited 429 rate_limited            the key is above one of its rates; says when to retry
+      HeadersTooLarge 431 headers_too_large   too many, or too many bytes of them
       InternalError 500 internal              our bug
         InferenceFailed 500 inference_failed  the session failed, or its result was not finite
       NotReady 503 not_ready
@@ -140,6 +142,10 @@ class RequestTimeout(QuartetError):
         return {"Connection": "close"}
 
 
+class SlowHeaders(RequestTimeout):
+    code = "slow_headers"
+
+
 class TooLarge(QuartetError):
     status = 413
     code = "too_large"
@@ -170,6 +176,11 @@ class Overloaded(RetryableError):
 class RateLimited(RetryableError):
     status = 429
     code = "rate_limited"
+
+
+class HeadersTooLarge(QuartetError):
+    status = 431
+    code = "headers_too_large"
 
 
 class InternalError(QuartetError):

@@ -27,6 +27,7 @@ from service.pace import Pace
 
 log = structlog.get_logger()
 
+REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 
@@ -78,6 +79,12 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
 
 
 Check = Callable[[Scope, Headers, Exchange], None]  # raises a QuartetError to refuse a request
+
+
+def check_refusal(scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    """The check of what the server itself has found: raises it."""
+    if refusal := scope["state"].get(REFUSAL):
+        raise refusal
 
 
 class Process(Protocol):

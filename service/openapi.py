@@ -29,7 +29,13 @@ Object = dict[str, Any]
 REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
 
-EVERY_ROUTE: tuple[type[QuartetError], ...] = (errors.MethodNotAllowed, errors.InternalError)
+EVERY_ROUTE: tuple[type[QuartetError], ...] = (
+    errors.BadRequest,
+    errors.MethodNotAllowed,
+    errors.SlowHeaders,
+    errors.HeadersTooLarge,
+    errors.InternalError,
+)
 KEYED: tuple[type[QuartetError], ...] = (
     errors.Unauthorized,
     errors.Forbidden,
@@ -37,7 +43,6 @@ KEYED: tuple[type[QuartetError], ...] = (
 )
 NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
 TASK: tuple[type[QuartetError], ...] = (
-    errors.BadRequest,
     errors.UnknownModel,
     errors.UnknownHead,
     errors.RequestTimeout,

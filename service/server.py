@@ -7,13 +7,16 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from service.calls import Service
+from service.protocol import Protocol
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -28,7 +31,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=connections(settings),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -62,11 +65,13 @@ class Server(uvicorn.Server):
             waiting = [*accept_all(listener)]
             listener.close()
             for connection in waiting:
-                await asyncio.get_running_loop().connect_accepted_socket(self.protocol, connection)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    self.connection, connection
+                )
         await asyncio.sleep(GRACE_S)
         await super().shutdown(sockets)
 
-    def protocol(self) -> asyncio.Protocol:
+    def connection(self) -> asyncio.Protocol:
         """One connection's protocol, as uvicorn makes it."""
         state, lifespan = self.server_state, self.lifespan.state
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
@@ -77,6 +82,12 @@ class Server(uvicorn.Server):
         self.service.draining = True
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True
+
+
+def connections(settings: Settings) -> type[asyncio.Protocol]:
+    """What makes one process's connections."""
+    make = partial(Protocol, header_timeout_s=settings.header_timeout_s)
+    return cast(type[asyncio.Protocol], make)
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:

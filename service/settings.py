@@ -106,6 +106,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )
+    header_timeout_s: float = Field(
+        20.0, gt=0, description="headers must arrive within this time; raise for slow links"
+    )
     body_timeout_s: float = Field(
         30.0, gt=0, description="a body must arrive within this time; raise for slow links"
     )

@@ -1,9 +1,11 @@
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import httpx
 import pytest
+import uvloop
 from fastapi import FastAPI
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -13,6 +15,11 @@ from service.app import create_app
 from service.metrics import Metrics
 from service.settings import PREFIX, Settings
 from tests.service.fakes import FakeEngine, FakeEngines
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the event loop that serves."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(autouse=True)

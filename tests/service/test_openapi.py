@@ -14,7 +14,7 @@ TASKS = {
     "/qa": "QaRequest",
     "/embed": "EmbedRequest",
 }
-TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 500, 503, 504]
+TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 503, 504]
 
 
 @pytest.fixture

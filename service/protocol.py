@@ -1,0 +1,313 @@
+"""One connection: uvicorn's, with bounds on what a client may send, hold back and leave unread.
+
+Uvicorn leaves these to a proxy: a head may be endless and take for ever, thousands of requests may be sent ahead, and
+an answer that nobody reads is kept. What is refused here becomes a request that carries its error (`REFUSAL`), so that
+it is named, logged and counted like any other, and answered in its turn.
+"""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from typing import Any, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn import Config
+from uvicorn._types import HTTPScope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from service.errors import (
+    BadRequest,
+    HeadersTooLarge,
+    QuartetError,
+    SlowHeaders,
+)
+from service.exchange import REFUSAL
+
+HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
+HEADERS = 100
+PIPELINED = 100  # requests that may be sent ahead of their answers
+HEARING_S = 10.0  # for a client that was refused to hear so and stop sending
+STALLED_S = 30.0  # in which a client has to read so much of a long answer
+STALLED_BYTES = 65_536
+FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class Enough(Exception):
+    """The rest of what came is not to be parsed."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection, whose heads have `header_timeout_s` to arrive."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        header_timeout_s: float,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.header_timeout_s = header_timeout_s
+        self.in_head = False
+        self.in_body = False
+        self.deaf = False  # what comes is dropped
+        self.closing = False
+        self.head_bytes = 0  # of the headers that are there
+        self.heard = False  # of a header or a piece of a body in what came last
+        self.unheard = 0  # bytes that came since, in which there was none
+        self.late = Alarm(self.loop)  # for a head to be whole, and in the end for silence
+        self.stalled = Alarm(self.loop)
+
+    # -- what the event loop tells -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.wire = transport
+        self.transport = cast(asyncio.Transport, Transport(self))
+        self.expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closing = True
+        self.stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            return
+        self.heard = False
+        self.feed(data)
+        if (self.in_head or self.in_body) and not self.deaf:
+            self.watch_sender(0 if self.heard else len(data))
+
+    def eof_received(self) -> None:
+        self.closing = True  # which the event loop does, when what was written is sent
+        if self.wire.get_write_buffer_size():
+            self.watch_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.closing:
+            self.stalled.stop()
+
+    # -- what the parser tells ---------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= PIPELINED:
+            self.cycle.keep_alive = False  # the last one to be answered
+            self.deaf = True
+            raise Enough
+        super().on_message_begin()
+        self._unset_keepalive_if_required()
+        self.in_head = self.heard = True
+        self.head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.heard = True
+        self.head_bytes += len(name) + len(value) + 4
+        if self.head_bytes > HEAD_BYTES:
+            raise too_large()
+        if self.in_head:  # and not behind the body
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.head_bytes + len(self.url) > HEAD_BYTES:
+            raise too_large()
+        if len(self.headers) > HEADERS:
+            raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
+        super().on_headers_complete()
+        self.in_head, self.in_body = False, True
+        self.late.stop()
+
+    def on_body(self, body: bytes) -> None:
+        self.heard = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body, if it has one, is still to come
+        self.in_body = False
+        super().on_message_complete()
+        if self.cycle.response_complete:  # long before
+            self.expect_request()
+
+    # -- what the application's answer tells -------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.in_head:  # the next one's, which has its own timer
+            self._unset_keepalive_if_required()
+
+    def is_closing(self) -> bool:
+        return self.closing or self.wire.is_closing()
+
+    def close(self) -> None:
+        """Close when what was written is sent. A client that still sends is heard out for a while first.
+
+        Else the system would reset the connection, and with it take away an answer that is not read yet.
+        """
+        if self.closing:
+            return
+        self.closing = True
+        self.stop_timers()
+        if self.in_head or self.in_body or self.pipeline or self.deaf:
+            self.deaf = True
+            self.flow.resume_reading()
+            self.wire.write_eof()
+            self.late.set(HEARING_S, self.wire.abort)
+        else:
+            self.wire.close()
+        if self.wire.get_write_buffer_size():
+            self.watch_reader()
+
+    # -- bounds ------------------------------------------------------------------------------------
+
+    def expect_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def watch_sender(self, unheard: int) -> None:
+        """Bound a header that does not end, which is kept until it does, and the time that a head takes."""
+        self.unheard = self.unheard + unheard if unheard else 0
+        if self.unheard > HEAD_BYTES:
+            self.refuse(too_large())
+        elif self.in_head and not self.late.is_set:
+            error = SlowHeaders(f"the headers did not arrive within {self.header_timeout_s:g} s")
+            self.late.set(self.header_timeout_s, self.refuse, error)
+
+    def watch_reader(self, unread: float = inf) -> None:
+        """Cut off a client that does not read, and let go of what is kept for it."""
+        left = self.wire.get_write_buffer_size()
+        if left > unread - STALLED_BYTES:
+            self.wire.abort()
+        else:
+            self.stalled.set(STALLED_S, self.watch_reader, left)
+
+    def stop_timers(self) -> None:
+        self._unset_keepalive_if_required()
+        self.late.stop()
+        self.stalled.stop()
+
+    # -- refusing ----------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            self.feed(self.stay(data[offer.args[0] :]))
+        except HttpParserError as error:
+            cause = error.__context__ or error
+            if isinstance(cause, QuartetError):
+                self.refuse(cause)
+            elif not isinstance(cause, Enough):
+                self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
+
+    def stay(self, rest: bytes) -> bytes:
+        """Read a request that offers another protocol as if it did not; gives what is to be parsed for that.
+
+        The parser takes it to have no body, whatever its headers say, and goes on behind it.
+        """
+        framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in FRAMING]
+        self.parser = HttpRequestParser(Body(self))
+        return b"POST / HTTP/1.1\r\n%s\r\n%s" % (b"".join(framing), rest)
+
+    def refuse(self, error: QuartetError) -> None:
+        """Answer what cannot be read on, after what came before it, and close."""
+        self.deaf = True
+        self.late.stop()
+        self._unset_keepalive_if_required()
+        if self.in_body and self.cycle.response_started:
+            self.cycle.disconnected = True
+            self.close()
+            return
+        last = cast(RequestResponseCycle | None, self.cycle)
+        busy = last is not None and not last.response_complete
+        if self.in_body:
+            busy = self.abandon(self.cycle)
+        self.cycle = self.refusal(error)
+        if busy:
+            self.pipeline.appendleft((self.cycle, self.app))
+        else:
+            self._start_asgi_task(self.cycle, self.app)
+
+    def abandon(self, half: RequestResponseCycle) -> bool:
+        """Forget a request whose body was coming; tells whether others are still to be answered."""
+        if self.pipeline:
+            self.pipeline.popleft()
+            return True
+        half.disconnected = True
+        half.message_event.set()
+        return False
+
+    def refusal(self, error: QuartetError) -> RequestResponseCycle:
+        """A request of which only so much came that it has to be refused."""
+        nothing: dict[str, Any] = {"method": "", "path": "", "raw_path": b"", "query_string": b""}
+        scope = {**nothing, **self.scope, "state": {**self.app_state, REFUSAL: error}}
+        return RequestResponseCycle(
+            scope=cast(HTTPScope, scope),
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=False,
+            on_response=self.on_response_complete,
+        )
+
+
+class Alarm:
+    """A timer that is set and stopped again and again."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.timer is not None
+
+    def set(self, seconds: float, ring: Callable[..., None], *arguments: object) -> None:
+        self.stop()
+        self.timer = self.loop.call_later(seconds, ring, *arguments)
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Transport:
+    """What uvicorn uses of a transport, with our way to close."""
+
+    def __init__(self, connection: Protocol) -> None:
+        self.write = connection.wire.write
+        self.close = connection.close
+        self.is_closing = connection.is_closing
+
+
+class Body:
+    """Hears of one body from a parser whose head the connection has seen before."""
+
+    def __init__(self, connection: Protocol) -> None:
+        self.connection = connection
+        self.on_header = connection.on_header
+        self.on_body = connection.on_body
+
+    def on_message_complete(self) -> None:
+        self.connection.parser = HttpRequestParser(self.connection)
+        self.connection.on_message_complete()
+
+
+def too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"the headers are larger than {HEAD_BYTES} bytes")

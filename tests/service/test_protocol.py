@@ -1,0 +1,474 @@
+"""Connections over real sockets, on the loop that serves: what they may send, hold back and leave unread."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp
+from structlog.typing import EventDict
+from uvicorn.server import ServerState
+
+from service import protocol
+from service.app import create_app
+from service.metrics import Metrics
+from service.server import connections
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+BODY = b'{"inputs": "a"}'
+HEAD = b"POST /classify HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
+GET = b"GET /health/live HTTP/1.1\r\nHost: quartet\r\n\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def post(body: bytes = BODY, more: bytes = b"") -> bytes:
+    return HEAD + more + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """Of an error, which has the one shape."""
+        (error,) = json.loads(self.body).values()
+        assert [*error] == ["code", "message", "param"]
+        return error["code"]
+
+    @property
+    def closes(self) -> bool:
+        return self.headers.get("connection") == "close"
+
+
+class Client:
+    """A connection, and what is heard on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, *parts: bytes) -> None:
+        for part in parts:
+            self.writer.write(part)
+
+    async def answer(self) -> Answer:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        headers = {k.lower(): v for k, v in re.findall(r"(\S+): (.*)\r\n", head)}
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return Answer(int(head.split()[1]), headers, body)
+
+    async def ended(self) -> bool:
+        """Once the server has closed: whether it had said all."""
+        return await self.reader.read() == b""
+
+
+@dataclass
+class Listening:
+    """A server's connections, and how to make one more."""
+
+    port: int
+    state: ServerState
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield Client(reader, writer)
+        finally:
+            writer.transport.abort()
+
+
+Listen = Callable[..., AbstractAsyncContextManager[Listening]]
+
+
+@asynccontextmanager
+async def listening(
+    app: ASGIApp, settings: Settings, idle_s: float = 75
+) -> AsyncIterator[Listening]:
+    config = uvicorn.Config(
+        app,
+        http=connections(settings),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=idle_s,
+    )
+    config.load()
+    state = ServerState()
+
+    def connect() -> asyncio.Protocol:
+        return config.http_protocol_class(config=config, server_state=state, app_state={})
+
+    server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
+    try:
+        yield Listening(server.sockets[0].getsockname()[1], state)
+    finally:
+        server.close()
+        for task in state.tasks:
+            task.cancel()
+        await until(lambda: not state.connections)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def listen(engines: FakeEngines) -> Listen:
+    """A server of the whole application, over sockets."""
+
+    @asynccontextmanager
+    async def start(idle_s: float = 75, **settings: object) -> AsyncIterator[Listening]:
+        app = create_app(Settings(**settings), engines.open, Metrics())
+        async with (
+            app.router.lifespan_context(app),
+            listening(app, Settings(**settings), idle_s) as server,
+        ):
+            yield server
+
+    return start
+
+
+async def test_requests_follow_each_other(listen: Listen) -> None:
+    """A connection is kept for the next request."""
+    async with listen() as server, server.client() as client:
+        for _ in range(3):
+            client.send(post())
+            answer = await client.answer()
+            assert (200, False) == (answer.status, answer.closes)
+
+
+async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
+    """One byte at a time is as good as all at once."""
+    async with listen() as server, server.client() as client:
+        for index in range(len(post())):
+            client.send(post()[index : index + 1])
+            await asyncio.sleep(0)
+        assert 200 == (await client.answer()).status
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + b"X: %s\r\n\r\n" % (b"a" * 70_000),
+        HEAD + b"X: " + b"a" * 400_000,
+        b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * 70_000),
+        b"GET /" + b"a" * 400_000,
+        HEAD + b"".join(b"X%d: a\r\n" % n for n in range(200)) + b"\r\n",
+        CHUNKED + b"1\r\n[\r\n0\r\n" + b"X: a\r\n" * 20_000,
+        CHUNKED + b"1\r\n[\r\n0\r\nX: " + b"a" * 1_000_000,
+        CHUNKED + b"1;" + b"a" * 1_000_000,
+    ],
+    ids=[
+        "header",
+        "endless-header",
+        "path",
+        "endless-path",
+        "many-headers",
+        "behind-the-body",
+        "endless-behind-the-body",
+        "endless-extension",
+    ],
+)
+async def test_a_large_head_is_refused(listen: Listen, lines: list[EventDict], head: bytes) -> None:
+    """Too many headers, or bytes of them, are refused by name as soon as they are too many; the log says so."""
+    async with listen() as server, server.client() as client:
+        client.send(head)
+        answer = await client.answer()
+        assert (431, "headers_too_large", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+    assert (431, "headers_too_large") == (lines[-1]["status"], lines[-1]["code"])
+    assert answer.headers["x-request-id"] == lines[-1]["request_id"]
+
+
+async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
+    """What is allowed is answered, in pieces and behind a body, too."""
+    large = post(more=b"X: %s\r\n" % (b"a" * 65_000))
+    async with listen() as server, server.client() as client:
+        for _ in range(3):
+            client.send(large[:200])
+            await asyncio.sleep(0.01)
+            client.send(large[200:40_000])
+            await asyncio.sleep(0.01)
+            client.send(large[40_000:])
+            assert 200 == (await client.answer()).status
+
+
+async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
+    """A chunked body may have headers behind it, which nobody asked for."""
+    behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * protocol.HEADERS))
+    async with listen() as server, server.client() as client:
+        for _ in range(2):
+            client.send(CHUNKED + b"f\r\n%s\r\n0\r\n%s\r\n" % (BODY, behind))
+            assert 200 == (await client.answer()).status
+
+
+async def test_a_slow_head_is_given_up(listen: Listen) -> None:
+    """Who drips headers is told, and closed, however steadily it drips."""
+    async with listen(header_timeout_s=0.2) as server, server.client() as client:
+
+        async def drip() -> None:
+            client.send(b"GET / HTTP/1.1\r\nX: ")
+            while True:
+                client.send(b"a")
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        answer = await client.answer()
+        assert (408, "slow_headers", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+        dripping.cancel()
+
+
+@pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "blank-lines"])
+async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
+    """Who connects and asks nothing is closed without a word."""
+    async with listen(idle_s=0.2) as server, server.client() as client:
+
+        async def drip() -> None:
+            while said:
+                client.send(said)
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        assert await client.ended()
+        dripping.cancel()
+
+
+async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngine) -> None:
+    """Neither one that waits for its answer nor one whose next request is on its way is closed."""
+    engine.hold = asyncio.Event()
+    async with listen(idle_s=0.1) as server, server.client() as client:
+        client.send(post(), GET[:20])
+        await asyncio.sleep(0.3)
+        engine.hold.set()
+        assert 200 == (await client.answer()).status
+        await asyncio.sleep(0.3)
+        client.send(GET[20:])
+        assert 200 == (await client.answer()).status
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"hello\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        CHUNKED + b"not a length\r\n",
+    ],
+    ids=["tls", "words", "negative-length", "two-lengths", "no-address", "http2", "bad-chunk"],
+)
+async def test_what_is_not_http_is_refused(
+    listen: Listen, lines: list[EventDict], engine: FakeEngine, said: bytes
+) -> None:
+    """In the one shape, and logged like a request."""
+    async with listen() as server, server.client() as client:
+        client.send(said)
+        answer = await client.answer()
+        assert (400, "bad_request", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+    assert (400, "bad_request") == (lines[-1]["status"], lines[-1]["code"])
+    assert {} == engine.asked
+
+
+async def test_a_refusal_waits_its_turn(listen: Listen, engine: FakeEngine) -> None:
+    """What came whole before it is answered first."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post(), post(), b"and then nonsense\r\n\r\n")
+        await engine.reached.wait()
+        engine.hold.set()
+        assert [200, 200, 400] == [(await client.answer()).status for _ in range(3)]
+        assert await client.ended()
+
+
+async def test_a_broken_body_that_waits_its_turn(listen: Listen, engine: FakeEngine) -> None:
+    """A request that breaks off behind another is refused where its answer would have been."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post(), CHUNKED + b"not a length\r\n")
+        await engine.reached.wait()
+        engine.hold.set()
+        assert [200, 400] == [(await client.answer()).status for _ in range(2)]
+        assert await client.ended()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 15\r\n\r\n" + BODY,
+        b"Transfer-Encoding: chunked\r\n\r\nf\r\n%s\r\n0\r\n\r\n" % BODY,
+    ],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("pause_s", [0, 0.02], ids=["at-once", "head-first"])
+async def test_another_protocol_is_not_taken_up(
+    listen: Listen, body: bytes, pause_s: float
+) -> None:
+    """A request that offers HTTP/2 on the way, as Java's client does, is answered in HTTP/1.1, body and all."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    framing, _, rest = body.partition(b"\r\n\r\n")
+    async with listen() as server, server.client() as client:
+        for _ in range(2):
+            client.send(HEAD + offer + framing + b"\r\n\r\n")
+            await asyncio.sleep(pause_s)
+            client.send(rest)
+            assert 200 == (await client.answer()).status
+        client.send(GET.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost"))
+        assert 200 == (await client.answer()).status
+
+
+async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
+    """Some are answered in order, and a flood only as far as the limit, whose last answer says so."""
+    async with listen() as server, server.client() as client:
+        client.send(GET * 20)
+        assert [200] * 20 == [(await client.answer()).status for _ in range(20)]
+        client.send(GET * 5_000)
+        answers = [await client.answer()]
+        while not answers[-1].closes:
+            answers.append(await client.answer())
+        assert protocol.PIPELINED + 1 == len(answers)
+        assert await client.ended()
+
+
+# -- refusals that have to reach those who still send -----------------------------------------------
+
+
+async def test_a_refused_body_is_heard_out(listen: Listen, engine: FakeEngine) -> None:
+    """A client that sends all of a large body before it listens hears why it was refused, and may ask again."""
+    async with listen(max_body_bytes=1000) as server, server.client() as client:
+        client.send(post(b"x" * 20_000_000))
+        await client.writer.drain()
+        answer = await client.answer()
+        assert (413, "too_large", False) == (answer.status, answer.code, answer.closes)
+        client.send(post())
+        assert 200 == (await client.answer()).status
+
+
+async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
+    """Once the last of it has come, the connection may be idle for as long as any."""
+    body = post(b"x" * 5000)
+    async with listen(max_body_bytes=1000) as server, server.client() as client:
+        client.send(body[:2000])
+        assert 413 == (await client.answer()).status
+        (connection,) = server.state.connections
+        timer = connection.timeout_keep_alive_task
+        client.send(body[2000:])
+        await until(lambda: connection.timeout_keep_alive_task is not timer)
+
+
+async def test_a_refused_body_without_end_is_not(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that was refused and goes on for ever is cut off in the end."""
+    monkeypatch.setattr(protocol, "HEARING_S", 0.2)
+    async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
+
+        async def go_on() -> None:
+            client.send(CHUNKED)
+            while True:
+                client.send(b"400\r\n%s\r\n" % (b"x" * 1024))
+                await client.writer.drain()
+                await asyncio.sleep(0.001)
+
+        with pytest.raises(ConnectionError):
+            await go_on()
+
+
+async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> None:
+    """An answer that ends the connection is not taken away from a client that listens only afterwards."""
+    async with listen(body_timeout_s=0.05) as server, server.client() as client:
+        client.send(HEAD + b"Content-Length: 10000000\r\n\r\n")
+        await asyncio.sleep(0.2)
+        client.send(b"x" * 10_000_000)
+        await client.writer.drain()
+        answer = await client.answer()
+        assert (408, "slow_body", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+
+
+# -- answers that nobody reads -----------------------------------------------------------------------
+
+LARGE = b"x" * 50_000_000  # more than the system keeps for a connection
+
+
+@pytest.fixture
+def large() -> ASGIApp:
+    """An application whose every answer is large."""
+    return Response(LARGE)
+
+
+async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
+    """Who is being answered before it has said all, and then says nonsense, is cut off."""
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await until(lambda: server.state.total_requests == 1)
+        client.send(b"not a length\r\n")
+        _, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+        assert LARGE == body
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
+async def test_an_answer_that_nobody_reads_is_dropped(
+    large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
+) -> None:
+    """A client that reads none of a large answer is cut off, and nothing of it is kept."""
+    monkeypatch.setattr(protocol, "STALLED_S", 0.1)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n%s\r\n" % more)
+        await until(lambda: len(server.state.connections) == 1)
+        await until(lambda: not server.state.connections)
+        assert 1 == server.state.total_requests
+
+
+async def test_a_short_answer_that_nobody_reads_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is what is too short to make the server wait, when its connection has been idle for long."""
+    monkeypatch.setattr(protocol, "STALLED_S", 0.1)
+    socket_full = Response(b"x" * 60_000)
+    async with listening(socket_full, Settings(), 0.3) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n\r\n" * 99)
+        await until(lambda: server.state.total_requests > 10)
+        await until(lambda: not server.state.connections)
+
+
+async def test_an_answer_to_who_said_all_and_reads_nothing_is_dropped(
+    large: ASGIApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it kept for a client that has closed its side, and left the other open."""
+    monkeypatch.setattr(protocol, "STALLED_S", 0.1)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n\r\n")
+        await until(lambda: server.state.total_requests == 1)
+        client.writer.write_eof()
+        await until(lambda: not server.state.connections)
+
+
+async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly, but steadily, gets all of it, though the server is to close."""
+    monkeypatch.setattr(protocol, "STALLED_S", 0.2)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.send(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        heard = 0
+        while chunk := await client.reader.read(500_000):
+            heard += len(chunk)
+            await asyncio.sleep(0.01)
+    assert heard > len(LARGE)
