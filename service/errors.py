@@ -18,6 +18,7 @@
       HeadersTooLarge 431 headers_too_large   too many, or too many bytes of them
       InternalError 500 internal              our bug
         InferenceFailed 500 inference_failed  the session failed, or its result was not finite
+      TooManyConnections 503 too_many_connections
       NotReady 503 not_ready
         Draining 503 draining
         ReplicaLost 503 replica_lost
@@ -190,6 +191,11 @@ class InternalError(QuartetError):
 
 class InferenceFailed(InternalError):
     code = "inference_failed"
+
+
+class TooManyConnections(RetryableError):
+    status = 503
+    code = "too_many_connections"
 
 
 class NotReady(RetryableError):

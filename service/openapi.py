@@ -35,6 +35,7 @@ EVERY_ROUTE: tuple[type[QuartetError], ...] = (
     errors.SlowHeaders,
     errors.HeadersTooLarge,
     errors.InternalError,
+    errors.TooManyConnections,
 )
 KEYED: tuple[type[QuartetError], ...] = (
     errors.Unauthorized,

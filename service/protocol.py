@@ -21,13 +21,16 @@ from service.errors import (
     HeadersTooLarge,
     QuartetError,
     SlowHeaders,
+    TooManyConnections,
 )
 from service.exchange import REFUSAL
+from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
 HEADERS = 100
 PIPELINED = 100  # requests that may be sent ahead of their answers
 HEARING_S = 10.0  # for a client that was refused to hear so and stop sending
+CROWDED_S = 5.0  # for a connection too many to say what it wants
 STALLED_S = 30.0  # in which a client has to read so much of a long answer
 STALLED_BYTES = 65_536
 FRAMING = (b"content-length", b"transfer-encoding")
@@ -38,7 +41,7 @@ class Enough(Exception):
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection, whose heads have `header_timeout_s` to arrive."""
+    """One connection among those in `admitted`, of which there are to be `max_connections` at most."""
 
     def __init__(
         self,
@@ -47,10 +50,15 @@ class Protocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
+        admitted: set["Protocol"],
+        max_connections: int,
         header_timeout_s: float,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.admitted = admitted
+        self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
+        self.crowded = False
         self.in_head = False
         self.in_body = False
         self.deaf = False  # what comes is dropped
@@ -67,9 +75,16 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.wire = transport
         self.transport = cast(asyncio.Transport, Transport(self))
-        self.expect_request()
+        self.crowded = len(self.admitted) >= self.max_connections
+        if self.crowded:
+            self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
+            self.expect_request(CROWDED_S)
+        else:
+            self.admitted.add(self)
+            self.expect_request(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.admitted.discard(self)
         self.closing = True
         self.stop_timers()
         super().connection_lost(exc)
@@ -124,6 +139,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
         self.late.stop()
+        if self.crowded:
+            self.send_away()
 
     def on_body(self, body: bytes) -> None:
         self.heard = True
@@ -135,7 +152,7 @@ class Protocol(HttpToolsProtocol):
         self.in_body = False
         super().on_message_complete()
         if self.cycle.response_complete:  # long before
-            self.expect_request()
+            self.expect_request(self.timeout_keep_alive)
 
     # -- what the application's answer tells -------------------------------------------------------
 
@@ -168,10 +185,10 @@ class Protocol(HttpToolsProtocol):
 
     # -- bounds ------------------------------------------------------------------------------------
 
-    def expect_request(self) -> None:
+    def expect_request(self, seconds: float) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
+            seconds, self.timeout_keep_alive_handler
         )
 
     def watch_sender(self, unheard: int) -> None:
@@ -264,6 +281,13 @@ class Protocol(HttpToolsProtocol):
             keep_alive=False,
             on_response=self.on_response_complete,
         )
+
+    def send_away(self) -> None:
+        """Give a connection too many one answer, which is a refusal unless it looks after the service."""
+        self.cycle.keep_alive = False
+        if self.scope["path"] not in QUIET_ROUTES:
+            error = TooManyConnections("the service has as many connections as it can keep")
+            self.scope["state"][REFUSAL] = error
 
 
 class Alarm:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 GRACE_S = 0.4  # for those who have connected and are about to ask
+OTHER_FILES = 256  # that a process has open beside its connections, and to spare
 
 
 class Server(uvicorn.Server):
@@ -45,10 +47,15 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+<<<<<<< HEAD
         """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
 
         sockets: the listener and, if they have one of their own, that of the metrics
         """
+=======
+        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
+        make_room(share_of_connections(self.service.settings))
+>>>>>>> 72ab685 (Limit the connections of the service, and answer one too many)
         await super().startup([listener.dup() for listener in sockets or []])
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
@@ -85,9 +92,30 @@ class Server(uvicorn.Server):
 
 
 def connections(settings: Settings) -> type[asyncio.Protocol]:
-    """What makes one process's connections."""
-    make = partial(Protocol, header_timeout_s=settings.header_timeout_s)
+    """What makes one process's connections, which share a limit."""
+    make = partial(
+        Protocol,
+        admitted=set(),
+        max_connections=share_of_connections(settings),
+        header_timeout_s=settings.header_timeout_s,
+    )
     return cast(type[asyncio.Protocol], make)
+
+
+def share_of_connections(settings: Settings) -> int:
+    """One process's part of the connections that the service keeps."""
+    return math.ceil(settings.max_connections / max(settings.http_workers, 1))
+
+
+def make_room(connections: int) -> None:
+    """Let this process have as many files open as its connections need, those to be refused included."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = 2 * connections + OTHER_FILES
+    if soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < need:
+        log.warning("the system allows fewer files than max_connections needs", has=soft, need=need)
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:

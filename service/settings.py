@@ -106,6 +106,11 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )
+    max_connections: int = Field(
+        1000,
+        ge=1,
+        description="connections kept at once, by all processes that speak HTTP; raise for many clients",
+    )
     header_timeout_s: float = Field(
         20.0, gt=0, description="headers must arrive within this time; raise for slow links"
     )

@@ -472,3 +472,67 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
             heard += len(chunk)
             await asyncio.sleep(0.01)
     assert heard > len(LARGE)
+
+
+# -- how many connections there may be ---------------------------------------------------------------
+
+
+async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
+    """It is answered, told to come back, counted in the log, and closed; those that are there go on."""
+    async with listen(max_connections=2) as server, server.client() as first:
+        async with server.client() as second:
+            await until(lambda: len(server.state.connections) == 2)
+            async with server.client() as third:
+                third.send(post(b"x" * 5_000_000), GET)
+                answer = await third.answer()
+                assert (503, True) == (answer.status, answer.closes)
+                assert "too_many_connections" == answer.code == lines[-1]["code"]
+                assert int(answer.headers["retry-after"]) >= 1
+                assert await third.ended()
+            for client in (first, second):
+                client.send(post())
+                assert 200 == (await client.answer()).status
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as fourth:
+            fourth.send(post())
+            answer = await fourth.answer()
+            assert (200, False) == (answer.status, answer.closes)
+
+
+@pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/metrics"])
+async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) -> None:
+    """Whoever looks after the service hears of it, however many connections there are."""
+    async with listen(max_connections=1) as server, server.client():
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as prober:
+            prober.send(GET.replace(b"/health/live", path))
+            answer = await prober.answer()
+            assert (200, True) == (answer.status, answer.closes)
+
+
+async def test_a_connection_too_many_is_not_waited_for(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has little time to ask."""
+    monkeypatch.setattr(protocol, "CROWDED_S", 0.1)
+    async with listen(max_connections=1) as server, server.client():
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as silent, server.client() as dripping:
+            dripping.send(GET[:20])
+            async with asyncio.timeout(10):
+                assert await silent.ended()
+                assert "slow_headers" == (await dripping.answer()).code
+
+
+async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
+    """When there is room again, the next is welcome, though one that was too many is still there."""
+    async with listen(max_connections=1) as server:
+        async with server.client():
+            await until(lambda: len(server.state.connections) == 1)
+            crowded = await asyncio.open_connection("127.0.0.1", server.port)
+            await until(lambda: len(server.state.connections) == 2)
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as client:
+            client.send(post())
+            assert 200 == (await client.answer()).status
+        crowded[1].transport.abort()
