@@ -47,15 +47,11 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-<<<<<<< HEAD
         """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
 
         sockets: the listener and, if they have one of their own, that of the metrics
         """
-=======
-        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours."""
         make_room(share_of_connections(self.service.settings))
->>>>>>> 72ab685 (Limit the connections of the service, and answer one too many)
         await super().startup([listener.dup() for listener in sockets or []])
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
