@@ -20,6 +20,7 @@ from service.errors import (
     TooLarge,
     UnsupportedMediaType,
 )
+from service.inflate import Inflater, inflater
 
 T = TypeVar("T")
 
@@ -38,14 +39,17 @@ async def read_json(
 ) -> object:
     """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
 
+    It may be compressed, and is then bounded by `max_bytes` both as it comes and inflated.
+
     Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
     RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected.
     """
     check_media_type(headers)
+    inflate = inflater(headers.get("content-encoding", ""))
     check_length(headers.get("content-length", ""), max_bytes)
     try:
         async with asyncio.timeout(min(timeout_s, seconds_left(deadline))):
-            body = await read_bytes(receive, max_bytes)
+            body = await read_bytes(receive, max_bytes, inflate)
     except TimeoutError:
         if seconds_left(deadline) == 0:
             raise DeadlineExceeded("the body did not arrive before the deadline") from None
@@ -63,8 +67,6 @@ def check_media_type(headers: Mapping[str, str]) -> None:
         )
     if any(part.startswith("charset=") and not is_utf8(part) for part in parameters):
         raise UnsupportedMediaType("the charset must be utf-8", param="Content-Type")
-    if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-        raise UnsupportedMediaType("send the body uncompressed", param="Content-Encoding")
 
 
 def is_json(media_type: str) -> bool:
@@ -78,22 +80,34 @@ def is_utf8(parameter: str) -> bool:
 
 
 def check_length(content_length: str, max_bytes: int) -> None:
-    if content_length.isdecimal() and int(content_length[:19]) > max_bytes:
+    if content_length.isdecimal():
+        check_size(int(content_length[:19]), max_bytes)
+
+
+def check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
         raise TooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-async def read_bytes(receive: Receive, max_bytes: int) -> bytes:
+async def read_bytes(receive: Receive, max_bytes: int, inflate: Inflater | None = None) -> bytes:
     chunks: list[bytes] = []
-    left = max_bytes
-    while True:
+    size = 0
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        chunks.append(message.get("body", b""))
-        left -= len(chunks[-1])
-        check_length(str(max_bytes - left), max_bytes)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+        more = message.get("more_body", False)
+        data = message.get("body", b"")
+        for piece in inflate.feed(data) if inflate else (data,):
+            chunks.append(piece)
+            size += len(piece)
+            check_size(size, max_bytes)
+            if inflate:
+                await asyncio.sleep(0)  # others have their turn
+    if inflate:
+        inflate.finish()
+    return b"".join(chunks)
 
 
 def parse_json(body: bytes) -> object:

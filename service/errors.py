@@ -12,6 +12,7 @@
         SlowHeaders 408 slow_headers          nor did the headers
       TooLarge 413 too_large                  could not be served even by an empty queue
       UnsupportedMediaType 415 unsupported_media_type
+        UnsupportedEncoding 415 unsupported_encoding
       InvalidInput 422 invalid                well-formed JSON that says something impossible
       Overloaded 429 overloaded               the queue is full; says when to retry
       RateLimited 429 rate_limited            the key is above one of its rates; says when to retry
@@ -155,6 +156,20 @@ class TooLarge(QuartetError):
 class UnsupportedMediaType(QuartetError):
     status = 415
     code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The body is compressed in a way that is not known here; `accepted` names those that are."""
+
+    code = "unsupported_encoding"
+
+    def __init__(self, message: str, *, accepted: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.accepted = accepted
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Accept-Encoding": self.accepted}
 
 
 class InvalidInput(QuartetError):

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from service import errors
 from service.errors import QuartetError
+from service.inflate import ACCEPTED
 from service.keys import PRIORITIES
 from service.lines import MEDIA_TYPE
 from service.schemas import (
@@ -49,6 +50,7 @@ TASK: tuple[type[QuartetError], ...] = (
     errors.RequestTimeout,
     errors.TooLarge,
     errors.UnsupportedMediaType,
+    errors.UnsupportedEncoding,
     errors.InvalidInput,
     errors.Overloaded,
     errors.InferenceFailed,
@@ -121,6 +123,10 @@ REQUEST_HEADERS: list[Object] = [
 
 SECURITY: list[Object] = [{"key": []}, {}]  # a key or, where none is configured, nothing
 
+COMPRESSED = (
+    f"May be compressed, in one of the ways `Content-Encoding` is then to name: {ACCEPTED}."
+)
+
 LINES = (
     "When Accept asks for it: a line for each input, as soon as its result is there, with its `index`"
     " and its `result` or `embedding`; then one with `model`, `head` and `usage`, or an `error`."
@@ -153,7 +159,11 @@ def task(request: type[Request], response: type[BaseModel]) -> Object:
         },
         "openapi_extra": {
             "security": SECURITY,
-            "requestBody": {"required": True, "content": {"application/json": body}},
+            "requestBody": {
+                "description": COMPRESSED,
+                "required": True,
+                "content": {"application/json": body},
+            },
             "parameters": REQUEST_HEADERS,
         },
         "tags": ["tasks"],
