@@ -1,9 +1,9 @@
 """Who shares the device, what waits for it, and how long one more request would.
 
 Those who share are flows: the requests of one bundle, class and tenant. Each flow has its part of the device for as
-long as it wants it (`weights`); within one, requests share by tokens, so that a text does not wait for what a larger
-request has left beyond as many tokens. How long a request would wait is read off the fluid that this is the packets
-of: generalized processor sharing (Parekh and Gallager, 1993).
+long as it wants it (`weights`); within one, single texts are served as they come, and of a request of several they wait
+for no more tokens than they bring. How long a request would wait is read off the fluid that this is the packets of:
+generalized processor sharing (Parekh and Gallager, 1993).
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ WEIGHTS = (
 )  # so a class that could use more than it gets has eight ninths, or one ninth, of the device
 
 
-PATIENCE = 0.8  # of the time that is left which an answer may be expected to take: the rest is for surprises
+PATIENCE = 0.6  # of the time that is left which an answer may be expected to take: the rest is for surprises
 
 
 class Flow(NamedTuple):
@@ -40,6 +40,18 @@ def weights(flows: Collection[Flow]) -> dict[Flow, float]:
     }
 
 
+class Left(NamedTuple):
+    """What is left of a request; nothing is left of none."""
+
+    tokens: int = 0
+    windows: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Of the tokens that others of the flow may pass; a last window is passed by nobody."""
+        return self.tokens.bit_length() if self.windows > 1 else 0
+
+
 @dataclass(slots=True)
 class Backlog:
     """What waits of one flow: requests and tokens, by the bits of what is left of each request."""
@@ -50,11 +62,11 @@ class Backlog:
     )  # in tokens, all requests of as many bits together
 
     @classmethod
-    def of(cls, *requests: int) -> "Backlog":
-        """The backlog of requests of so many tokens."""
+    def of(cls, *requests: Left) -> "Backlog":
+        """The backlog of some requests."""
         backlog = cls()
-        for tokens in requests:
-            backlog.change(0, tokens)
+        for request in requests:
+            backlog.change(Left(), request)
         return backlog
 
     @property
@@ -64,15 +76,15 @@ class Backlog:
     def copy(self) -> "Backlog":
         return Backlog(self.requests.copy(), self.sizes.copy())
 
-    def change(self, before: int, after: int) -> None:
-        """What is left of a request changes from so many tokens to so many; 0 is no request."""
-        for tokens, sign in ((before, -1), (after, 1)):
-            if tokens:
-                self.requests[tokens.bit_length()] += sign
-                self.sizes[tokens.bit_length()] += sign * tokens
+    def change(self, before: Left, after: Left) -> None:
+        """What is left of a request changes."""
+        for left, sign in ((before, -1), (after, 1)):
+            if left.windows:
+                self.requests[left.bits] += sign
+                self.sizes[left.bits] += sign * left.tokens
 
     def ahead(self, tokens: int) -> int:
-        """The tokens that are served before so many new ones are: of larger requests only as many each."""
+        """The tokens that are served before so many new ones: of larger requests of several windows as many each."""
         own = tokens.bit_length()
         return sum(
             waiting if bits <= own else tokens * self.requests[bits]
@@ -102,9 +114,9 @@ class Load:
             backlog.tokens / self.rates[flow.bundle] for flow, backlog in self.waiting.items()
         )
 
-    def add(self, flow: Flow, tokens: int) -> None:
+    def add(self, flow: Flow, request: Left) -> None:
         """Count what was sent to the device since it told its load."""
-        self.waiting.setdefault(flow, Backlog()).change(0, tokens)
+        self.waiting.setdefault(flow, Backlog()).change(Left(), request)
 
     def wait_s(self, flow: Flow, tokens: int) -> float:
         """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known."""

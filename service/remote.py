@@ -18,7 +18,7 @@ from service.bundle import BundleError, Texts
 from service.channel import Channel
 from service.device import RunsOn
 from service.engines import Engines
-from service.load import Load
+from service.load import Left, Load
 from service.settings import Settings
 from service.waiting import Answer, Entry, Outcome, Tell
 
@@ -87,7 +87,7 @@ class RemoteDevice:
         answer = Answer(entries, asyncio.get_running_loop().create_future(), tell)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, entries, each=tell is not None))
-        self._load.add(entries[0].flow, sum(entry.tokens for entry in entries))
+        self._load.add(entries[0].flow, Left(sum(entry.tokens for entry in entries), len(entries)))
         try:
             return await answer.future
         except asyncio.CancelledError:

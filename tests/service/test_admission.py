@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from service.admission import Admission, content_length
 from service.calls import Service
-from service.load import Backlog, Flow, Load
+from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -20,7 +20,11 @@ SECONDS = {"X-Request-Timeout-Ms": "1000"}
 
 def waiting(*tokens: int, flow: Flow = TINY) -> Load:
     """A device that does 100 tokens a second, and has requests of so many."""
-    return Load(True, {flow.bundle: 100.0}, {flow: Backlog.of(*tokens)} if tokens else {})
+    return Load(
+        True,
+        {flow.bundle: 100.0},
+        {flow: Backlog.of(*[Left(n, 1) for n in tokens])} if tokens else {},
+    )
 
 
 async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: FakeEngines) -> None:
@@ -52,7 +56,7 @@ async def test_the_least_asked_bundle_decides(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """Which one is asked stands in the body: only if all would be late it need not be read."""
-    busy = {Flow("tiny@1"): Backlog.of(*[1] * 1000)}
+    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
     engines.told = Load(True, {"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 

@@ -18,14 +18,14 @@ from service.bundle import BundleError
 from service.device import RunsOn
 from service.encode import Window
 from service.inference import Fronts, serve
-from service.load import Backlog, Flow, Load
+from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
 from service.waiting import Entry, Outcome, Tell
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-LOAD = Load(True, {"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(42)})
+LOAD = Load(True, {"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
 
 
 class FakeDevice:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.cost import Estimator
 from service.encode import Encoding
 from service.load import Flow
-from service.waiting import POOL, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
+from service.waiting import POOL_MOST, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
 
 FLOW = Flow("m@1")
 
@@ -41,19 +41,21 @@ def entries(starts: list[float]) -> list[Entry]:
     return [entry(start) for start in starts]
 
 
-starts = st.lists(st.integers(0, 50).map(float), max_size=2 * POOL)
+starts = st.lists(st.integers(0, 50).map(float), max_size=2 * POOL_MOST)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(starts, st.sets(st.integers(0, 600))), max_size=5))
+@given(
+    st.lists(st.tuples(starts, st.sets(st.integers(0, 600)), st.integers(1, POOL_MOST)), max_size=5)
+)
 def test_the_pool_is_the_front_of_a_stable_sort(
-    rounds: list[tuple[list[float], set[int]]],
+    rounds: list[tuple[list[float], set[int], int]],
 ) -> None:
     """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
     queue = Queue({1: Estimator()})
     lane = Lane(FLOW, queue)
     waiting: list[Entry] = []
-    for arriving, leaving in rounds:
+    for arriving, leaving, size in rounds:
         arrived = entries(arriving)
         queue.tokens += len(arrived)
         queue.size += len(arrived)
@@ -63,7 +65,7 @@ def test_the_pool_is_the_front_of_a_stable_sort(
         for gone in [waiting[at] for at in leaving if at < len(waiting)]:
             lane.remove(gone)
         waiting = [left for left in waiting if left.queued]
-        assert lane.front() == sorted(waiting, key=lambda left: left.start)[:POOL]
+        assert lane.front(size) == sorted(waiting, key=lambda left: left.start)[:size]
         assert queue.tokens == queue.size == len(waiting)
 
 
@@ -97,3 +99,15 @@ def test_late_requests_are_found_once_their_deadline_is_here(
         request.lane.leave(request)
     assert line.late(3.5) == []
     assert line.late(4.0) == requests[2:]
+
+
+def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
+    """Few where batches are small, so that nobody is passed over for long; many where they are large."""
+    queue = Queue({1: Estimator()})
+    assert queue.pool_size == 32
+    for _ in range(100):
+        queue.took(10)
+    assert queue.pool_size == 80
+    for _ in range(100):
+        queue.took(64)
+    assert queue.pool_size == 256
