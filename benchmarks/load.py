@@ -50,9 +50,12 @@ class Measured:
         return float(np.percentile(self.latencies, share)) * 1000 if self.requests else float("nan")
 
 
-def request_bytes(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def request_bytes(path: str, body: bytes, **headers: str) -> bytes:
+    """A request as it is sent; a header's name is written with underscores."""
+    given = {"host": "bench", "content_type": "application/json", **headers}
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
+    head = "\r\n".join([f"POST {path} HTTP/1.1", *lines, f"content-length: {len(body)}"])
+    return f"{head}\r\n\r\n".encode() + body
 
 
 class Connection(asyncio.Protocol):

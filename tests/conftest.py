@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos", action="store_true", help="put every promise to the test for long")
+
+
 def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[object]") -> None:
     """Models are drawn at random: the same ones in every run, whatever ran before."""
     seed(fixturedef.argname)

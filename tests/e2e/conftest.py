@@ -138,3 +138,9 @@ def mini_url(mini: Server) -> str:
 def server_url(mini_url: str) -> str:
     """Where the page and all four tasks are served."""
     return mini_url
+
+
+@pytest.fixture(scope="session")
+def seconds(request: pytest.FixtureRequest) -> float:
+    """How long a promise is put to the test."""
+    return 60.0 if request.config.getoption("--chaos") else 3.0

@@ -1,0 +1,115 @@
+"""Asked for more than it can do, the service does what it can, and refuses the rest early, by name and at a pace."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
+from tests import samples
+from tests.e2e.conftest import Server, serving
+
+pytestmark = pytest.mark.e2e
+
+DEADLINE_MS = 4000
+TIMES = 10  # its capacity
+LATE = 0.05
+LEFT = 0.5  # of it, in company of whatever else runs here; what is left in fact is measured by the benchmarks
+
+
+@pytest.fixture(scope="module")
+def impatient(mini_bundle: Path) -> Iterator[Server]:
+    """A server whose requests have four seconds."""
+    with serving(mini_bundle, "--deadline-ms", DEADLINE_MS) as server:
+        yield server
+
+
+def requests(**headers: str) -> list[bytes]:
+    """Texts that fill a window: some milliseconds of work each."""
+    texts = [samples.text(400, seed=seed) for seed in range(32)]
+    bodies = [json.dumps({"inputs": text}).encode() for text in texts]
+    return [request_bytes("/embed", body, **headers) for body in bodies]
+
+
+def check(found: Measured) -> None:
+    """Refused or answered; too late only where the machine itself stood still for seconds."""
+    assert found.others[429]
+    assert set(found.others) <= {429, 504}
+    assert found.others[504] <= LATE * found.requests
+
+
+def capacity(server: Server) -> float:
+    found: Measured = uvloop.run(closed_loop(server.port, requests(), 8, 2.0, insist=True))
+    return found.rate
+
+
+@pytest.mark.promise("Overload is refused early and by name, and costs next to nothing.")
+def test_a_flood_is_answered_or_refused(impatient: Server, seconds: float) -> None:
+    """At ten times what it can do: work goes on, who is accepted is answered in time, nobody hears of a fault."""
+    rate = capacity(impatient)
+    flood = open_loop(impatient.port, requests(), TIMES * rate, seconds, patience_s=20)
+    found: Measured = uvloop.run(flood)
+    check(found)
+    assert found.rate >= LEFT * rate
+    text = {"inputs": "a single text"}
+    began = time.monotonic()
+    while impatient.post("/embed", text).status != 200:
+        assert time.monotonic() - began < 2.0, "it does not recover"
+
+
+@pytest.mark.promise(
+    "Clients that ask again at once when they are refused cannot buy time with it."
+)
+def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
+    """Two hundred connections that never wait: the service goes on at its rate."""
+    rate = capacity(impatient)
+    crowd = closed_loop(impatient.port, requests(), 200, seconds, insist=True)
+    found: Measured = uvloop.run(crowd)
+    check(found)
+    assert found.rate >= LEFT * rate
+
+
+def test_a_refusal_says_when_to_come_back(impatient: Server) -> None:
+    """And names its reason."""
+    held = closed_loop(impatient.port, requests(), 100, 1.0, insist=True)
+    refused = []
+
+    async def ask() -> None:
+        import asyncio
+
+        crowd = asyncio.create_task(held)
+        while not crowd.done():
+            reply = await asyncio.to_thread(impatient.post, "/embed", {"inputs": "a text " * 300})
+            if reply.status == 429:
+                refused.append(reply)
+        await crowd
+
+    uvloop.run(ask())
+    assert refused
+    for reply in refused:
+        assert reply.json()["error"]["code"] == "overloaded"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+
+
+@pytest.mark.promise(
+    "One's overload is not another's: bulk holds up interactive by a batch at most."
+)
+def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds: float) -> None:
+    """Interactive texts take a few batches' time while bulk, accepted to the brim, takes seconds."""
+    with serving(mini_bundle, "--deadline-ms", 4000) as server:
+        import asyncio
+
+        async def both() -> tuple[Measured, Measured]:
+            bulk = closed_loop(server.port, requests(x_priority="bulk"), 200, seconds, insist=True)
+            alone = closed_loop(server.port, requests(), 1, seconds)
+            flood, lone = await asyncio.gather(bulk, alone)
+            return flood, lone
+
+        flood, lone = uvloop.run(both())
+    assert flood.requests
+    assert lone.requests
+    assert lone.percentile(50) < flood.percentile(50) / 4
+    assert not lone.others
