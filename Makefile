@@ -12,7 +12,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format bench bench-goals bench-limit bench-peers bench-gpu tune clean
+.PHONY: help serve setup test check format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,10 @@ format: $(VENV)/.test ## Format the code and mend what the linter can mend
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
 
+audit: ## Look up the known vulnerabilities of every pinned package (needs the internet; fails where it cannot)
+	@$(MAKE) --no-print-directory VENV=.venv-audit .venv-audit/.audit
+	@.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
+
 bench: $(VENV)/.test ## Measure the service beside the bare session: tables, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
 
@@ -60,7 +64,7 @@ tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and p
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environment and everything that tools left behind
-	rm -rf $(VENV) .venv-gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: an environment is brought up to date when what it was made from has changed.
@@ -76,6 +80,11 @@ $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt deploy/requiremen
 	@echo "Installing the serving requirements (about half a minute)"
 	@$(RUN) deploy/requirements.py $(DEVICE) > $(VENV)/serve.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/serve.txt
+	@touch $@
+
+$(VENV)/.audit: $(VENV)/.python
+	@echo "Installing pip-audit"
+	@$(PIP) install pip-audit==2.10.1
 	@touch $@
 
 # Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
