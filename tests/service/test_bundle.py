@@ -249,12 +249,30 @@ class TestFiles:
 
         assert refusal(folder) == "weights.bin is missing or not a plain file"
 
-    def test_symlink(self, folder: Path, tmp_path: Path) -> None:
-        """A link is refused even if what it leads to has the right hash."""
-        (folder / "weights.bin").rename(tmp_path / "elsewhere.bin")
-        (folder / "weights.bin").symlink_to(tmp_path / "elsewhere.bin")
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "manifest.json",
+            "tokenizer.json",
+            "golden.npz",
+            "weights.bin",
+            "packed.onnx",
+            "int8.onnx",
+        ],
+    )
+    def test_symlink(self, folder: Path, tmp_path: Path, name: str) -> None:
+        """A link is refused even if what it leads to has the right hash, within the bundle or without."""
+        for elsewhere in (tmp_path / "elsewhere.bin", folder / "elsewhere.bin"):
+            (folder / name).rename(elsewhere)
+            (folder / name).symlink_to(elsewhere)
 
-        assert refusal(folder) == "weights.bin is missing or not a plain file"
+            assert refusal(folder).startswith(name)
+            assert refusal(folder).endswith("not a plain file")
+
+            (folder / name).unlink()
+            elsewhere.rename(folder / name)
+
+        bundle.load(folder)
 
     def test_other_files(self, folder: Path) -> None:
         """Files that the manifest does not know, a model card say, are let be."""
