@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
@@ -39,6 +40,13 @@ PAGE_HEADERS = {
     " frame-ancestors 'none'; object-src 'none'",
     "Referrer-Policy": "no-referrer",
 }
+# Preflights are answered here, before a key is asked for: browsers send none with them.
+CORS: dict[str, Any] = {
+    "allow_methods": ["GET", "POST"],
+    "allow_headers": ["Authorization", *(header["name"] for header in openapi.REQUEST_HEADERS)],
+    "expose_headers": ["Retry-After", *openapi.RESPONSE_HEADERS],
+    "max_age": 3600,
+}
 
 
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
@@ -60,6 +68,8 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         process=service,
         checks=[check_refusal, *gate(settings), Admission(service)],
     )
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)

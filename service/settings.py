@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from service.keys import PLAIN, Keys
 
 PREFIX = "QUARTET_"
+ORIGIN = r"https?://[a-z0-9.-]+(:\d+)?|https?://\[[0-9a-f:.]+\](:\d+)?"  # as browsers write it
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
@@ -143,6 +144,11 @@ class Settings(BaseSettings):
     keys: Annotated[Keys, NoDecode] = Field(
         {}, description="keys by name, as in a file of keys (the variable holds JSON)"
     )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="origins whose pages may ask from a browser; unset, only the service's own"
+        " (the variable separates them with ',')",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe line to print; debug adds health checks and tracebacks"
     )
@@ -175,6 +181,19 @@ class Settings(BaseSettings):
     @classmethod
     def _parse(cls, value: object) -> object:
         return orjson.loads(value) if isinstance(value, str) else value
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: object) -> object:
+        return [*map(str.strip, value.split(","))] if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not re.fullmatch(ORIGIN, origin):
+                raise ValueError(f"{origin!r} is no origin, as https://example.org is one")
+        return value
 
     @field_validator("precision", "provider", "log_level", "log_format", mode="before")
     @classmethod

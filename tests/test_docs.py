@@ -25,7 +25,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-DEFAULTS = {"bundles": "all in `bundles/`", "keys": "none"}
+DEFAULTS = {"bundles": "all in `bundles/`"}
 
 
 Record = Manifest.__base__
@@ -125,7 +125,7 @@ def settings_table():
     for name, field in Settings.model_fields.items():
         option = "(arguments)" if name == "bundles" else f"`{flag(name)}`"
         option = "(none)" if name in NOT_FLAGS else option
-        default = "unset" if field.default is None else f"`{str(field.default).lower()}`"
+        default = "unset" if field.default in (None, (), {}) else f"`{str(field.default).lower()}`"
         default = DEFAULTS.get(name, default)
         lines.append(
             f"| `{name}` | {option} | `{variable(name)}` | {default} | {field.description} |"

@@ -2,8 +2,9 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,8 @@ from service.bundle import BundleError
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 PAGE_FILES = sorted(path.name for path in PAGES.iterdir() if path.is_file())
 
@@ -162,3 +165,44 @@ def test_serving_needs_no_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     assert run.stdout.strip() == "set()"
+
+
+ORIGIN = "https://app.example.org"
+PREFLIGHT = {
+    "Origin": ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type, x-priority",
+}
+KEYS = {"search": {"sha256": "a" * 64}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"keys": KEYS}])
+async def test_pages_of_others_may_ask_nothing(client_with: Connect, settings: Any) -> None:
+    """Unless origins are named, no answer says that one may."""
+    async with client_with(**settings) as client:
+        answers = [
+            await client.options("/embed", headers=PREFLIGHT),
+            await client.get("/health/live", headers={"Origin": ORIGIN}),
+            await client.post("/embed", json={"inputs": "a"}, headers={"Origin": ORIGIN}),
+        ]
+    told = {name for answer in answers for name in answer.headers}
+    assert not {name for name in told if name.startswith("access-control-")}
+
+
+async def test_pages_of_named_origins_may_ask(client_with: Connect) -> None:
+    """Preflights need no key, and a page can read what it is told, refusals too."""
+    async with client_with(cors_origins=[ORIGIN], keys=KEYS) as client:
+        preflight = await client.options("/embed", headers=PREFLIGHT)
+        refused = await client.post("/embed", json={"inputs": "a"}, headers={"Origin": ORIGIN})
+        other = await client.options("/embed", headers=PREFLIGHT | {"Origin": "https://evil.org"})
+        elsewhere = await client.get("/health/live", headers={"Origin": "https://evil.org"})
+    assert preflight.status_code == 200
+    allowed = preflight.headers["Access-Control-Allow-Headers"].lower().split(", ")
+    assert {"authorization", "content-type", "x-priority", "x-request-id"} <= {*allowed}
+    assert refused.status_code == 401
+    for answer in (preflight, refused):
+        assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
+        assert "Access-Control-Allow-Credentials" not in answer.headers
+    assert "Retry-After" in refused.headers["Access-Control-Expose-Headers"]
+    for answer in (other, elsewhere):
+        assert "Access-Control-Allow-Origin" not in answer.headers

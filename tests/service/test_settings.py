@@ -58,6 +58,24 @@ def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
     assert Settings(port=0, metrics_port=0).metrics_port == 0
 
 
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`QUARTET_CORS_ORIGINS` may name several."""
+    monkeypatch.setenv(
+        "QUARTET_CORS_ORIGINS", "https://a.org, http://localhost:3000,http://[::1]:80"
+    )
+    origins = ("https://a.org", "http://localhost:3000", "http://[::1]:80")
+    assert Settings().cors_origins == origins
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "*", "null", "a.org", "https://a.org/", "https://*.a.org", "https://A.org"]
+)
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    """A slip of the pen would otherwise leave a page out, or let all in."""
+    with pytest.raises(ValidationError, match="is no origin"):
+        Settings(cors_origins=[origin])
+
+
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_described(name: str) -> None:
     """The help text comes from the field, so each field has one."""
