@@ -89,7 +89,7 @@ def texts(page: Page, selector: str) -> list[str]:
 
 
 def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> None:
-    """Loading the page asks no other origin for anything and logs no error or violation."""
+    """Loading the pages asks no other origin for anything and logs no error or violation."""
     page = browser.new_page()
     requested: list[str] = []
     complaints: list[str] = []
@@ -99,6 +99,8 @@ def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> N
     page.goto(server_url)
     expect(page.locator("#model")).to_be_enabled()
     run(page, "classify")
+    page.goto(f"{server_url}/docs")
+    expect(page.locator("#routes h2").first).to_be_visible()
     page.close()
     origins = {urlsplit(url)[:2] for url in requested}
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -136,8 +137,61 @@ async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, pa
     """Each page is served, and forbids the browser what is not ours."""
     response = await client.get(path)
     assert response.status_code == 200
-    assert response.headers["Content-Security-Policy"].startswith("default-src 'self'; ")
+    policy = response.headers["Content-Security-Policy"].split("; ")
+    assert "default-src 'none'" in policy
+    assert {part.split()[1] for part in policy if "-src" in part} == {"'none'", "'self'"}
+    assert "frame-ancestors 'none'" in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert response.headers["Cache-Control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/../../service/app.py",
+        "/static//etc/passwd",
+        "/static/..\\app.py",
+        "/static/..",
+        "/static/",
+        "/static/app.js\0.png",
+        f"/static/{'a' * 300}",
+    ],
+)
+async def test_no_path_leads_out_of_the_pages(app: FastAPI, path: str) -> None:
+    """Whatever a client writes; a client library would mend such paths, so they go straight to the application."""
+    assert await get_status(app, path) == 404
+
+
+async def test_no_link_leads_out_of_the_pages(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A symbolic link that leads elsewhere is not followed."""
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (pages / "plain.txt").write_text("a page")
+    (pages / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (route,) = (route for route in app.routes if getattr(route, "name", "") == "static")
+    monkeypatch.setattr(route.app, "all_directories", [str(pages)])
+    assert await get_status(app, "/static/plain.txt") == 200
+    assert await get_status(app, "/static/link.txt") == 404
+
+
+async def get_status(app: FastAPI, path: str) -> int:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    status: int = sent[0]["status"]
+    return status
 
 
 @pytest.mark.parametrize("name", [name for name in PAGE_FILES if name.endswith(".html")])
