@@ -1,10 +1,12 @@
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import httpx
 import pytest
+import structlog
 import uvloop
 from fastapi import FastAPI
 from structlog.contextvars import merge_contextvars
@@ -35,6 +37,19 @@ def lines() -> Iterator[list[EventDict]]:
     """What is logged."""
     with capture_logs(processors=[merge_contextvars]) as lines:
         yield lines
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """Leave the process's logging alone."""
+    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn.error")
+    handlers, level, filters = root.handlers[:], root.level, uvicorn.filters[:]
+    config = structlog.get_config()
+    yield
+    structlog.configure(**config)
+    root.handlers[:], uvicorn.filters[:] = handlers, filters
+    root.setLevel(level)
+    uvicorn.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

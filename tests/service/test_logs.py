@@ -1,25 +1,13 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from service import logs
 
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """Leave the process's logging alone."""
-    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn.error")
-    handlers, level, filters = root.handlers[:], root.level, uvicorn.filters[:]
-    config = structlog.get_config()
-    yield
-    structlog.configure(**config)
-    root.handlers[:], uvicorn.filters[:] = handlers, filters
-    root.setLevel(level)
-    uvicorn.setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
 class Terminal(io.StringIO):

@@ -23,6 +23,7 @@ REQUEST = (
 )
 
 
+@pytest.mark.usefixtures("logging_as_it_was")
 def test_flags_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """Arguments are bundles, and flags what they say."""
     main(["bundles/a", "bundles/b", "--port", "3", "--spin", "true", "--check-config"])
