@@ -48,7 +48,11 @@ PAGE_HEADERS = {
 # Preflights are answered here, before a key is asked for: browsers send none with them.
 CORS: dict[str, Any] = {
     "allow_methods": ["GET", "POST"],
-    "allow_headers": ["Authorization", *(header["name"] for header in openapi.REQUEST_HEADERS)],
+    "allow_headers": [
+        "Authorization",
+        "Content-Encoding",
+        *(header["name"] for header in openapi.REQUEST_HEADERS),
+    ],
     "expose_headers": ["Retry-After", *openapi.RESPONSE_HEADERS],
     "max_age": 3600,
 }

@@ -252,7 +252,8 @@ async def test_pages_of_named_origins_may_ask(client_with: Connect) -> None:
         elsewhere = await client.get("/health/live", headers={"Origin": "https://evil.org"})
     assert preflight.status_code == 200
     allowed = preflight.headers["Access-Control-Allow-Headers"].lower().split(", ")
-    assert {"authorization", "content-type", "x-priority", "x-request-id"} <= {*allowed}
+    wanted = {"authorization", "content-type", "content-encoding", "x-priority", "x-request-id"}
+    assert wanted <= {*allowed}
     assert refused.status_code == 401
     for answer in (preflight, refused):
         assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
