@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
 from service.load import Backlog, Flow, Load, weights
-from service.slots import BatchStats, Result, Run, work
+from service.slots import BatchStats, Result, Run, Running, work
 from service.waiting import Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
@@ -82,7 +82,7 @@ class Batcher:
 
     `run(width, bundle, windows)` is called in a thread, with the number of slots that the batch
     takes: one, or `wide` of them. It returns one mapping per window. `observe` is told of every
-    batch, after its answers are on their way.
+    batch, after its answers are on their way. `running` are the batches in their threads.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Batcher:
         self._wake = asyncio.Event()
         self._line = Line()
         self._unanswered: set[Request] = set()
+        self.running: set[Running] = set()
 
     def add_bundle(self, bundle: str, estimators: Mapping[int, Estimator]) -> None:
         """Serve a bundle whose batches cost what the estimators say, by the slots that they take."""
@@ -172,13 +173,18 @@ class Batcher:
             self._post(partial(self._close, request))
             raise
 
+    @property
+    def problem(self) -> str:
+        """Why no request may come, if so."""
+        return "" if self._state == "open" else f"the batcher is {self._state}"
+
     def load(self) -> Load:
         """What waits, and how fast all slots together drain it by the measured cost, in full batches."""
         return self._load({flow: own.copy() for flow, own in self._line.waiting.items()})
 
     def _load(self, waiting: dict[Flow, Backlog]) -> Load:
         rates = {name: self._rate(queue) for name, queue in self._line.queues.items()}
-        return Load(self._state == "open", rates, waiting)
+        return Load(rates, waiting, self.problem)
 
     def _rate(self, queue: Queue) -> float:
         return self._drain.speed * self._expected_rate(queue)
@@ -191,14 +197,15 @@ class Batcher:
     def _admit(self, entries: Sequence[Entry], tell: Tell | None) -> Request:
         if self._state == "draining":
             raise errors.Draining("the server is shutting down")
-        if self._state != "open":
-            raise errors.NotReady(f"the batcher is {self._state}")
+        if self.problem:
+            raise errors.NotReady(self.problem)
         bundle = entries[0].bundle
         if bundle not in self._line.queues:
             raise errors.UnknownModel(f"no model {bundle!r} is served here")
         if any(entry.bundle != bundle for entry in entries):
             raise ValueError("the entries of a request belong to one bundle")
-        self._check_room(entries)
+        if not entries[0].alone:
+            self._check_room(entries)
         future = asyncio.get_running_loop().create_future()
         request = Request(entries, future, tell, lane=self._line.lane(entries[0].flow))
         request.lane.admit(request)
@@ -317,8 +324,11 @@ class Batcher:
         self._started_s += sum(tokens) / self._expected_rate(queue)
         self._line.take(batch, width * seconds)
         self._idle -= width
+        running = Running(batch[0].bundle, len(batch), sum(tokens), seconds)
+        self.running.add(running)
         loop = asyncio.get_running_loop()
         ran = loop.run_in_executor(self._threads, work, self._run, width, batch, self._clock)
+        ran.add_done_callback(lambda _: self._post(partial(self.running.discard, running)))
         ran.add_done_callback(
             lambda ran: self._post(partial(self._finish, width, queue, batch, ran))
         )

@@ -60,13 +60,13 @@ class Service:
     def check_ready(self) -> None:
         """Raises NotReady or Draining unless new requests should be sent here."""
         self.refuse_draining()
-        if not self.open_engines().load().ready:
-            raise NotReady("inference does not run")
+        if problem := self.open_engines().load().problem:
+            raise NotReady(problem)
 
     def check_alive(self) -> None:
         """Raises NotReady when only a restart can help."""
         if self.engines is not None and not self.draining and not self.engines.alive():
-            raise NotReady("the batcher has failed")
+            raise NotReady(self.engines.load().problem)
 
     def refuse_draining(self) -> None:
         if self.draining:

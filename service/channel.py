@@ -80,9 +80,9 @@ class Opened:
 class Told:
     """The device's load, every so often; waiting: each flow, with the bits, number and tokens of its requests."""
 
-    ready: bool
     rates: dict[str, float]
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
+    problem: str
 
     @classmethod
     def of(cls, load: Load) -> "Told":
@@ -93,7 +93,7 @@ class Told:
             )
             for flow, backlog in load.waiting.items()
         ]
-        return cls(load.ready, dict(load.rates), waiting)
+        return cls(dict(load.rates), waiting, load.problem)
 
     @property
     def load(self) -> Load:
@@ -104,7 +104,7 @@ class Told:
             )
             for flow, sizes in self.waiting
         }
-        return Load(self.ready, self.rates, waiting)
+        return Load(self.rates, waiting, self.problem)
 
 
 @dataclass(frozen=True, slots=True)

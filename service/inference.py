@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -150,10 +151,12 @@ class Fronts:
 
     async def tell_load(self) -> None:
         """Keep them told, so that none has to ask, while the device lives."""
-        while self._device.alive():
+        while True:
             load = self._device.load()
             for front in self._there:
                 front.tell(load)
+            if not self._device.alive():
+                return
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def none(self) -> None:
@@ -170,7 +173,7 @@ class Fronts:
 async def compute(settings: Settings, orders: Orders) -> None:
     """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
 
-    Raises CannotStart when the bundles cannot be opened, and RuntimeError when the batcher has failed.
+    Raises CannotStart when the bundles cannot be opened. When only a restart can help, the process ends at once.
     """
     metrics = Metrics()
     async with AsyncExitStack() as stack:
@@ -190,7 +193,8 @@ async def compute(settings: Settings, orders: Orders) -> None:
         telling.cancel()
         beating.cancel()
         if not serving.done():
-            raise RuntimeError("the batcher has failed")
+            log.error("inference cannot go on", problem=device.load().problem)
+            os._exit(1)  # any other way to end would wait for a thread that hangs
         serving.result()
 
 

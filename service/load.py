@@ -94,14 +94,18 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Whether more may come, how fast the device drains each bundle, and what waits of each flow.
+    """How fast the device drains each bundle, what waits of each flow, and why no more should come, if so.
 
     rates: tokens per second, all slots together, if nothing but this bundle waits; waiting: running batches not counted
     """
 
-    ready: bool
     rates: Mapping[str, float] = field(default_factory=dict)
     waiting: dict[Flow, Backlog] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return not self.problem
 
     @property
     def queue_tokens(self) -> int:

@@ -1,7 +1,9 @@
 """The device of this process: the bundles' sessions, and the batcher that they share."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -32,6 +34,10 @@ from service.waiting import Entry, Outcome, Outputs, Tell
 log = structlog.get_logger()
 
 WARM_UP_S = 0.3
+TICK_S = 0.1
+HANG_TIMES = (
+    20  # what is expected of a batch: one that takes longer, and longer than `hang_s`, hangs
+)
 
 
 class Runner:
@@ -84,6 +90,7 @@ class LocalDevice:
         self.bundles: list[Bundle] = []
         self.runs_on: dict[str, RunsOn] = {}
         self._runners: dict[str, Runner] = {}
+        self._hang_s = settings.hang_s
         self.batcher = Batcher(
             self._run,
             slots=slots.number,
@@ -109,10 +116,26 @@ class LocalDevice:
         return await self.batcher.submit(entries, tell)
 
     def load(self) -> Load:
-        return self.batcher.load()
+        load = self.batcher.load()
+        return replace(load, problem=load.problem or self._hung())
 
     def alive(self) -> bool:
-        return self.load().ready
+        return not (self.batcher.problem or self._hung())
+
+    async def watch(self) -> None:
+        """Count how long batches run, by our own ticks: time in which this process was stopped makes none older."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for batch in self.batcher.running:
+                batch.age_s += TICK_S
+
+    def _hung(self) -> str:
+        """Tells of a batch that has run for much too long, if there is one."""
+        for batch in self.batcher.running:
+            if batch.age_s > max(self._hang_s, HANG_TIMES * batch.expected_s):
+                what = f"{batch.size} texts, {batch.tokens} tokens"
+                return f"a batch of {batch.bundle} ({what}) has run for {batch.age_s:.1f} s"
+        return ""
 
     def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
         return self._runners[model].run(width, windows)
@@ -132,9 +155,11 @@ async def open_device(
     for path in settings.bundles:
         _open(device, bundles.load(path), settings, slots)
     await device.batcher.start()
+    watching = asyncio.create_task(device.watch())
     try:
         yield device
     finally:
+        watching.cancel()
         await device.batcher.stop(settings.drain_s)
 
 

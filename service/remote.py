@@ -7,13 +7,14 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from service import bundle as bundles
 from service import channel, errors
+from service.awake import Awake
 from service.bundle import BundleError, Texts
 from service.channel import Channel
 from service.device import RunsOn
@@ -23,6 +24,9 @@ from service.settings import Settings
 from service.waiting import Answer, Entry, Outcome, Tell
 
 PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
+TICK_S = 0.1
+SILENT_S = 0.75  # an inference process that tells no load for so long is not ready
+STARTING = "the inference process is being started"
 KEPT = 10_000  # requests that they remember while the inference process is away
 
 
@@ -49,7 +53,9 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._sha256: dict[str, str] = {}
         self._channel: Channel | None = None
-        self._load = Load(ready=False)
+        self._load = Load(problem=STARTING)
+        self._awake = Awake(TICK_S)
+        self._heard = 0.0  # when the last load came
         self._ids = itertools.count()
         self._asked: dict[int, Asked] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
@@ -101,7 +107,16 @@ class RemoteDevice:
                 self._ask_again()
 
     def load(self) -> Load:
+        silent_s = self._awake.seconds - self._heard
+        if self._load.ready and silent_s > SILENT_S:
+            problem = f"the inference process has said nothing for {silent_s:.1f} s"
+            return replace(self._load, problem=problem)
         return self._load
+
+    async def watch(self) -> None:
+        """Count how long nothing is heard; time in which this process was stopped or starved makes nobody silent."""
+        while True:
+            await self._awake.tick()
 
     def alive(self) -> bool:
         return True  # whatever became of the other process, it is started again
@@ -126,7 +141,7 @@ class RemoteDevice:
 
     def _device(self) -> Channel:
         if self._channel is None or not self._channel.open or not self._opened.is_set():
-            raise errors.ReplicaLost("the inference process is being started")
+            raise errors.ReplicaLost(STARTING)
         return self._channel
 
     def _forget(self, gone: Channel) -> None:
@@ -134,7 +149,7 @@ class RemoteDevice:
             return
         self._channel = None
         self._opened.clear()
-        self._load = Load(ready=False)
+        self._load = Load(problem=STARTING)
         lost = [number for number in self._asked if number != self._again]
         self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
         if self._again is not None:
@@ -169,6 +184,7 @@ class RemoteDevice:
                 )
             case channel.Told():
                 self._load = message.load
+                self._heard = self._awake.seconds
             case channel.Page(id=number) if page := self._pages.get(number):
                 if not page.done():
                     page.set_result(arrays)
@@ -263,7 +279,9 @@ async def open_remote_engines(device: RemoteDevice, _: Settings) -> AsyncIterato
     """Engines on the inference process, once it has opened its bundles. Raises BundleError."""
     await device.open()
     engines = Engines(device)
+    watching = asyncio.create_task(device.watch())
     try:
         yield engines
     finally:
+        watching.cancel()
         engines.close()

@@ -126,7 +126,7 @@ class Settings(BaseSettings):
     hang_s: float = Field(
         5.0,
         ge=1,
-        description="a process that gives no sign of life for so long is killed and started again; raise where"
+        description="a process that is silent, or a batch that runs, for so long hangs and is given up; raise where"
         " processes get no core for seconds",
     )
     drain_s: float = Field(

@@ -13,6 +13,17 @@ Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, b
 Result = Outputs | errors.InferenceFailed
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """A batch in its thread, which it is expected to leave after so many seconds; its age is for others to count."""
+
+    bundle: str
+    size: int
+    tokens: int
+    expected_s: float
+    age_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class BatchStats:
     """A batch that ran, for metrics."""

@@ -55,8 +55,9 @@ class Outcome:
 class Entry:
     """One window on its way through a batch; times are `time.monotonic()` seconds.
 
-    With a `head`, only that head's output is checked and returned. One that is `alone` shares its batch with no
-    other. What follows is the batcher's own.
+    With a `head`, only that head's output is checked and returned. One that is `alone` was
+    admitted before, by a process that is lost: it is not refused, and shares its batch with no other, for it may be
+    what that process died of. What follows is the batcher's own.
     """
 
     bundle: str

@@ -89,7 +89,7 @@ class FakeEngines:
         return [self.engine]
 
     def load(self) -> Load:
-        return self.told or Load(ready=self.ready)
+        return self.told or Load(problem="" if self.ready else "inference does not run")
 
     def alive(self) -> bool:
         return self.ready

@@ -21,7 +21,6 @@ SECONDS = {"X-Request-Timeout-Ms": "1000"}
 def waiting(*tokens: int, flow: Flow = TINY) -> Load:
     """A device that does 100 tokens a second, and has requests of so many."""
     return Load(
-        True,
         {flow.bundle: 100.0},
         {flow: Backlog.of(*[Left(n, 1) for n in tokens])} if tokens else {},
     )
@@ -57,7 +56,7 @@ async def test_the_least_asked_bundle_decides(
 ) -> None:
     """Which one is asked stands in the body: only if all would be late it need not be read."""
     busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
-    engines.told = Load(True, {"tiny@1": 100.0, "other@1": 100.0}, busy)
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
 

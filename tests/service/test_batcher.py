@@ -671,6 +671,24 @@ async def test_draining_does_not_wait_for_company() -> None:
         assert len(await held) == 1
 
 
+async def test_batches_that_run_are_known() -> None:
+    """What is in a thread, and what it is expected to take, until it is out again."""
+    gate = Gate()
+    async with serving(gate) as batcher:
+        asked = await submitted(batcher, texts(2, 10))
+        await gate.batch()
+        (running,) = batcher.running
+        assert ("m@1", 2, 20, FIXED.seconds(20, 2, 10)) == (
+            running.bundle,
+            running.size,
+            running.tokens,
+            running.expected_s,
+        )
+        gate.let()
+        await asked
+        assert not batcher.running
+
+
 # Admission
 
 
@@ -711,6 +729,20 @@ async def test_a_request_is_refused_whole() -> None:
         await submitted(batcher, texts(5))
         gate.let(100)
         assert len({(await gate.batch()).numbers[0] for _ in range(11)}) == 11
+
+
+@pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
+async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: float) -> None:
+    """Neither for want of room nor for want of time."""
+    gate = Gate()
+    async with serving(gate, max_queue_tokens=limit) as batcher:
+        for entry in texts(2, 40):
+            await submitted(batcher, [entry])
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(40, deadline=deadline)])
+        again = await submitted(batcher, [text(40, deadline=deadline, alone=True)])
+        gate.let(9)
+        assert 1 == len(await again)
 
 
 async def test_what_fits_no_queue_is_too_large() -> None:

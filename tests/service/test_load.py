@@ -19,7 +19,7 @@ def load(**waiting: Backlog) -> Load:
     """A device that computes 100 tokens a second of `m@1` and 50 of `slow@1`."""
     flows = {"ours": OURS, "theirs": THEIRS, "bulk": BULK, "slow": Flow("slow@1")}
     rates = {"m@1": 100.0, "slow@1": 50.0}
-    return Load(True, rates, {flows[name]: backlog for name, backlog in waiting.items()})
+    return Load(rates, {flows[name]: backlog for name, backlog in waiting.items()})
 
 
 def test_a_class_is_split_over_its_tenants_and_a_tenant_over_its_bundles() -> None:

@@ -25,7 +25,7 @@ from service.remote import RemoteDevice, RemoteMetrics
 from service.waiting import Entry, Outcome, Tell
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-LOAD = Load(True, {"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
+LOAD = Load({"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
 
 
 class FakeDevice:
@@ -375,6 +375,20 @@ async def test_the_load_is_told_unasked() -> None:
     """What waits, how fast it drains and whether more may come are known without asking."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
+
+
+async def test_a_device_that_falls_silent_is_not_ready() -> None:
+    """It says why, and is ready again with the next word."""
+    async with pair() as both:
+        both.telling.cancel()
+        watching = asyncio.create_task(both.remote.watch())
+        await until(lambda: not both.remote.load().ready)
+        assert "has said nothing for 0.8 s" in both.remote.load().problem
+        assert LOAD.rates == both.remote.load().rates
+        for front in both.fronts._there:
+            front.tell(LOAD)
+        await until(lambda: both.remote.load().ready)
+        watching.cancel()
 
 
 async def test_metrics_are_kept_in_one_place() -> None:

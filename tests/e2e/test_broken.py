@@ -1,0 +1,86 @@
+"""Models that hang or fail: it is noticed and said, whoever hangs is replaced, and good texts are answered."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import faulty, samples
+from tests.e2e.conftest import Server, serving, until
+from tests.e2e.test_processes import children, readiness
+
+pytestmark = pytest.mark.e2e
+
+BAD = f"Ada drew a {faulty.WORD} at dawn."
+
+
+def problem(server: Server) -> str:
+    """What /health/ready says is wrong; nothing when it is ready."""
+    reply = server.get("/health/ready")
+    return "" if reply.status == 200 else reply.json()["error"]["message"]
+
+
+def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
+    """The process that it hangs is replaced, twice; those who were asked with it are answered."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
+    texts = [samples.text(10 + seed, seed=seed) for seed in range(8)]
+    expected = tiny.answer("/embed", {"inputs": texts})["embeddings"]
+    with serving(path, "--hang-s", "1") as server, ThreadPoolExecutor(9) as clients:
+        (before,) = children(server)["inference"]
+        bad = clients.submit(server.post, "/embed", {"inputs": BAD})
+        time.sleep(0.3)  # by then it hangs
+        good = [clients.submit(server.answer, "/embed", {"inputs": text}) for text in texts]
+        until(lambda: readiness(server) == 503)
+        assert 200 == server.get("/health/live").status
+        reply = bad.result(60)
+        assert (503, "replica_lost") == (reply.status, reply.json()["error"]["code"])
+        for answer, vector in zip(good, expected, strict=True):
+            assert vector == pytest.approx(answer.result(60)["embeddings"][0], abs=1e-5)
+        until(lambda: not problem(server), 60)
+        assert [before] != children(server)["inference"]
+        told = [line for line in server.log if "inference cannot go on" in line]
+        assert 2 == len(told)
+        assert not any(faulty.WORD in line for line in server.log)
+
+
+def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Nobody is there to start it again: it says that it is neither ready nor alive, for others to do so."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
+    options = ["--http-workers", "0", "--hang-s", "1", "--deadline-ms", "2000", "--drain-s", "1"]
+    with serving(path, *options) as server:
+        assert 200 == server.get("/health/live").status
+        assert 504 == server.post("/embed", {"inputs": BAD}).status
+        until(lambda: "a batch of tiny@1 (1 texts" in problem(server))
+        assert 503 == server.get("/health/live").status
+        server.process.kill()
+
+
+def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:
+    """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
+    with serving(tiny_bundle) as server:
+        (inference,) = children(server)["inference"]
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(inference, signal.SIGSTOP)
+        until(lambda: "has said nothing" in problem(server))
+        assert 0.5 < time.monotonic() - began < 1.5
+        os.kill(inference, signal.SIGCONT)
+        until(lambda: not problem(server))
+        assert [inference] == children(server)["inference"]
+
+
+def test_load_is_no_silence(tiny_bundle: Path) -> None:
+    """With every core busy and a long queue, the service is ready all the time."""
+    texts = [samples.text(100 + number % 100, seed=number) for number in range(40)]
+    said = []
+    with serving(tiny_bundle) as server, ThreadPoolExecutor(24) as clients:
+        asked = [clients.submit(server.post, "/embed", {"inputs": texts}) for _ in range(120)]
+        while not all(one.done() for one in asked):
+            said.append(readiness(server))
+            time.sleep(0.05)
+        assert {200} == {one.result().status for one in asked}
+    assert len(said) > 20
+    assert {200} == set(said)

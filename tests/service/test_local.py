@@ -1,0 +1,54 @@
+"""The device of this process says what is wrong with it."""
+
+import asyncio
+
+import pytest
+
+from service import local
+from service.local import LocalDevice
+from service.settings import Settings, Slots
+from service.slots import Running
+
+
+@pytest.fixture
+async def device():
+    made = LocalDevice(Settings(hang_s=5), Slots(2, {1: 1, 2: 2}), None)
+    await made.batcher.start()
+    yield made
+    await made.batcher.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "age_s", "hangs"),
+    [(0.1, 4.9, False), (0.1, 5.1, True), (1.0, 19.9, False), (1.0, 20.1, True)],
+)
+async def test_a_batch_hangs_when_it_runs_for_much_too_long(
+    device: LocalDevice, expected_s: float, age_s: float, hangs: bool
+) -> None:
+    """Longer than `hang_s`, and than twenty times what was expected: then only a restart can help."""
+    device.batcher.running.add(Running("m@1", 8, 312, expected_s, age_s))
+    said = f"a batch of m@1 (8 texts, 312 tokens) has run for {age_s:.1f} s"
+    assert (said if hangs else "") == device.load().problem
+    assert device.alive() is not hangs
+
+
+async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
+    """All is well again when the batch is done."""
+    late = Running("m@1", 8, 312, 0.1, 6.0)
+    device.batcher.running.add(late)
+    assert not device.alive()
+    device.batcher.running.discard(late)
+    assert device.alive()
+    assert device.load().ready
+
+
+async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they run and the process is watched."""
+    monkeypatch.setattr(local, "TICK_S", 0.001)
+    running = Running("m@1", 8, 312, 0.1)
+    device.batcher.running.add(running)
+    watching = asyncio.create_task(device.watch())
+    async with asyncio.timeout(30):
+        while running.age_s < 0.01:
+            await asyncio.sleep(0.001)
+    watching.cancel()
