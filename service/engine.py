@@ -5,9 +5,10 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ STRIDE = 64  # tokens that neighbouring windows share, unless a request says oth
 # request that leaves or is late while it waits for one costs nothing.
 INLINE_CHARACTERS = 4096
 INLINE_TOKENS = 4096
+PART_CHARACTERS = 65_536  # of a large request that are encoded in one go: all that they become is in memory at once
 HELPERS = 2
 
 
@@ -146,12 +148,12 @@ class Engine:
         name, described = self._head("classification", head)
         shared = self._stride(stride)
 
-        def encode() -> Sequence[Cut]:
+        def encode(part: slice) -> Sequence[Cut]:
             if pairs is None:
-                return self.encoder.windows(texts, truncate=truncate, stride=shared)
+                return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
             if truncate == "window":
                 raise InvalidInput("pairs have no windows: say true or false", param="truncate")
-            return self.encoder.pairs(texts, pairs, truncate=truncate)
+            return self.encoder.pairs(texts[part], pairs[part], truncate=truncate)
 
         def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.Label]:
             return decode.classify(
@@ -162,8 +164,8 @@ class Engine:
                 top_k=top_k,
             )
 
-        size = _characters(texts, pairs or [])
-        return await self._answer(name, ticket, encode, labels, size, tell)
+        sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
+        return await self._answer(name, ticket, encode, labels, sizes, tell)
 
     async def ner(
         self,
@@ -189,8 +191,8 @@ class Engine:
                 aggregation_strategy=aggregation_strategy,
             )
 
-        def encode() -> list[Encoded]:
-            return self.encoder.texts(texts, truncate=truncate, stride=shared)
+        def encode(part: slice) -> list[Encoded]:
+            return self.encoder.texts(texts[part], truncate=truncate, stride=shared)
 
         return await self._answer(name, ticket, encode, entities, _characters(texts), tell)
 
@@ -211,10 +213,10 @@ class Engine:
         name, described = self._head("qa", head)
         shared = self._stride(stride)
 
-        def encode() -> list[Encoded]:
+        def encode(part: slice) -> list[Encoded]:
             return self.encoder.questions(
-                questions,
-                contexts,
+                questions[part],
+                contexts[part],
                 truncate=truncate,
                 stride=shared,
                 max_query_tokens=described.max_query_tokens,
@@ -231,8 +233,8 @@ class Engine:
                 max_answer_tokens=described.max_answer_tokens,
             )
 
-        size = _characters(questions, contexts)
-        return await self._answer(name, ticket, encode, answers, size, tell)
+        sizes = _characters(questions, contexts)
+        return await self._answer(name, ticket, encode, answers, sizes, tell)
 
     async def embed(
         self,
@@ -261,8 +263,8 @@ class Engine:
                 dimensions=dimensions,
             )
 
-        def encode() -> Sequence[Cut]:
-            return self.encoder.windows(texts, truncate=truncate, stride=shared)
+        def encode(part: slice) -> Sequence[Cut]:
+            return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
 
         reply = await self._answer(name, ticket, encode, vector, _characters(texts), tell)
         return Reply(reply.head, np.stack(reply.results), reply.usage, reply.timing)
@@ -284,14 +286,14 @@ class Engine:
         self,
         head: str,
         ticket: Ticket,
-        encode: Callable[[], Sequence[C]],
+        encode: Callable[[slice], Sequence[C]],
         decode_one: Decode[C, T],
-        characters: int,
+        sizes: Sequence[int],
         tell: Told[T] | None,
     ) -> Reply[list[T]]:
         """Encode, submit, decode: the way of every request."""
         began = time.perf_counter()
-        encoded = await self._encode(encode, characters)
+        encoded = await self._encode(encode, sizes)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
         entries = self._entries(head, encoded, ticket)
@@ -329,13 +331,24 @@ class Engine:
             raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
         return asked
 
-    async def _encode(self, encode: Callable[[], Sequence[C]], characters: int) -> Sequence[C]:
-        try:
-            return await self._beside(encode, characters > INLINE_CHARACTERS)
-        except TextError as error:
-            named = ", ".join(f"inputs[{index}]" for index in error.indices)
-            reason = f"{named}: {error.reason}"
-            raise InvalidInput(reason, param=f"inputs[{error.indices[0]}]") from None
+    async def _encode(
+        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int]
+    ) -> Sequence[C]:
+        """Encode inputs of so many characters, part by part: between two, others have the thread."""
+        encoded: list[C] = []
+        bad: list[int] = []
+        reason = ""
+        large = sum(sizes) > INLINE_CHARACTERS
+        for part in _parts(sizes):
+            try:
+                encoded += await self._beside(partial(encode, part), large)
+            except TextError as error:
+                bad += [part.start + index for index in error.indices]
+                reason = error.reason
+        if bad:
+            named = ", ".join(f"inputs[{index}]" for index in bad)
+            raise InvalidInput(f"{named}: {reason}", param=f"inputs[{bad[0]}]")
+        return encoded
 
     def _entries(self, head: str, encoded: Sequence[Cut], ticket: Ticket) -> list[Entry]:
         arrival = time.monotonic()
@@ -394,8 +407,20 @@ class Engine:
         }
 
 
-def _characters(*texts: Sequence[str]) -> int:
-    return sum(len(text) for group in texts for text in group)
+def _characters(*texts: Sequence[str]) -> list[int]:
+    """Of each input, which has a text in every one of these."""
+    return [sum(map(len, together)) for together in zip(*texts, strict=True)]
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbouring inputs that are encoded in one go: `PART_CHARACTERS` of them, or one that has more."""
+    start = characters = 0
+    for index, size in enumerate(sizes):
+        if index > start and characters + size > PART_CHARACTERS:
+            yield slice(start, index)
+            start, characters = index, 0
+        characters += size
+    yield slice(start, len(sizes))
 
 
 def _usage(encoded: Sequence[Cut]) -> Usage:

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
-from service import bundle, decode
+from service import bundle, decode, engine
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, Encoding
-from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Ticket
+from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
 from service.errors import InvalidInput, UnknownHead
 from service.local import Runner, open_local_engines
 from service.metrics import Metrics
@@ -69,6 +69,15 @@ def outputs(runner: Runner, encoded: Encoded, head: str) -> list[NDArray[np.floa
 
 def close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=0, abs_tol=1e-5)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """The same, but for the last digits of numbers, however deep these are."""
+    if isinstance(one, float | np.floating):
+        return close(one, other)
+    if isinstance(one, list | tuple | np.ndarray):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
 
 
 # -- answers --------------------------------------------------------------------------------------
@@ -403,6 +412,71 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     release.set()
     await asyncio.gather(*asked[:-1])
     assert [*range(1, HELPERS + 1)] == sorted(encoded)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([], [[]]),
+        ([7], [[7]]),
+        ([10], [[10]]),
+        ([3, 3, 4, 1], [[3, 3, 4], [1]]),
+        ([11, 1, 12, 13], [[11], [1], [12], [13]]),
+        ([0, 10, 0, 0, 11, 0], [[0, 10, 0, 0], [11], [0]]),
+    ],
+)
+async def test_large_requests_are_encoded_in_parts(
+    sizes: list[int], parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input is in one part, and no part has more characters than it may, but for one input alone."""
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 10)
+    assert parts == [sizes[part] for part in engine._parts(sizes)]
+
+
+async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in parts, a request of every task is answered as it is in one, and every bad input is named."""
+    texts = [*SHORT, LONG, *SHORT]
+
+    async def answers() -> list[Reply[Any]]:
+        return [
+            await tiny.classify(texts, texts[::-1], ticket(), **CLASSIFY),
+            await tiny.ner(texts, ticket(), **NER),
+            await tiny.qa(texts, texts[::-1], ticket(), **QA),
+            await tiny.embed(texts, ticket(), **EMBED),
+        ]
+
+    whole = await answers()
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 50)
+    for one, other in zip(whole, await answers(), strict=True):
+        assert one.usage == other.usage
+        assert alike(one.results, other.results)
+    with pytest.raises(InvalidInput, match=r"inputs\[1\], inputs\[3\]: longer than"):
+        await tiny.embed(["a", LONG, "a", LONG], ticket(), **{**EMBED, "truncate": False})
+
+
+async def test_a_large_request_lets_others_go_between(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of many parts take turns in the threads, and one that leaves is not encoded to its end."""
+    encoded: list[str] = []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        encoded.extend(text[0] for text in texts)
+        return whole(self, ["a"] * len(texts), **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
+    asked = [
+        asyncio.create_task(tiny.embed([name * INLINE_CHARACTERS] * 50, ticket(), **EMBED))
+        for name in "abcd"
+    ]
+    while encoded.count("a") < 3:
+        await asyncio.sleep(0)
+    asked[0].cancel()
+    await asyncio.wait(asked)
+    assert encoded.count("a") < 50
+    assert {"a", "b", "c", "d"} == set(encoded[:20])
 
 
 async def test_run_splits_a_batch(tiny: Engine, runner: Runner) -> None:
