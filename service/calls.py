@@ -22,7 +22,7 @@ from service.exchange import Exchange, exchange_of
 from service.lines import Lines, LinesResponse, line, wants_lines
 from service.logs import log_bug
 from service.metrics import Recorder
-from service.schemas import Request, parse
+from service.schemas import Request, parse, refuse_long
 from service.settings import Settings
 
 R = TypeVar("R", bound=Request)
@@ -176,6 +176,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         deadline=deadline,
     )
     valid = parse(schema, body, settings.max_inputs_per_request)
+    refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
     exchange.model, exchange.inputs = engine.id, valid.size
     ticket = Ticket(

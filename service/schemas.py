@@ -5,7 +5,7 @@ all of them, each bad index by name. Responses are built by the routes and never
 their models are for the OpenAPI document.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -16,6 +16,7 @@ from service.settings import did_you_mean
 
 SHOWN = 64  # characters of a client's own field name that a message repeats
 NAMED = 16  # unknown fields that a message names
+LONGEST_NAME = 257  # characters, of a bundle's name@version
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -34,6 +35,7 @@ def exactly(value: object) -> object:
     raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
 
 
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
 Truncate = Annotated[Literal[True, False, "window"], BeforeValidator(exactly)]  # 1 is no true
 Texts = Annotated[
     list[str],
@@ -49,10 +51,10 @@ class _Strict(BaseModel):
 class Request(_Strict):
     """What every task's request may say."""
 
-    model: str | None = Field(
+    model: Name | None = Field(
         None, description="`name` or `name@version`; the first bundle served when absent"
     )
-    head: str | None = Field(None, description="the model's first head for the task when absent")
+    head: Name | None = Field(None, description="the model's first head for the task when absent")
     stride: int | None = Field(
         None,
         ge=0,
@@ -65,6 +67,10 @@ class Request(_Strict):
         """The number of inputs, which the results are aligned with."""
         raise NotImplementedError
 
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Every text with the place where it stands."""
+        raise NotImplementedError
+
 
 class TextRequest(Request):
     inputs: Texts = Field(description="one text, or several; results are aligned with them")
@@ -72,6 +78,9 @@ class TextRequest(Request):
     @property
     def size(self) -> int:
         return len(self.inputs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return listed("inputs", self.inputs)
 
 
 class ClassifyRequest(TextRequest):
@@ -88,6 +97,10 @@ class ClassifyRequest(TextRequest):
             counts = f"{len(self.text_pair)} texts, inputs has {len(self.inputs)}"
             raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
         return self
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        yield from super().texts()
+        yield from listed("text_pair", self.text_pair or ())
 
 
 class NerRequest(TextRequest):
@@ -147,17 +160,17 @@ class QaRequest(Request):
         return self
 
     def _refuse_blank(self) -> None:
-        if self.inputs is None:
-            texts = [("question", self.question), ("context", self.context)]
-        else:
-            texts = [
-                (f"inputs[{index}].{name}", getattr(item, name))
-                for index, item in enumerate(self.inputs)
-                for name in ("question", "context")
-            ]
-        blank = [name for name, text in texts if not (text or "").strip()]
+        blank = [name for name, text in self.texts() if not text.strip()]
         if blank:
             raise InvalidInput(f"{', '.join(blank)}: must not be empty", param=blank[0])
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        if self.inputs is None:
+            yield "question", self.question or ""
+            yield "context", self.context or ""
+        for index, item in enumerate(self.inputs or ()):
+            yield f"inputs[{index}].question", item.question
+            yield f"inputs[{index}].context", item.context
 
     @property
     def size(self) -> int:
@@ -191,6 +204,18 @@ def parse(schema: type[R], body: object, max_inputs: int) -> R:
 def refuse_many(name: str, value: object, most: int) -> None:
     if isinstance(value, list) and len(value) > most:
         raise TooLarge(f"{name} has {len(value)} items; a request may have {most}", param=name)
+
+
+def refuse_long(request: Request, most: int) -> None:
+    """Raises a TooLarge that names every text of more than `most` characters."""
+    long = [name for name, text in request.texts() if len(text) > most]
+    if long:
+        message = f"{', '.join(long)}: must have at most {most} characters"
+        raise TooLarge(message, param=long[0])
+
+
+def listed(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    return ((f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 
 def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
@@ -233,6 +258,7 @@ PHRASES: Mapping[str, str] = {
     "literal_error": "must be one of {expected}",
     "missing": "required",
     "model_type": "must be an object with question and context",
+    "string_too_long": "must have at most {max_length} characters",
     "string_type": "must be a string",
     "too_short": "must not be empty",
 }

@@ -104,6 +104,11 @@ class Settings(BaseSettings):
     max_inputs_per_request: int = Field(
         1024, ge=1, description="texts in one request; raise for bulk clients"
     )
+    max_characters_per_input: int = Field(
+        250_000,
+        ge=1,
+        description="characters of one text; raise for longer ones, which take up to 600 bytes a character to cut",
+    )
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )

@@ -216,6 +216,18 @@ async def test_limits_are_the_settings(client_with: ClientWith, path: str) -> No
         assert error_of(await client.post(path, json=many)) == (413, "too_large", None)
 
 
+@each_task
+async def test_long_texts_are_too_large(
+    path: str, client_with: ClientWith, engine: FakeEngine
+) -> None:
+    """They are refused before they reach the engine, though they would be cut."""
+    async with client_with(max_characters_per_input=10) as client:
+        long = {"inputs": ["a" * 11]} if path != "/qa" else {**QUESTION, "context": "a" * 11}
+        name = "inputs[0]" if path != "/qa" else "question"
+        assert error_of(await client.post(path, json=long)) == (413, "too_large", name)
+    assert engine.asked == {}
+
+
 async def test_a_slow_body_is_answered(client_with: ClientWith) -> None:
     """A body that does not come is 408, and its connection is not used again."""
     never = asyncio.Event()

@@ -8,6 +8,7 @@ from service.schemas import (
     QaRequest,
     Request,
     parse,
+    refuse_long,
 )
 
 PAIR = {"question": "Who?", "context": "Marta keeps bees."}
@@ -175,3 +176,35 @@ def test_too_many_inputs_are_refused_before_they_are_looked_at(field: str) -> No
         f"{field} has 9 items; a request may have 8",
         field,
     )
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "named"),
+    [
+        (ClassifyRequest, {"inputs": "long!"}, ["inputs[0]"]),
+        (ClassifyRequest, {"inputs": ["a", "long!", "long", "long!"]}, ["inputs[1]", "inputs[3]"]),
+        (ClassifyRequest, {"inputs": ["a", "b"], "text_pair": ["a", "long!"]}, ["text_pair[1]"]),
+        (NerRequest, {"inputs": ["\U0001f600" * 5]}, ["inputs[0]"]),
+        (QaRequest, {"question": "long?", "context": "long!"}, ["question", "context"]),
+        (
+            QaRequest,
+            {"inputs": [{"question": "a", "context": "long!"}, {"question": "b?", "context": "c"}]},
+            ["inputs[0].context"],
+        ),
+    ],
+)
+def test_every_long_text_is_named(schema: type[Request], body: object, named: list[str]) -> None:
+    """Texts are too long by their characters, whatever these take in bytes; `param` is the first."""
+    request = parse(schema, body, 8)
+    refuse_long(request, 5)
+    with pytest.raises(TooLarge) as caught:
+        refuse_long(request, 4)
+    message = f"{', '.join(named)}: must have at most 4 characters"
+    assert (message, named[0]) == (caught.value.message, caught.value.param)
+
+
+@pytest.mark.parametrize("field", ["model", "head"])
+def test_a_long_name_is_not_repeated(field: str) -> None:
+    """No bundle and no head has so long a name, and the answer is short."""
+    message, param = refused(EmbedRequest, {"inputs": "a", field: "x" * 1_000_000})
+    assert (f"{field}: must have at most 257 characters", field) == (message, param)
