@@ -6,8 +6,10 @@ surrogates in, and goes on working for clients that have gone.
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Coroutine, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 import orjson
@@ -24,6 +26,11 @@ from service.inflate import Inflater, inflater
 
 T = TypeVar("T")
 
+SHOWN = 64  # characters of a client's own words that a message repeats
+STRUCTURE = b'",:[{'
+TEXT = bytes(set(range(256)) - set(STRUCTURE))
+PART = re.compile(rb'"[^"]*"|[,:\[{]')
+
 
 class ClientDisconnected(Exception):
     """The client went before its answer; nobody is left to tell."""
@@ -34,12 +41,14 @@ async def read_json(
     receive: Receive,
     *,
     max_bytes: int,
+    max_parts: int,
     timeout_s: float,
     deadline: float = math.inf,
 ) -> object:
     """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
 
-    It may be compressed, and is then bounded by `max_bytes` both as it comes and inflated.
+    It may be compressed, and is then bounded by `max_bytes` both as it comes and inflated. Its parts are its strings,
+    commas, colons and opening brackets.
 
     Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
     RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected.
@@ -54,6 +63,9 @@ async def read_json(
         if seconds_left(deadline) == 0:
             raise DeadlineExceeded("the body did not arrive before the deadline") from None
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+    if len(body) > max_parts:
+        check_parts(body, max_parts)
+        await asyncio.sleep(0)  # others have their turn
     return parse_json(body)
 
 
@@ -62,7 +74,7 @@ def check_media_type(headers: Mapping[str, str]) -> None:
     media_type, *parameters = (part.strip().lower() for part in content_type.split(";"))
     if not is_json(media_type):
         raise UnsupportedMediaType(
-            f"Content-Type must be application/json, not {media_type or 'missing'}",
+            f"Content-Type must be application/json, not {media_type[:SHOWN] or 'missing'}",
             param="Content-Type",
         )
     if any(part.startswith("charset=") and not is_utf8(part) for part in parameters):
@@ -108,6 +120,18 @@ async def read_bytes(receive: Receive, max_bytes: int, inflate: Inflater | None 
     if inflate:
         inflate.finish()
     return b"".join(chunks)
+
+
+def check_parts(body: bytes, most: int) -> None:
+    """Refuse what would become many objects: 10 MB of empty lists hold up everybody for 0.7 s, this for 0.01 s.
+
+    What stands in strings does not count.
+    """
+    if b"\\" in body:  # so that what is left of quotes bounds strings
+        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    skeleton = body.translate(None, TEXT)
+    if len(skeleton) > most and sum(1 for _ in islice(PART.finditer(skeleton), most + 1)) > most:
+        raise TooLarge("the body holds more values than any request has")
 
 
 def parse_json(body: bytes) -> object:

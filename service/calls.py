@@ -22,7 +22,7 @@ from service.exchange import Exchange, exchange_of
 from service.lines import Lines, LinesResponse, line, wants_lines
 from service.logs import log_bug
 from service.metrics import Recorder
-from service.schemas import Request, parse, refuse_long
+from service.schemas import Request, most_parts, parse, refuse_long
 from service.settings import Settings
 
 R = TypeVar("R", bound=Request)
@@ -172,6 +172,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         request.headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
+        max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
     )

@@ -201,6 +201,11 @@ def parse(schema: type[R], body: object, max_inputs: int) -> R:
         raise explain(faults, schema.model_fields) from None
 
 
+def most_parts(max_inputs: int) -> int:
+    """Strings, commas, colons and opening brackets of the largest request that is valid, and some to be mistaken in."""
+    return 16 * max_inputs + 1024
+
+
 def refuse_many(name: str, value: object, most: int) -> None:
     if isinstance(value, list) and len(value) > most:
         raise TooLarge(f"{name} has {len(value)} items; a request may have {most}", param=name)

@@ -1,10 +1,11 @@
 import asyncio
 import time
 
+import orjson
 import pytest
 from starlette.types import Message, Receive
 
-from service.body import ClientDisconnected, answer_in_time, read_json
+from service.body import ClientDisconnected, answer_in_time, check_parts, read_json
 from service.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -34,9 +35,19 @@ def receiving(*messages: Message) -> Receive:
 
 
 async def read(
-    *messages: Message, headers: dict[str, str] = JSON, max_bytes: int = 100, timeout_s: float = 5
+    *messages: Message,
+    headers: dict[str, str] = JSON,
+    max_bytes: int = 100,
+    max_parts: int = 100,
+    timeout_s: float = 5,
 ) -> object:
-    return await read_json(headers, receiving(*messages), max_bytes=max_bytes, timeout_s=timeout_s)
+    return await read_json(
+        headers,
+        receiving(*messages),
+        max_bytes=max_bytes,
+        max_parts=max_parts,
+        timeout_s=timeout_s,
+    )
 
 
 async def test_a_body_after_the_deadline_is_too_late() -> None:
@@ -46,6 +57,7 @@ async def test_a_body_after_the_deadline_is_too_late() -> None:
             JSON,
             receiving(chunk(b"[", more=True)),
             max_bytes=100,
+            max_parts=100,
             timeout_s=5,
             deadline=time.monotonic() + 0.01,
         )
@@ -97,7 +109,7 @@ async def test_other_types_are_refused_unread(headers: dict[str, str], param: st
 async def test_what_is_no_json_is_a_bad_request(body: bytes, message: str) -> None:
     """Malformed bodies are the client's fault, and it is told where."""
     with pytest.raises(BadRequest, match=message):
-        await read(chunk(body), max_bytes=5000)
+        await read(chunk(body), max_bytes=5000, max_parts=5000)
 
 
 async def test_a_large_body_is_refused_unread() -> None:
@@ -115,6 +127,38 @@ async def test_a_large_body_without_length_is_counted() -> None:
 async def test_a_body_of_the_very_limit_is_read() -> None:
     """The limit itself is allowed."""
     assert await read(chunk(b"[1]"), headers={**JSON, "content-length": "3"}, max_bytes=3) == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (b"[[],[],[]]", 6),
+        (b'{"inputs": ["a", "b"], "top_k": 1}', 10),
+        (b"[1, 2.5, null, true, [], {}]", 8),
+        (rb'["a, b: [c] {d}", "\"e\", f", "\\", ",\\\",", "\u002c,\n,"]', 10),
+        ('["é, 中, \U0001f600", ","]'.encode(), 4),
+        (b'{"": ""}', 4),
+    ],
+)
+async def test_a_body_of_many_parts_is_too_large(body: bytes, parts: int) -> None:
+    """Its strings, commas, colons and opening brackets are counted, and nothing that stands in a string."""
+    with pytest.raises(TooLarge, match="more values than any request has"):
+        await read(chunk(body), max_parts=parts - 1)
+    if len(body) > parts:
+        check_parts(body, parts)
+
+
+async def test_parts_are_counted_before_anything_is_made_of_them() -> None:
+    """A body that would take long to parse is refused soon, though it is broken at its end."""
+    with pytest.raises(TooLarge):
+        await read(chunk(b"[" + b"[]," * 1_000_000), max_parts=1000, max_bytes=10_000_000)
+
+
+async def test_text_is_no_part() -> None:
+    """A large body of few texts is read, whatever these hold."""
+    text = ',:[{\\"\n' * 100_000
+    body = orjson.dumps([text, text])
+    assert [text, text] == await read(chunk(body), max_parts=10, max_bytes=10_000_000)
 
 
 async def test_a_slow_body_times_out() -> None:

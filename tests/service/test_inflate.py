@@ -20,7 +20,9 @@ async def read(*parts: bytes, encoding: str = "gzip", max_bytes: int = 10_000) -
     """What comes of a body that arrives in these parts."""
     messages: list[Message] = [chunk(part, more=True) for part in parts] + [chunk(b"")]
     headers = {**JSON, "content-encoding": encoding}
-    return await read_json(headers, receiving(*messages), max_bytes=max_bytes, timeout_s=5)
+    return await read_json(
+        headers, receiving(*messages), max_bytes=max_bytes, max_parts=100, timeout_s=5
+    )
 
 
 @pytest.mark.parametrize(
