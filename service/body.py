@@ -8,7 +8,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -44,21 +44,22 @@ async def read_json(
     max_parts: int,
     timeout_s: float,
     deadline: float = math.inf,
+    take: Callable[[int], None],
 ) -> object:
     """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
 
     It may be compressed, and is then bounded by `max_bytes` both as it comes and inflated. Its parts are its strings,
-    commas, colons and opening brackets.
+    commas, colons and opening brackets. `take` is told of its bytes as they come.
 
     Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
-    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected.
+    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected, and what `take` raises.
     """
     check_media_type(headers)
     inflate = inflater(headers.get("content-encoding", ""))
     check_length(headers.get("content-length", ""), max_bytes)
     try:
         async with asyncio.timeout(min(timeout_s, seconds_left(deadline))):
-            body = await read_bytes(receive, max_bytes, inflate)
+            body = await read_bytes(receive, max_bytes, inflate, take)
     except TimeoutError:
         if seconds_left(deadline) == 0:
             raise DeadlineExceeded("the body did not arrive before the deadline") from None
@@ -101,7 +102,9 @@ def check_size(size: int, max_bytes: int) -> None:
         raise TooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-async def read_bytes(receive: Receive, max_bytes: int, inflate: Inflater | None = None) -> bytes:
+async def read_bytes(
+    receive: Receive, max_bytes: int, inflate: Inflater | None, take: Callable[[int], None]
+) -> bytes:
     chunks: list[bytes] = []
     size = 0
     more = True
@@ -115,6 +118,7 @@ async def read_bytes(receive: Receive, max_bytes: int, inflate: Inflater | None 
             chunks.append(piece)
             size += len(piece)
             check_size(size, max_bytes)
+            take(len(piece))
             if inflate:
                 await asyncio.sleep(0)  # others have their turn
     if inflate:

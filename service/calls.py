@@ -6,7 +6,7 @@ The routes are written on it, and every other dialect can be.
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
@@ -22,6 +22,7 @@ from service.exchange import Exchange, exchange_of
 from service.lines import Lines, LinesResponse, line, wants_lines
 from service.logs import log_bug
 from service.metrics import Recorder
+from service.room import BODIES, Holding, Room
 from service.schemas import Request, most_parts, parse, refuse_long
 from service.settings import Settings
 
@@ -49,6 +50,10 @@ class Service:
     metrics: Recorder
     engines: Engines | None = None
     draining: bool = False
+    room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = Room(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
         """Raises NotReady before the engines are open, Draining once they are closed."""
@@ -168,6 +173,8 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     service, exchange = service_of(request), exchange_of(request.scope)
     settings, engines = service.settings, service.open_engines()
     deadline = exchange.arrival + timeout_s(request.headers.get(TIMEOUT_HEADER), settings)
+    holding = Holding(service.room)
+    exchange.settle.append(lambda _: holding.leave())
     body = await read_json(
         request.headers,
         request.receive,
@@ -175,6 +182,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
+        take=holding.take,
     )
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from collections.abc import Callable
 
 import orjson
 import pytest
@@ -34,12 +35,17 @@ def receiving(*messages: Message) -> Receive:
     return receive
 
 
+def freely(size: int) -> None:
+    """There is room for any number of bytes."""
+
+
 async def read(
     *messages: Message,
     headers: dict[str, str] = JSON,
     max_bytes: int = 100,
     max_parts: int = 100,
     timeout_s: float = 5,
+    take: Callable[[int], None] = freely,
 ) -> object:
     return await read_json(
         headers,
@@ -47,6 +53,7 @@ async def read(
         max_bytes=max_bytes,
         max_parts=max_parts,
         timeout_s=timeout_s,
+        take=take,
     )
 
 
@@ -59,13 +66,16 @@ async def test_a_body_after_the_deadline_is_too_late() -> None:
             max_bytes=100,
             max_parts=100,
             timeout_s=5,
+            take=freely,
             deadline=time.monotonic() + 0.01,
         )
 
 
 async def test_chunks_become_one_body() -> None:
-    """A body may arrive in pieces."""
-    assert await read(chunk(b'{"a":', more=True), chunk(b"1}")) == {"a": 1}
+    """A body may arrive in pieces, each of which is told of."""
+    taken: list[int] = []
+    assert await read(chunk(b'{"a":', more=True), chunk(b"1}"), take=taken.append) == {"a": 1}
+    assert [5, 2] == taken
 
 
 @pytest.mark.parametrize(

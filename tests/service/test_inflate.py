@@ -9,7 +9,7 @@ from starlette.types import Message
 from service.body import read_json
 from service.errors import BadRequest, QuartetError, TooLarge, UnsupportedEncoding
 from service.inflate import STEP, Inflater
-from tests.service.test_body import JSON, chunk, receiving
+from tests.service.test_body import JSON, chunk, freely, receiving
 
 BODY = b'{"inputs": "%s"}' % (b"a small comet, drawn by Ada; " * 3)
 GZIP = gzip.compress(BODY, mtime=0)
@@ -21,7 +21,7 @@ async def read(*parts: bytes, encoding: str = "gzip", max_bytes: int = 10_000) -
     messages: list[Message] = [chunk(part, more=True) for part in parts] + [chunk(b"")]
     headers = {**JSON, "content-encoding": encoding}
     return await read_json(
-        headers, receiving(*messages), max_bytes=max_bytes, max_parts=100, timeout_s=5
+        headers, receiving(*messages), max_bytes=max_bytes, max_parts=100, timeout_s=5, take=freely
     )
 
 

@@ -1,0 +1,32 @@
+"""The memory that requests take by their bodies: bounded for all together, as `max_body_bytes` bounds each."""
+
+from service.errors import Overloaded
+
+BODIES = 8  # of the largest size, that are in work at once
+SMALL = 65_536  # bytes that a body may have however little room there is
+
+
+class Room:
+    """Bytes that all bodies together may have; a text in Python takes up to four times as much."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+
+class Holding:
+    """One request's part of the room, from its first byte until it is answered."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Raises Overloaded where a large body finds no room for more of it."""
+        self._room.left -= size
+        self._held += size
+        if self._room.left < 0 and self._held > SMALL:
+            raise Overloaded("as many large bodies are in work as there is room for")
+
+    def leave(self) -> None:
+        self._room.left += self._held
+        self._held = 0
