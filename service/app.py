@@ -21,11 +21,11 @@ from service.admission import Admission
 from service.calls import Service
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
-from service.exchange import ExchangeMiddleware, check_refusal, refuse
+from service.exchange import ExchangeMiddleware, Reception, check_refusal, refuse
 from service.gate import gate
 from service.logs import log_bug
 from service.metrics import Recorder
-from service.routes import router
+from service.routes import Route, router
 from service.settings import Settings
 
 OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
@@ -70,13 +70,15 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service = service
-    app.add_middleware(
-        ExchangeMiddleware,
-        metrics=service.metrics,
+    reception = Reception(
+        metrics=metrics,
         process=service,
         checks=[check_refusal, *gate(settings), Admission(service)],
+        routes={route.path for route in router.routes if isinstance(route, Route)},
     )
+    app.state.service = service
+    app.state.reception = reception
+    app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
     app.add_middleware(BriefFailure)

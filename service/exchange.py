@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from service.pace import Pace
 
 log = structlog.get_logger()
 
+EXCHANGE = "exchange"  # in a scope's state
 REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
@@ -36,7 +37,7 @@ CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
-    settle: are told of the request's tokens when it is over, 0 if it had none
+    settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Exchange:
     tokens: int = 0
     status: int = 0
     code: str = ""
+    refusal: QuartetError | None = None
 
     @property
     def seconds(self) -> float:
@@ -56,7 +58,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    exchange = scope["state"]["exchange"]
+    exchange = scope["state"][EXCHANGE]
     assert isinstance(exchange, Exchange), "our bug: the exchange middleware is not installed"
     return exchange
 
@@ -83,7 +85,7 @@ Check = Callable[[Scope, Headers, Exchange], None]  # raises a QuartetError to r
 
 def check_refusal(scope: Scope, headers: Headers, exchange: Exchange) -> None:
     """The check of what the server itself has found: raises it."""
-    if refusal := scope["state"].get(REFUSAL):
+    if refusal := scope.get("state", {}).get(REFUSAL):
         raise refusal
 
 
@@ -94,99 +96,71 @@ class Process(Protocol):
     def draining(self) -> bool: ...
 
 
-class ExchangeMiddleware:
-    """Names each request, checks it, answers what nobody else caught, and records how each request ended."""
+def our_bug() -> InternalError:
+    """What the client is told of the exception that is being handled; the log gets the rest."""
+    log.exception("unexpected error")
+    return InternalError("our bug: the server's log tells more under this request's id")
+
+
+class Reception:
+    """Where every request is named and checked when it comes, and recorded when it is over.
+
+    routes: the paths that the log and the metrics call by their name
+    """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Recorder, process: Process, checks: Sequence[Check] = ()
+        self,
+        *,
+        metrics: Recorder,
+        process: Process,
+        checks: Sequence[Check] = (),
+        routes: Collection[str] = (),
     ) -> None:
-        self.app = app
-        self.checks = checks
         self.pace = Pace()
-        self.refusals = Sparing()
-        self.metrics = metrics
-        self.process = process
+        self._metrics = metrics
+        self._process = process
+        self._checks = checks
+        self._routes = routes
+        self._refusals = Sparing()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    def receive(self, scope: Scope) -> Exchange:
+        """Name and check a request; what must not come in has its `refusal`."""
         headers = Headers(scope=scope)
         exchange = new_exchange(headers)
-        inner = {**scope, "state": {**scope.get("state", {}), "exchange": exchange}}
-        if scope["method"] == "HEAD":  # answered as GET is, without the body
-            inner["method"] = "GET"
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
-            try:
-                await self.answer(inner, headers, receive, self.sender(scope, exchange, send))
-            finally:
-                self.record(scope["method"], inner, exchange)
-
-    async def answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
         try:
-            if refusal := self.check(scope, headers, exchange):
-                await refusal(scope, receive, send)
-            else:
-                await self.app(scope, receive, send)
-        except ClientDisconnected:
-            exchange.status = CLIENT_GONE
-        except asyncio.CancelledError:
-            if exchange.status or not self.process.draining:
-                raise
-            await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
-        except Exception:
-            log.exception("unexpected error")
-            if exchange.status:
-                raise  # the answer is half sent: the server must cut the connection
-            error = InternalError("our bug: the server's log tells more under this request's id")
-            await refuse(scope, error)(scope, receive, send)
-
-    def check(self, scope: Scope, headers: Headers, exchange: Exchange) -> Response | None:
-        """The answer to a request that must not come in."""
-        try:
-            for check in self.checks:
+            for check in self._checks:
                 check(scope, headers, exchange)
         except QuartetError as error:
-            return refuse(scope, error)
-        return None
+            exchange.refusal = error
+        except Exception:
+            exchange.refusal = our_bug()
+        return exchange
 
-    def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                if exchange.status == Overloaded.status:
-                    await self.pace.turn()
-                self.name(MutableHeaders(scope=message), exchange)
-            elif scope["method"] == "HEAD":
-                message = {**message, "body": b""}
-            await send(message)
-
-        return send_named
-
-    def name(self, headers: MutableHeaders, exchange: Exchange) -> None:
-        headers["X-Request-Id"] = exchange.request_id
-        headers["X-Content-Type-Options"] = "nosniff"
-        if self.process.draining:  # the next request on this connection should find another server
-            headers["Connection"] = "close"
+    def headers(self, exchange: Exchange) -> dict[str, str]:
+        """What every answer carries."""
+        named = {"X-Request-Id": exchange.request_id, "X-Content-Type-Options": "nosniff"}
+        if self._process.draining:  # the next request on this connection should find another server
+            named["Connection"] = "close"
+        return named
 
     def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
         for settle in exchange.settle:
             settle(exchange.tokens)
-        route = getattr(scope.get("route"), "path", "other")
+        path = scope["path"]
+        route = path if path in self._routes else getattr(scope.get("route"), "path", "other")
         status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
-        self.metrics.observe_request(route, exchange.model, status, seconds)
+        self._metrics.observe_request(route, exchange.model, status, seconds)
         if exchange.code and status != InternalError.status:
-            self.metrics.observe_rejection(exchange.code)
+            self._metrics.observe_rejection(exchange.code)
         facts: dict[str, object] = {}
         if status == Overloaded.status:
-            if not self.refusals.may_tell():
+            if not self._refusals.may_tell():
                 return
-            facts["untold"] = self.refusals.untold()
+            facts["untold"] = self._refusals.untold()
         log_request(
             route,
             method=method,
-            path=quote(scope["path"]),
+            path=quote(path),
             status=status,
             ms=round(1000 * seconds, 3),
             tenant=exchange.tenant,
@@ -196,3 +170,59 @@ class ExchangeMiddleware:
             code=exchange.code,
             **facts,
         )
+
+
+class ExchangeMiddleware:
+    """Answers what was refused and what nobody else caught, and has each request recorded."""
+
+    def __init__(self, app: ASGIApp, *, reception: Reception, process: Process) -> None:
+        self.app = app
+        self.reception = reception
+        self.process = process
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.get("state", {})
+        exchange = state.get(EXCHANGE) or self.reception.receive(scope)
+        inner = {**scope, "state": {**state, EXCHANGE: exchange}}
+        if scope["method"] == "HEAD":  # answered as GET is, without the body
+            inner["method"] = "GET"
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+            try:
+                await self.answer(inner, receive, self.sender(scope, exchange, send))
+            finally:
+                self.reception.record(scope["method"], inner, exchange)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            if exchange.refusal is not None:
+                await refuse(scope, exchange.refusal)(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        except ClientDisconnected:
+            exchange.status = CLIENT_GONE
+        except asyncio.CancelledError:
+            if exchange.status or not self.process.draining:
+                raise
+            await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
+        except Exception:
+            error = our_bug()
+            if exchange.status:
+                raise  # the answer is half sent: the server must cut the connection
+            await refuse(scope, error)(scope, receive, send)
+
+    def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                if exchange.status == Overloaded.status:
+                    await self.reception.pace.turn()
+                MutableHeaders(scope=message).update(self.reception.headers(exchange))
+            elif scope["method"] == "HEAD":
+                message = {**message, "body": b""}
+            await send(message)
+
+        return send_named

@@ -1,7 +1,7 @@
 """Refusals at a pace: a client that asks again at once is refused later, and cannot buy time of the service with it."""
 
 import asyncio
-from collections import OrderedDict
+from collections.abc import Callable
 
 REFUSALS_PER_S = 200  # that go at once; beyond, each waits for its turn
 HELD_S = 1.0  # the longest that one is held back
@@ -18,27 +18,31 @@ class Pace:
         self._held_s = held_s
         self._most = most
         self._next = 0.0
-        self._held: OrderedDict[asyncio.Future[None], asyncio.TimerHandle] = OrderedDict()
+        self._count = 0
+        self._held: dict[int, tuple[Callable[[], object], asyncio.TimerHandle]] = {}  # oldest first
 
     async def turn(self) -> None:
         """Wait until the next refusal may go."""
+        gone = asyncio.Event()
+        self.hold(gone.set)
+        await gone.wait()
+
+    def hold(self, go: Callable[[], object]) -> None:
+        """Let it go when it is its turn, which may be at once."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         at = max(self._next, now - self._held_s)  # after a pause some may go together
         self._next = min(at + self._step_s, now + self._held_s)
         if at <= now:
+            go()
             return
-        going = loop.create_future()
-        self._held[going] = loop.call_at(at, self._go, going)
+        self._count += 1
+        number = self._count
+        self._held[number] = go, loop.call_at(at, self._go, number)
         if len(self._held) > self._most:
             self._go(next(iter(self._held)))
-        try:
-            await going
-        finally:
-            self._go(going)
 
-    def _go(self, going: asyncio.Future[None]) -> None:
-        if timer := self._held.pop(going, None):
-            timer.cancel()
-            if not going.done():
-                going.set_result(None)
+    def _go(self, number: int) -> None:
+        go, timer = self._held.pop(number)
+        timer.cancel()
+        go()

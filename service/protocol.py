@@ -6,24 +6,32 @@ it is named, logged and counted like any other, and answered in its turn.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import inf
 from typing import Any, cast
 
+import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.types import Scope
 from uvicorn import Config
 from uvicorn._types import HTTPScope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from service.errors import (
     BadRequest,
     HeadersTooLarge,
+    Overloaded,
     QuartetError,
     SlowHeaders,
     TooManyConnections,
 )
-from service.exchange import REFUSAL
+from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
 from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
@@ -53,11 +61,13 @@ class Protocol(HttpToolsProtocol):
         admitted: set["Protocol"],
         max_connections: int,
         header_timeout_s: float,
+        reception: Reception,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.admitted = admitted
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
+        self.reception = reception
         self.crowded = False
         self.in_head = False
         self.in_body = False
@@ -139,8 +149,6 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
         self.late.stop()
-        if self.crowded:
-            self.send_away()
 
     def on_body(self, body: bytes) -> None:
         self.heard = True
@@ -282,12 +290,42 @@ class Protocol(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
 
-    def send_away(self) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
+        if self.crowded:
+            self.send_away(cycle)
+        scope = cast(Scope, cycle.scope)
+        exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
+        of_a_page = any(
+            name == b"origin" for name, _ in scope["headers"]
+        )  # which needs more headers
+        if isinstance(exchange.refusal, Overloaded) and not of_a_page:
+            self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def turn_away(self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded) -> None:
+        if not cycle.disconnected:
+            exchange.status, exchange.code = error.status, error.code
+            headers = error.headers | self.reception.headers(exchange)
+            if headers.get("Connection") == "close":
+                cycle.keep_alive = False
+            elif not cycle.keep_alive:
+                headers["Connection"] = "close"
+            self.transport.write(written(error, headers, self.server_state.default_headers))
+        cycle.response_started = cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+        scope = cast(Scope, cycle.scope)
+        self.reception.record(scope["method"], scope, exchange)
+
+    def send_away(self, cycle: RequestResponseCycle) -> None:
         """Give a connection too many one answer, which is a refusal unless it looks after the service."""
-        self.cycle.keep_alive = False
-        if self.scope["path"] not in QUIET_ROUTES:
+        cycle.keep_alive = False
+        if cycle.scope["path"] not in QUIET_ROUTES:
             error = TooManyConnections("the service has as many connections as it can keep")
-            self.scope["state"][REFUSAL] = error
+            cycle.scope["state"].setdefault(REFUSAL, error)
 
 
 class Alarm:
@@ -331,6 +369,20 @@ class Body:
     def on_message_complete(self) -> None:
         self.connection.parser = HttpRequestParser(self.connection)
         self.connection.on_message_complete()
+
+
+def written(
+    error: QuartetError, headers: Mapping[str, str], default: Iterable[tuple[bytes, bytes]]
+) -> bytes:
+    """An error as it goes over the wire."""
+    body = orjson.dumps(error.body)
+    own = {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}
+    lines = [
+        STATUS_LINE[error.status].rstrip(),
+        *(b"%s: %s" % pair for pair in default),
+        *(f"{name.lower()}: {value}".encode() for name, value in own.items()),
+    ]
+    return b"\r\n".join([*lines, b"", body])
 
 
 def too_large() -> HeadersTooLarge:

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.calls import Service
+from service.exchange import Reception
 from service.protocol import Protocol
 from service.settings import Settings
 
@@ -33,7 +34,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=connections(settings),
+            http=connections(settings, app.state.reception),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -87,13 +88,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def connections(settings: Settings) -> type[asyncio.Protocol]:
+def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
     make = partial(
         Protocol,
         admitted=set(),
         max_connections=share_of_connections(settings),
         header_timeout_s=settings.header_timeout_s,
+        reception=reception,
     )
     return cast(type[asyncio.Protocol], make)
 

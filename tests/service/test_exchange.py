@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
-from service.exchange import CLIENT_GONE, ExchangeMiddleware
+from service.exchange import CLIENT_GONE, ExchangeMiddleware, Reception
 from service.metrics import Metrics
 from tests.service.fakes import FakeEngine
 
@@ -126,7 +126,9 @@ async def exchange(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> 
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await ExchangeMiddleware(inner, metrics=Metrics(), process=Process())(scope, receive, send)
+    process = Process()
+    reception = Reception(metrics=Metrics(), process=process)
+    await ExchangeMiddleware(inner, reception=reception, process=process)(scope, receive, send)
     return sent
 
 

@@ -49,4 +49,14 @@ async def test_no_more_are_held_than_that() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_who_is_gone_is_let_go() -> None:
+    """A turn that nobody waits for any more harms nobody."""
+    pace = Pace(per_s=20, held_s=1, most=100)
+    waiting = [asyncio.create_task(pace.turn()) for _ in range(25)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.sleep(0.5)
     assert not pace._held

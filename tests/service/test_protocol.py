@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -16,6 +17,8 @@ from uvicorn.server import ServerState
 
 from service import protocol
 from service.app import create_app
+from service.exchange import Reception
+from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.server import connections
 from service.settings import Settings
@@ -90,13 +93,18 @@ class Listening:
 Listen = Callable[..., AbstractAsyncContextManager[Listening]]
 
 
+def bare() -> Reception:
+    """One for applications that are not ours."""
+    return Reception(metrics=Metrics(), process=SimpleNamespace(draining=False))
+
+
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, settings: Settings, idle_s: float = 75
+    app: ASGIApp, settings: Settings, idle_s: float = 75, reception: Reception | None = None
 ) -> AsyncIterator[Listening]:
     config = uvicorn.Config(
         app,
-        http=connections(settings),
+        http=connections(settings, reception or bare()),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -133,7 +141,7 @@ def listen(engines: FakeEngines) -> Listen:
         app = create_app(Settings(**settings), engines.open, Metrics())
         async with (
             app.router.lifespan_context(app),
-            listening(app, Settings(**settings), idle_s) as server,
+            listening(app, Settings(**settings), idle_s, app.state.reception) as server,
         ):
             yield server
 
@@ -536,3 +544,107 @@ async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> Non
             client.send(post())
             assert 200 == (await client.answer()).status
         crowded[1].transport.abort()
+
+
+# Refused at a bad time
+
+BUSY = Load(
+    rates={"tiny@1": 100.0},
+    waiting={Flow("tiny@1"): Backlog.of(*[Left(10, 1)] * 1000)},
+)
+EMBED = b'{"inputs": "a text"}'
+
+
+def embed(length: int = len(EMBED), headers: str = "") -> bytes:
+    head = f"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
+
+
+@pytest.fixture
+def busy(engines: FakeEngines) -> None:
+    """More waits than can be answered in time."""
+    engines.told = BUSY
+
+
+async def test_an_overloaded_service_answers_like_the_application(
+    listen: Listen, busy: None, lines: list[EventDict]
+) -> None:
+    """The refusal that never reaches the application says what the application's would, and is recorded."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(headers="X-Request-Id: mine\r\n") + EMBED)
+        early = await client.answer()
+        client.writer.write(embed(headers="X-Request-Id: mine\r\nOrigin: http://a\r\n") + EMBED)
+        full = await client.answer()
+    assert early.status == full.status == 429
+    assert json.loads(early.body)["error"]["code"] == "overloaded"
+    assert {*early.headers} == {*full.headers}
+    for name in ("retry-after", "x-request-id", "x-content-type-options", "content-type"):
+        assert early.headers[name] == full.headers[name]
+    told = [line for line in lines if line.get("event") == "request"]
+    assert [(line["status"], line["path"], line["code"]) for line in told] == [
+        (429, "/embed", "overloaded")
+    ] * 2
+
+
+async def test_a_refused_body_is_dropped_and_the_connection_stays(
+    listen: Listen, busy: None, engines: FakeEngines
+) -> None:
+    """What is still sent of a large body does no harm, and the next request on the connection is answered."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(3_000_000) + b"a" * 1_000_000)
+        assert (await client.answer()).status == 429
+        client.writer.write(b"a" * 2_000_000)
+        engines.told = None
+        client.writer.write(embed() + EMBED)
+        assert (await client.answer()).status == 200
+
+
+async def test_requests_sent_ahead_are_refused_in_their_order(
+    listen: Listen, busy: None, engines: FakeEngines
+) -> None:
+    """Ten at once, with a page between them that is never refused."""
+    async with listen() as server, server.client() as client:
+        page = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+        client.writer.write((embed() + EMBED) * 5 + page + (embed() + EMBED) * 4)
+        statuses = [(await client.answer()).status for _ in range(10)]
+    assert statuses == [429] * 5 + [200] + [429] * 4
+
+
+async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: None) -> None:
+    """With the header that says so."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(headers="Connection: close\r\n") + EMBED)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (429, "close")
+        assert await client.ended()
+
+
+async def test_who_goes_while_held_back_leaves_nothing(
+    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal is written to nobody, and recorded as of one that went."""
+    monkeypatch.setattr("service.pace.REFUSALS_PER_S", 1)
+    async with listen() as server:
+        for _ in range(3):
+            async with server.client() as client:
+                client.writer.write(embed() + EMBED)
+                await asyncio.sleep(0.05)
+        await until(lambda: not server.state.connections)
+        async with server.client() as client:
+            client.writer.write(embed() + EMBED)
+            assert (await client.answer()).status == 429
+
+
+async def test_a_check_that_is_broken_is_answered_for(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """Our bug is 500 and a line in the log, and not a connection that hears nothing."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("service.admission.Admission.__call__", broken)
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed() + EMBED)
+        assert (await client.answer()).status == 500
+    assert "unexpected error" in [line["event"] for line in lines]
