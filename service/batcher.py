@@ -19,15 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
+from service.encode import Window
 from service.load import Backlog, Flow, Load, weights
-from service.slots import BatchStats, Result, Run, Running, work
+from service.slots import BatchStats, Probe, Result, Run, Running, work
 from service.waiting import Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +124,8 @@ class Batcher:
         self._line = Line()
         self._unanswered: set[Request] = set()
         self.running: set[Running] = set()
+        self._probes: deque[Probe] = deque()
+        self._probe_wide = False
 
     def add_bundle(self, bundle: str, estimators: Mapping[int, Estimator]) -> None:
         """Serve a bundle whose batches cost what the estimators say, by the slots that they take."""
@@ -172,6 +177,16 @@ class Batcher:
         except asyncio.CancelledError:
             self._post(partial(self._close, request))
             raise
+
+    async def probe(self, bundle: str, window: Window) -> Outputs:
+        """Every head's outputs for a window, before all that waits; on one slot or, by turns, where so many are idle,
+        on `wide` of them.
+
+        It teaches no cost, and nobody is told of it. Raises UnknownModel, and what the run raises.
+        """
+        future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._probes.append, Probe(bundle, window, future)))
+        return await future
 
     @property
     def problem(self) -> str:
@@ -277,6 +292,8 @@ class Batcher:
         """Give idle slots their batches; return the seconds to hold one for company, if any."""
         for request in self._line.late(now):
             self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
+        while self._idle and self._probes:
+            self._launch_probe(self._probes.popleft())
         while self._idle and self._line:
             queue, pool = self._line.pool()
             width = self._width(queue, pool)
@@ -323,15 +340,46 @@ class Batcher:
         seconds = queue.estimators[width].cost.seconds(sum(tokens), len(tokens), max(tokens))
         self._started_s += sum(tokens) / self._expected_rate(queue)
         self._line.take(batch, width * seconds)
-        self._idle -= width
         running = Running(batch[0].bundle, len(batch), sum(tokens), seconds)
+        run = partial(work, self._run, width, batch, self._clock)
+        self._occupy(width, running, run, partial(self._finish, width, queue, batch))
+
+    def _launch_probe(self, probe: Probe) -> None:
+        if probe.bundle not in self._line.queues:
+            return probe.future.set_exception(errors.UnknownModel(f"no model {probe.bundle!r}"))
+        width = self._wide if self._probe_wide and self._wide <= self._idle else 1
+        self._probe_wide = not self._probe_wide
+        tokens = len(probe.window)
+        cost = self._line.queues[probe.bundle].estimators[width].cost
+        running = Running(probe.bundle, 1, tokens, cost.seconds(tokens, 1, tokens))
+        run = partial(self._run, width, probe.bundle, [probe.window])
+        return self._occupy(width, running, run, probe.settle)
+
+    def _occupy(
+        self,
+        width: int,
+        running: Running,
+        run: Callable[[], T],
+        done: Callable[[asyncio.Future[T]], None],
+    ) -> None:
+        """Run it in a thread, on so many slots; they are idle again when `done` is told of it."""
+        self._idle -= width
         self.running.add(running)
-        loop = asyncio.get_running_loop()
-        ran = loop.run_in_executor(self._threads, work, self._run, width, batch, self._clock)
-        ran.add_done_callback(lambda _: self._post(partial(self.running.discard, running)))
+        ran = asyncio.get_running_loop().run_in_executor(self._threads, run)
         ran.add_done_callback(
-            lambda ran: self._post(partial(self._finish, width, queue, batch, ran))
+            lambda ran: self._post(partial(self._release, width, running, done, ran))
         )
+
+    def _release(
+        self,
+        width: int,
+        running: Running,
+        done: Callable[[asyncio.Future[T]], None],
+        ran: asyncio.Future[T],
+    ) -> None:
+        self._idle += width
+        self.running.discard(running)
+        done(ran)
 
     def _finish(
         self,
@@ -340,7 +388,6 @@ class Batcher:
         batch: Sequence[Entry],
         ran: asyncio.Future[tuple[list[Result], BatchStats]],
     ) -> None:
-        self._idle += width
         try:
             results, stats = ran.result()
         except Exception as error:
@@ -353,7 +400,7 @@ class Batcher:
                 self._fail(entry.owner, result)
             else:
                 self._answer(entry, result, stats, index)
-        if not any(isinstance(result, errors.InferenceFailed) for result in results):
+        if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
             queue.estimators[width].refine(Sample(*shape, stats.inference_s))
         self._tell(stats)

@@ -305,16 +305,17 @@ def check_goldens(
     """Compare outputs computed here with the goldens. Raises BundleError naming head, figure and both runtimes."""
     tolerance = bundle.manifest.goldens.tolerance[precision]
     for head, expected in bundle.golden.outputs.items():
-        problem = _disagreement(head, expected, outputs[head], tolerance)
+        problem = disagreement(head, expected, outputs[head], tolerance)
         if problem:
             was = bundle.manifest.provenance.runtime
             changed = f" (exported with {was}, running {runtime})" if was != runtime else ""
             raise BundleError(bundle.path, f"goldens disagree at {precision}: {problem}{changed}")
 
 
-def _disagreement(
+def disagreement(
     head: str, expected: NDArray[np.float32], found: NDArray[np.float32], tolerance: Tolerance
 ) -> str | None:
+    """How a head's outputs differ from what they should be, if by more than may be."""
     if found.shape != expected.shape:
         return f"{head} has shape {found.shape}, expected {expected.shape}"
     if tolerance.max_difference is not None:

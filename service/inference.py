@@ -178,11 +178,10 @@ async def compute(settings: Settings, orders: Orders) -> None:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         try:
-            opening = open_device(settings, metrics.observe_batch)
+            opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
         except Exception as error:
             raise CannotStart(error) from error
-        metrics.watch_queue(lambda: device.load().queue_tokens)
         fronts = Fronts(device, metrics)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again

@@ -1,7 +1,7 @@
 """The device of this process: the bundles' sessions, and the batcher that they share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ import structlog
 from service import bundle as bundles
 from service.batcher import Batcher, BatchStats
 from service.bundle import Bundle, BundleError
+from service.canary import Canaries, Canary, smallest
 from service.cost import Estimator, measure
 from service.device import RunsOn
 from service.encode import Encoder, Window
@@ -74,6 +75,13 @@ class Runner:
 
         return {width: estimator(width) for width in self._sessions}
 
+    def canary(self) -> Canary:
+        """What is to be computed again and again, with what it gives now."""
+        window = smallest(self._bundle.golden)
+        (expected,) = self.run(1, [window])
+        tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
+        return Canary(window, expected, tolerance)
+
     @property
     def runs_on(self) -> RunsOn:
         session = self._sessions[1]
@@ -84,13 +92,12 @@ class Runner:
 class LocalDevice:
     """The sessions of this process."""
 
-    def __init__(
-        self, settings: Settings, slots: Slots, observe: Callable[[BatchStats], None] | None
-    ) -> None:
+    def __init__(self, settings: Settings, slots: Slots, metrics: Metrics) -> None:
         self.bundles: list[Bundle] = []
         self.runs_on: dict[str, RunsOn] = {}
         self._runners: dict[str, Runner] = {}
         self._hang_s = settings.hang_s
+        self._metrics = metrics
         self.batcher = Batcher(
             self._run,
             slots=slots.number,
@@ -99,8 +106,9 @@ class LocalDevice:
             max_batch_size=settings.max_batch_size,
             max_queue_tokens=settings.max_queue_tokens,
             max_wait_ms=settings.max_wait_ms,
-            observe=observe,
+            observe=self._observe,
         )
+        self._canaries = Canaries(self.batcher.probe, metrics.observe_canary)
 
     def add(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
         """Serve a bundle, once it is known what its batches cost."""
@@ -109,6 +117,7 @@ class LocalDevice:
         self.bundles.append(bundle)
         self.runs_on[name] = runner.runs_on
         self.batcher.add_bundle(name, runner.warm_up())
+        self._canaries.add(name, runner.canary())
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
 
@@ -117,13 +126,19 @@ class LocalDevice:
 
     def load(self) -> Load:
         load = self.batcher.load()
-        return replace(load, problem=load.problem or self._hung())
+        return replace(load, problem=load.problem or self._hung() or self._canaries.problem)
 
     def alive(self) -> bool:
-        return not (self.batcher.problem or self._hung())
+        return not (self.batcher.problem or self._hung() or self._canaries.lost)
 
     async def watch(self) -> None:
-        """Count how long batches run, by our own ticks: time in which this process was stopped makes none older."""
+        """See that the sessions are well, and that nobody hangs."""
+        async with asyncio.TaskGroup() as watching:
+            watching.create_task(self._canaries.run())
+            watching.create_task(self._count_ages())
+
+    async def _count_ages(self) -> None:
+        """By our own ticks: time in which this process was stopped makes no batch older."""
         while True:
             await asyncio.sleep(TICK_S)
             for batch in self.batcher.running:
@@ -137,24 +152,28 @@ class LocalDevice:
                 return f"a batch of {batch.bundle} ({what}) has run for {batch.age_s:.1f} s"
         return ""
 
+    def _observe(self, stats: BatchStats) -> None:
+        if stats.failed < stats.size:
+            self._canaries.ended_well(stats.bundle)
+        self._metrics.observe_batch(stats)
+
     def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
         return self._runners[model].run(width, windows)
 
 
 @asynccontextmanager
-async def open_device(
-    settings: Settings, observe: Callable[[BatchStats], None] | None = None
-) -> AsyncIterator[LocalDevice]:
+async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
     """Open the bundles, check their goldens, measure their cost; compute; drain.
 
-    `observe` is told of every batch. Raises BundleError or ProviderError when a bundle must not be served.
+    Raises BundleError or ProviderError when a bundle must not be served.
     """
     provider = find_provider(settings.provider)  # the clearest error first
     slots = settings.slots(provider == CPU, usable_cores(), len(settings.bundles))
-    device = LocalDevice(settings, slots, observe)
+    device = LocalDevice(settings, slots, metrics)
     for path in settings.bundles:
         _open(device, bundles.load(path), settings, slots)
     await device.batcher.start()
+    metrics.watch_queue(lambda: device.load().queue_tokens)
     watching = asyncio.create_task(device.watch())
     try:
         yield device
@@ -183,8 +202,7 @@ def _open(device: LocalDevice, bundle: Bundle, settings: Settings, slots: Slots)
 @asynccontextmanager
 async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
     """Engines on a device in this process, which tells the metrics of its batches; raises what `open_device` does."""
-    async with open_device(settings, metrics.observe_batch) as device:
-        metrics.watch_queue(lambda: device.load().queue_tokens)
+    async with open_device(settings, metrics) as device:
         engines = Engines(device)
         try:
             yield engines

@@ -77,6 +77,12 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._canaries = Counter(
+            "quartet_canary_runs_total",
+            "Computations of a known input, to see that a model is well.",
+            ["model", "outcome"],
+            registry=self.registry,
+        )
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
@@ -88,6 +94,9 @@ class Metrics:
 
     def observe_rejection(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
+
+    def observe_canary(self, model: str, well: bool) -> None:
+        self._canaries.labels(model, "ok" if well else "failed").inc()
 
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle

@@ -1,5 +1,6 @@
 """What happens to a batch in its thread: run, halve on failure, check, measure."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,25 @@ class Running:
     age_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A window that is computed for nobody but who asks how the bundle is."""
+
+    bundle: str
+    window: Window
+    future: asyncio.Future[Outputs]
+
+    def settle(self, ran: asyncio.Future[list[Outputs]]) -> None:
+        if self.future.done():
+            return
+        try:
+            (outputs,) = ran.result()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(outputs)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchStats:
     """A batch that ran, for metrics."""
@@ -34,6 +54,7 @@ class BatchStats:
     longest: int
     queue_s: tuple[float, ...]  # of each entry, from its arrival
     inference_s: float
+    failed: int = 0  # entries
 
     @property
     def slots(self) -> int:
@@ -59,6 +80,7 @@ def work(
         longest=max(entry.tokens for entry in batch),
         queue_s=tuple(began - entry.arrival for entry in batch),
         inference_s=clock() - began,
+        failed=sum(isinstance(result, errors.InferenceFailed) for result in results),
     )
     return results, stats
 

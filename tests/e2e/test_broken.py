@@ -1,6 +1,7 @@
 """Models that hang or fail: it is noticed and said, whoever hangs is replaced, and good texts are answered."""
 
 import os
+import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,55 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
         until(lambda: "a batch of tiny@1 (1 texts" in problem(server))
         assert 503 == server.get("/health/live").status
         server.process.kill()
+
+
+def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Without a single request: readiness says no within a second or so, and the process is replaced."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
+    with serving(path) as server:
+        (inference,) = children(server)["inference"]
+        until(lambda: 'canary_runs_total{model="tiny@1",outcome="ok"}' in page(server))
+        assert "quartet_batch_size_count" not in page(server)
+        began = time.monotonic()
+        limit_memory(inference, 48)
+        until(lambda: "the canary of tiny@1 failed" in problem(server))
+        assert time.monotonic() - began < 3
+        until(lambda: inference not in children(server)["inference"])
+        until(lambda: not problem(server), 60)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+        assert sum("the canary failed" in line for line in server.log) == 3
+
+
+def test_a_session_that_can_compute_nothing_is_noticed_under_load(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Requests that fail do not pass for work, and in one process it can only be said."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
+    with serving(path, "--http-workers", "0") as server:
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+        limit_memory(server.process.pid, 48)
+        statuses = []
+        while server.get("/health/live").status == 200:
+            statuses.append(server.post("/embed", {"inputs": "Ada drew a comet."}).status)
+        assert {500} == set(statuses)
+        assert "the canary of tiny@1 failed" in problem(server)
+
+
+def page(server: Server) -> str:
+    return server.get("/metrics").body.decode()
+
+
+def memory_pages(pid: int) -> int:
+    time.sleep(0.005)
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+
+
+def limit_memory(pid: int, megabytes: int) -> None:
+    """Let a process have so much more than it has, which is too little for what `greed` needs."""
+    pages = min(memory_pages(pid) for _ in range(100))  # between two of its canaries
+    _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + megabytes * 1024 * 1024
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, hard))
 
 
 def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:

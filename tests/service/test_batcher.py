@@ -689,6 +689,54 @@ async def test_batches_that_run_are_known() -> None:
         assert not batcher.running
 
 
+async def test_a_probe_goes_before_all_that_waits() -> None:
+    """It takes the next slot that is free; nobody is told of it, and it teaches no cost."""
+    gate, seen = Gate(), []
+    async with serving(gate, max_batch_size=1, observe=seen.append) as batcher:
+        asked = await submitted(batcher, texts(3))
+        await gate.batch()
+        probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
+        await settle()
+        gate.let(9)
+        assert [77] == (await gate.batch()).numbers
+        assert 77 == (await probe)["h"][0]
+        await asked
+    assert 3 == len(seen)
+
+
+async def test_probes_take_one_slot_and_many_by_turns() -> None:
+    """Where all are idle; beside a batch that runs, one."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
+        batcher.add_bundle("m@1", costing(SOONER, slots=2))
+        gate.let(4)
+        for width in (1, 2, 1, 2):
+            await batcher.probe("m@1", encoding(5, 1))
+            assert width == (await gate.batch()).width
+        await submitted(batcher, texts(2))
+        probes = [asyncio.create_task(batcher.probe("m@1", encoding(5, 1))) for _ in range(2)]
+        assert [1, 1] == [(await gate.batch()).width for _ in range(2)]
+        await settle()
+        for _ in probes:
+            gate.let()
+            assert 1 == (await gate.batch()).width
+        gate.let(2)
+        await asyncio.gather(*probes)
+
+
+async def test_a_probe_fails_as_the_run_does() -> None:
+    """What is raised is raised; a bundle that is not served is unknown."""
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        raise ZeroDivisionError
+
+    async with serving(run) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            await batcher.probe("m@1", encoding(5, 1))
+        with pytest.raises(errors.UnknownModel):
+            await batcher.probe("other@1", encoding(5, 1))
+
+
 # Admission
 
 

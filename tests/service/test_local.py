@@ -6,13 +6,14 @@ import pytest
 
 from service import local
 from service.local import LocalDevice
+from service.metrics import Metrics
 from service.settings import Settings, Slots
 from service.slots import Running
 
 
 @pytest.fixture
 async def device():
-    made = LocalDevice(Settings(hang_s=5), Slots(2, {1: 1, 2: 2}), None)
+    made = LocalDevice(Settings(hang_s=5), Slots(2, {1: 1, 2: 2}), Metrics())
     await made.batcher.start()
     yield made
     await made.batcher.stop(0)
