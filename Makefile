@@ -12,7 +12,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
+.PHONY: help serve setup test check chaos format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
+
+chaos: $(VENV)/.test ## Put every promise of docs/promises.md to the test against real processes (ten minutes)
+	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
 format: $(VENV)/.test ## Format the code and mend what the linter can mend
 	@$(RUN) -m ruff format .

@@ -200,7 +200,7 @@ async def open_loop(
     *,
     warm_s: float = 1.0,
     patience_s: float = 10.0,
-    most: int = 1024,
+    most: int = 900,
     seed: int = 0,
 ) -> Measured:
     """Send `rate` requests per second at random moments (Poisson), whatever the server does with them.

@@ -7,7 +7,7 @@ import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,10 +17,33 @@ if TYPE_CHECKING:
     import onnx
 
 ROOT = Path(__file__).parent.parent
+PROMISES = pytest.StashKey[dict[str, str]]()  # by the node of the test that proves each
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos", action="store_true", help="put every promise to the test for long")
+    parser.addoption("--seconds", type=float, help="how long, in place of that")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Under --chaos, a line for each promise: whether it was kept, and in how many seconds that was seen."""
+    if not config.getoption("--chaos"):
+        return
+    reports = {
+        report.nodeid: report
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.stats.get(outcome, ())
+    }
+    terminalreporter.section("promises")
+    for nodeid, text in config.stash.get(PROMISES, {}).items():
+        if report := reports.get(nodeid):
+            kept = {"passed": "kept", "failed": "BROKEN", "skipped": "not tested"}[report.outcome]
+            terminalreporter.write_line(f"{kept:<11}{report.duration:>7.1f} s  {text}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = {item.nodeid: item.get_closest_marker("promise") for item in items}
+    config.stash[PROMISES] = {name: mark.args[0] for name, mark in marked.items() if mark}
 
 
 def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[object]") -> None:

@@ -219,3 +219,23 @@ def test_files_that_are_named_exist(page):
     named = CODE.findall(page.read_text(encoding="utf-8"))
 
     assert [] == [name for name in named if not (ROOT / name).exists()]
+
+
+def promised():
+    """What tests prove, by file and test: read off the marks."""
+    mark = re.compile(
+        r'^@pytest\.mark\.promise\(\s*"([^"]+)"\s*\)\n(?:(?!def ).*\n)*?def (\w+)', re.MULTILINE
+    )
+    return {
+        (path.name, name): text
+        for path in (ROOT / "tests" / "e2e").glob("test_*.py")
+        for text, name in mark.findall(path.read_text(encoding="utf-8"))
+    }
+
+
+def test_every_promise_has_its_proof():
+    """Each row names the test that proves it, and each such test has its row."""
+    proof = re.compile(r"`(test_\w+\.py)`: `(test_\w+)`")
+    told = {proof.search(row[2]).groups(): row[0] for row in rows(read("promises.md"))}
+    assert told == promised()
+    assert len(told) > 20

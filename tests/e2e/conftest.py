@@ -100,6 +100,22 @@ def read_log(server: Server, ready: threading.Event) -> None:
     ready.set()
 
 
+def children(server: Server) -> dict[str, list[int]]:
+    """The process ids of a server's children, by role."""
+    found: dict[str, list[int]] = {"inference": [], "http": []}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == server.process.pid and b"service.child" in arguments:
+                role = arguments[arguments.index(b"service.child") + 1].decode()
+                found[role].append(int(entry.name))
+    return found
+
+
 def until(condition: Any, timeout_s: float = 10) -> None:
     """Wait for what another process will do."""
     end = time.monotonic() + timeout_s
@@ -143,4 +159,5 @@ def server_url(mini_url: str) -> str:
 @pytest.fixture(scope="session")
 def seconds(request: pytest.FixtureRequest) -> float:
     """How long a promise is put to the test."""
-    return 60.0 if request.config.getoption("--chaos") else 3.0
+    given: float | None = request.config.getoption("--seconds")
+    return given or (60.0 if request.config.getoption("--chaos") else 3.0)

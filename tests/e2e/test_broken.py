@@ -24,6 +24,7 @@ def problem(server: Server) -> str:
     return "" if reply.status == 200 else reply.json()["error"]["message"]
 
 
+@pytest.mark.promise("An input that hangs the model fails alone.")
 def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
     """The process that it hangs is replaced, twice; those who were asked with it are answered."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
@@ -108,6 +109,7 @@ def limit_memory(pid: int, megabytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (most, hard))
 
 
+@pytest.mark.promise("Silence is noticed within a second.")
 def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:
     """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
     with serving(tiny_bundle) as server:
@@ -122,6 +124,7 @@ def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:
         assert [inference] == children(server)["inference"]
 
 
+@pytest.mark.promise("Load never makes readiness false.")
 def test_load_is_no_silence(tiny_bundle: Path) -> None:
     """With every core busy and a long queue, the service is ready all the time."""
     texts = [samples.text(100 + number % 100, seed=number) for number in range(40)]

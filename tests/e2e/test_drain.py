@@ -47,6 +47,7 @@ def begin_drain(server: Server) -> None:
     until(lambda: any('"draining"' in line for line in server.log))
 
 
+@pytest.mark.promise("From SIGTERM on nobody new is wanted, and who was accepted is answered.")
 def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
     """A request whose body was still coming is answered; meanwhile nobody new is wanted; then it ends."""
     with serving(tiny_bundle) as server:

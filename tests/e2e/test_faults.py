@@ -80,6 +80,7 @@ def test_refusals(tiny: Server, case: str) -> None:
     assert code in (None, error["code"])
 
 
+@pytest.mark.promise("A bad request hears of every fault, before anything is computed.")
 def test_every_bad_input_is_named(tiny: Server) -> None:
     """Of a request, all bad texts are named; good ones are not."""
     wrong = tiny.post("/classify", {"inputs": ["good", 1, "good", None]})
@@ -123,6 +124,7 @@ def test_overload(strict: Server) -> None:
     assert {"overloaded"} == {reply.json()["error"]["code"] for reply in refused}
 
 
+@pytest.mark.promise("A drain loses no request.")
 def test_drain_loses_none(tiny_bundle: Path) -> None:
     """After SIGTERM all that was sent is answered, new requests go elsewhere, and the exit is clean."""
     statuses: list[int] = []
@@ -175,6 +177,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return process.returncode, said
 
 
+@pytest.mark.promise("A bundle of which a byte has changed is not served.")
 def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
     """Weights that are not those of the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
@@ -188,6 +191,7 @@ def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.promise("A bundle that computes something else than when it was made is not served.")
 def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> None:
     """Other weights with right hashes are not served: what they answer is not what PyTorch answered."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")

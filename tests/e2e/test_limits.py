@@ -57,6 +57,7 @@ def assert_error(error: dict[str, Any], code: str, param: str | None = None) -> 
     assert error["error"]["message"]
 
 
+@pytest.mark.promise("A client that leaves takes its work along.")
 def test_client_that_leaves_takes_its_work_along(still: Server) -> None:
     """What a client has queued is dropped when it disconnects, long before its batch would have run."""
     with waiting(still, 1) as tokens:
@@ -82,6 +83,9 @@ def test_never_enough_room(still: Server) -> None:
     assert_error(reply.json(), "too_large")
 
 
+@pytest.mark.promise(
+    "A deadline that passes in the queue is answered at once, and nothing is computed for it."
+)
 def test_deadline(still: Server) -> None:
     """A request that its batch keeps waiting beyond its time is answered 504, and leaves the queue."""
     reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "100"})
@@ -97,6 +101,7 @@ def test_impatience_that_is_no_number(still: Server) -> None:
     assert_error(reply.json(), "invalid", "X-Request-Timeout-Ms")
 
 
+@pytest.mark.promise("A slow client cannot hold a worker.")
 def test_slow_body(still: Server) -> None:
     """A body that does not come is given up, and so is its connection."""
     with closing(socket.create_connection(("127.0.0.1", still.port), timeout=20)) as client:

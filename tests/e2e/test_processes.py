@@ -14,25 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, serving, start, until
+from tests.e2e.conftest import Server, children, serving, start, until
 
 pytestmark = pytest.mark.e2e
-
-
-def children(server: Server) -> dict[str, list[int]]:
-    """The process ids of a server's children, by role."""
-    found: dict[str, list[int]] = {"inference": [], "http": []}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == server.process.pid and b"service.child" in arguments:
-                role = arguments[arguments.index(b"service.child") + 1].decode()
-                found[role].append(int(entry.name))
-    return found
 
 
 def readiness(server: Server) -> int:
@@ -46,6 +30,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.promise("A dead process is noticed within a second, said, and replaced.")
 def test_a_killed_inference_process_is_replaced(tiny_bundle: Path) -> None:
     """HTTP lives on: readiness says no at once, requests fail by name, and soon all is as before."""
     body = {"inputs": ["Ada drew a comet."]}
@@ -72,6 +57,7 @@ def held(server: Server) -> bool:
     return bool(re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
 
 
+@pytest.mark.promise("What a dead process had accepted is asked again, once.")
 def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
     """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
@@ -106,6 +92,7 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
     assert 1000 == summary["usage"]["windows"]
 
 
+@pytest.mark.promise("What is lost twice fails by name, and takes no other with it.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
     """A request has two chances; nothing hangs after them, and the service goes on."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
@@ -150,6 +137,7 @@ def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> Non
         assert 0 == server.process.wait(40)
 
 
+@pytest.mark.promise("A process that hangs is replaced like a dead one.")
 def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
     """One that is there and does nothing is killed after `hang_s`; what it was asked is answered by the next one."""
     body = {"inputs": samples.text(60, seed=1)}
@@ -167,6 +155,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
     assert expected == pytest.approx(answer["embeddings"][0], abs=1e-5)
 
 
+@pytest.mark.promise("An HTTP process that hangs is replaced, too.")
 def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
     """The listener is not lost with it: who connects meanwhile is answered by the next one."""
     with serving(tiny_bundle, "--hang-s", "1") as server:
