@@ -32,7 +32,9 @@ class Admission:
             return
         tokens = self.expect(size)
         flows = [Flow(bundle, exchange.priority, exchange.tenant) for bundle in load.rates]
-        soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
+        soonest = flows[0]
+        if len(flows) > 1:
+            soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
         left_s = timeout_s(headers.get(TIMEOUT_HEADER), self._service.settings)
         load.check_in_time(soonest, tokens, left_s)
 

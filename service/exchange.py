@@ -6,8 +6,8 @@ traceback, answered with our bug's code and nothing else.
 
 import asyncio
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -65,7 +65,7 @@ def exchange_of(scope: Scope) -> Exchange:
 
 def new_exchange(headers: Headers) -> Exchange:
     given = headers.get("x-request-id", "")
-    request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id = given if SANE_ID.fullmatch(given) else secrets.token_hex(16)
     return Exchange(request_id, time.monotonic())
 
 
