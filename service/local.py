@@ -1,6 +1,7 @@
 """The device of this process: the bundles' sessions, and the batcher that they share."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from service.device import RunsOn
 from service.encode import Encoder, Window
 from service.engines import Engines
 from service.load import Load
+from service.logs import Sparing
 from service.metrics import Metrics
 from service.packing import pack, split
 from service.session import (
@@ -89,6 +91,11 @@ class Runner:
         return RunsOn(graph.precision, graph.layout, session.provider, unused_gpu(session), RUNTIME)
 
 
+def fingerprint(window: Window) -> str:
+    """The first sixteen digits of the SHA-256 of its token ids, as little-endian int64."""
+    return hashlib.sha256(window.input_ids.astype("<i8").tobytes()).hexdigest()[:16]
+
+
 class LocalDevice:
     """The sessions of this process."""
 
@@ -98,6 +105,7 @@ class LocalDevice:
         self._runners: dict[str, Runner] = {}
         self._hang_s = settings.hang_s
         self._metrics = metrics
+        self._poison = Sparing()
         self.batcher = Batcher(
             self._run,
             slots=slots.number,
@@ -153,9 +161,24 @@ class LocalDevice:
         return ""
 
     def _observe(self, stats: BatchStats) -> None:
-        if stats.failed < stats.size:
+        if len(stats.failed) < stats.size:
             self._canaries.ended_well(stats.bundle)
+        for entry in stats.failed:
+            self._tell_poison(entry)
         self._metrics.observe_batch(stats)
+
+    def _tell_poison(self, entry: Entry) -> None:
+        """Of an input that failed alone, tell enough to find it again among others, and nothing of what it says."""
+        if self._poison.may_tell():
+            log.error(
+                "an input failed alone",
+                model=entry.bundle,
+                head=entry.head,
+                tokens=entry.tokens,
+                sha256=fingerprint(entry.window),
+                request_id=entry.request_id,
+                untold=self._poison.untold(),
+            )
 
     def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
         return self._runners[model].run(width, windows)

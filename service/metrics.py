@@ -77,6 +77,12 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._poison = Counter(
+            "quartet_poison_inputs_total",
+            "Windows that a model failed on, or gave no number for, alone.",
+            ["model"],
+            registry=self.registry,
+        )
         self._canaries = Counter(
             "quartet_canary_runs_total",
             "Computations of a known input, to see that a model is well.",
@@ -107,6 +113,8 @@ class Metrics:
         self._tokens.labels(model).observe(stats.tokens)
         self._size.labels(model).observe(stats.size)
         self._padding.labels(model).observe(stats.padding_ratio)
+        if stats.failed:
+            self._poison.labels(model).inc(len(stats.failed))
 
     def watch_queue(self, tokens: Callable[[], int]) -> None:
         """Ask `tokens` for the length of the queue whenever the metrics are read."""

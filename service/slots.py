@@ -54,7 +54,7 @@ class BatchStats:
     longest: int
     queue_s: tuple[float, ...]  # of each entry, from its arrival
     inference_s: float
-    failed: int = 0  # entries
+    failed: tuple[Entry, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -80,7 +80,11 @@ def work(
         longest=max(entry.tokens for entry in batch),
         queue_s=tuple(began - entry.arrival for entry in batch),
         inference_s=clock() - began,
-        failed=sum(isinstance(result, errors.InferenceFailed) for result in results),
+        failed=tuple(
+            entry
+            for entry, result in zip(batch, results, strict=True)
+            if isinstance(result, errors.InferenceFailed)
+        ),
     )
     return results, stats
 

@@ -1,6 +1,7 @@
 """Models that hang or fail: it is noticed and said, whoever hangs is replaced, and good texts are answered."""
 
 import os
+import re
 import resource
 import signal
 import time
@@ -90,6 +91,26 @@ def test_a_session_that_can_compute_nothing_is_noticed_under_load(
             statuses.append(server.post("/embed", {"inputs": "Ada drew a comet."}).status)
         assert {500} == set(statuses)
         assert "the canary of tiny@1 failed" in problem(server)
+
+
+@pytest.mark.parametrize("fault", [faulty.failure, faulty.not_a_number])
+def test_a_text_that_cannot_be_computed_fails_alone(
+    tiny: Server, tiny_bundle: Path, tmp_path: Path, fault: faulty.Fault
+) -> None:
+    """Those beside it are answered; it is counted, and told of by a hash, not by what it says."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "poisoned", fault)
+    texts = [samples.text(12, seed=seed) for seed in range(16)]
+    texts[5] = BAD
+    with serving(path) as server, ThreadPoolExecutor(16) as clients:
+        replies = [*clients.map(lambda text: server.post("/embed", {"inputs": text}), texts)]
+        assert [200] * 5 + [500] + [200] * 10 == [reply.status for reply in replies]
+        assert "inference_failed" == replies[5].json()["error"]["code"]
+        assert 'quartet_poison_inputs_total{model="tiny@1"} 1.0' in page(server)
+        told = [line for line in server.log if "an input failed alone" in line]
+        assert 1 == len(told)
+        assert re.search(r'"sha256":"[0-9a-f]{16}"', told[0])
+        assert not any(faulty.WORD in line for line in server.log)
+        assert not problem(server)
 
 
 def page(server: Server) -> str:

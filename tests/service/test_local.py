@@ -1,14 +1,19 @@
 """The device of this process says what is wrong with it."""
 
 import asyncio
+import hashlib
 
+import numpy as np
 import pytest
+from structlog.typing import EventDict
 
 from service import local
+from service.encode import Window
 from service.local import LocalDevice
 from service.metrics import Metrics
 from service.settings import Settings, Slots
-from service.slots import Running
+from service.slots import BatchStats, Running
+from service.waiting import Entry
 
 
 @pytest.fixture
@@ -41,6 +46,23 @@ async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
     device.batcher.running.discard(late)
     assert device.alive()
     assert device.load().ready
+
+
+def test_what_failed_alone_is_told_of_without_its_text(
+    device: LocalDevice, lines: list[EventDict]
+) -> None:
+    """By a hash of its tokens, which the same text will have again; not every one of a flood."""
+    entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, head="h")
+    for _ in range(99):
+        device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed=(entry,)))
+    told = [line for line in lines if line["event"] == "an input failed alone"]
+    assert 0 < len(told) < 99
+    expected = hashlib.sha256(b"".join(n.to_bytes(8, "little") for n in (2, 7, 3))).hexdigest()[:16]
+    about = ("m@1", "h", 3, expected, "r")
+    assert about == tuple(
+        told[0][name] for name in ("model", "head", "tokens", "sha256", "request_id")
+    )
+    assert 'quartet_poison_inputs_total{model="m@1"} 99.0' in device._metrics.render().decode()
 
 
 async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
