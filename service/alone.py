@@ -13,6 +13,6 @@ from service.settings import Settings
 
 def serve_alone(settings: Settings, listeners: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM."""
-    metrics = Metrics()
+    metrics = Metrics(settings.keys)
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     Server(app, settings).run([*listeners])

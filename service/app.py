@@ -70,11 +70,15 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         redoc_url=None,
         redirect_slashes=False,
     )
+    routes = {
+        route.path: "tasks" in route.tags for route in router.routes if isinstance(route, Route)
+    }
+    metrics.expect(routes)
     reception = Reception(
         metrics=metrics,
         process=service,
         checks=[check_refusal, *gate(settings), Admission(service)],
-        routes={route.path for route in router.routes if isinstance(route, Route)},
+        routes=routes,
     )
     app.state.service = service
     app.state.reception = reception

@@ -5,6 +5,7 @@ The routes are written on it, and every other dialect can be.
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -94,13 +95,16 @@ class Call(Generic[R]):
         if self.in_lines:
             return await self._stream(ask, name, show)
         reply = await self._wait(ask(tell=None))
+        began = time.perf_counter()
         content = {
             "model": self.engine.id,
             "head": reply.head,
             f"{name}s": [*map(show, reply.results)],
             "usage": reply.usage,
         }
-        return json_response(content, self._headers(reply))
+        response = json_response(content, self._headers(reply))
+        self.exchange.stages += (time.perf_counter() - began,)
+        return response
 
     async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
         """A line for each input, as soon as it is there, and a last one that sums up or names the error.
@@ -150,7 +154,14 @@ class Call(Generic[R]):
     async def _wait(self, work: Coroutine[Any, Any, Reply[Sequence[T]]]) -> Reply[Sequence[T]]:
         """Await the engine for as long as the client and its deadline do."""
         reply = await answer_in_time(work, self.receive, self.ticket.deadline)
+        timing = reply.timing
         self.exchange.tokens = reply.usage.tokens
+        self.exchange.stages += (
+            timing.encode_s,
+            timing.queue_s,
+            timing.inference_s,
+            timing.decode_s,
+        )
         return reply
 
     def _headers(self, reply: Reply[Sequence[T]]) -> dict[str, str]:
@@ -188,6 +199,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
     exchange.model, exchange.inputs = engine.id, valid.size
+    exchange.stages = (exchange.seconds,)
     ticket = Ticket(
         request_id=exchange.request_id,
         deadline=deadline,

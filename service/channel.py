@@ -8,7 +8,7 @@ Both ends are the same version on the same machine, so nothing here is versioned
 import asyncio
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -52,17 +52,19 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Requests answered (route, model, status, seconds) and refused (code), for the metrics."""
+    """What HTTP processes tell the metrics, by what it is: requests answered and refused, and what they took."""
 
     requests: list[tuple[str, str, int, float]]
     rejections: list[str]
+    answers: list[tuple[str, str, int, Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """Send the metrics' page."""
+    """Send the metrics' page, with what can be asked for by route: whether it is asked of a model."""
 
     id: int
+    routes: Mapping[str, bool]
 
 
 # -- from the inference process to an HTTP process --------------------------------------------------------------------

@@ -22,6 +22,10 @@ class RunsOn:
     provider_note: str | None
     runtime: str
 
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"precision": self.precision, "provider": self.provider, "runtime": self.runtime}
+
 
 class Device(Protocol):
     """Where entries are computed: in this process or in another."""

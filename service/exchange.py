@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.body import ClientDisconnected
 from service.errors import Draining, InternalError, Overloaded, QuartetError
 from service.logs import Sparing, log_request
-from service.metrics import Recorder
+from service.metrics import REFUSALS, Recorder
 from service.pace import Pace
 
 log = structlog.get_logger()
@@ -37,7 +37,8 @@ CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
-    settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in
+    settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
+    stages: seconds of each, as far in `metrics.STAGES` as it came
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Exchange:
     model: str = ""
     inputs: int = 0
     tokens: int = 0
+    stages: tuple[float, ...] = ()
     status: int = 0
     code: str = ""
     refusal: QuartetError | None = None
@@ -150,7 +152,11 @@ class Reception:
         route = path if path in self._routes else getattr(scope.get("route"), "path", "other")
         status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
         self._metrics.observe_request(route, exchange.model, status, seconds)
-        if exchange.code and status != InternalError.status:
+        if exchange.stages:
+            self._metrics.observe_answer(
+                exchange.model, exchange.tenant, exchange.tokens, exchange.stages
+            )
+        if exchange.code in REFUSALS:
             self._metrics.observe_rejection(exchange.code)
         facts: dict[str, object] = {}
         if status == Overloaded.status:

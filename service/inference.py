@@ -60,12 +60,15 @@ class Front:
                 task.add_done_callback(lambda _: self._tasks.pop(number, None))
             case channel.Cancel(id=number) if number in self._tasks:
                 self._tasks[number].cancel()
-            case channel.Observed(requests, rejections):
+            case channel.Observed(requests, rejections, answers):
                 for request in requests:
                     self._metrics.observe_request(*request)
                 for reason in rejections:
                     self._metrics.observe_rejection(reason)
-            case channel.Render(id=number):
+                for answer in answers:
+                    self._metrics.observe_answer(*answer)
+            case channel.Render(number, routes):
+                self._metrics.expect(routes)
                 self.channel.send(channel.Page(number), self._metrics.render())
 
     def _lost(self) -> None:
@@ -175,7 +178,7 @@ async def compute(settings: Settings, orders: Orders) -> None:
 
     Raises CannotStart when the bundles cannot be opened. When only a restart can help, the process ends at once.
     """
-    metrics = Metrics()
+    metrics = Metrics(settings.keys)
     async with AsyncExitStack() as stack:
         try:
             opening = open_device(settings, metrics)

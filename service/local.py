@@ -136,6 +136,13 @@ class LocalDevice:
         load = self.batcher.load()
         return replace(load, problem=load.problem or self._hung() or self._canaries.problem)
 
+    def facts(self) -> dict[str, dict[str, str]]:
+        """What the metrics say of each bundle."""
+        return {
+            bundle.manifest.id: {"sha256": bundle.sha256, **self.runs_on[bundle.manifest.id].facts}
+            for bundle in self.bundles
+        }
+
     def alive(self) -> bool:
         return not (self.batcher.problem or self._hung() or self._canaries.lost)
 
@@ -196,7 +203,7 @@ async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[Loc
     for path in settings.bundles:
         _open(device, bundles.load(path), settings, slots)
     await device.batcher.start()
-    metrics.watch_queue(lambda: device.load().queue_tokens)
+    metrics.watch(device.load, device.facts, settings.max_queue_tokens)
     watching = asyncio.create_task(device.watch())
     try:
         yield device

@@ -1,10 +1,12 @@
 """What Prometheus reads: names in base units, labels from small closed sets.
 
 `route` is a route's template and never the path that a client wrote, `model` is the id of a bundle
-that is served, `reason` is a code of the error tree.
+that is served, `tenant` is the name of a configured key, `reason` is a code of the error tree. What can
+be known of them before anybody asks is on the page from the start, at zero: a rate can then be
+told of the first refusal, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import (
@@ -18,12 +20,20 @@ from prometheus_client import (
     generate_latest,
 )
 
-from service.batcher import BatchStats
+from service.errors import InternalError, kinds
+from service.load import Load
+from service.slots import BatchStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the page, and nobody reads them
 
+STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
+REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
+OUTCOMES = ("failed", "ok")
+OK = 200
+
+STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -37,15 +47,25 @@ class Recorder(Protocol):
 
     def observe_rejection(self, reason: str) -> None: ...
 
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        """What a request took of a model; stages: seconds, as far in `STAGES` as it came."""
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        """Tell what can be asked for, by route: whether it is asked of a model."""
+
     async def page(self) -> bytes:
         """The text that Prometheus scrapes."""
 
 
 class Metrics:
-    """One process's metrics in a registry of their own."""
+    """One process's metrics in a registry of their own; tenants: who may ask, "" where nobody has a key."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
+        self._tenants = [*tenants] or [""]
+        self._routes: dict[str, bool] = {}
+        self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+        self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
@@ -55,45 +75,75 @@ class Metrics:
             "model",
             "status",
         )
+        self._stages = self._histogram(
+            "quartet_stage_seconds",
+            "The stages of a request; of several windows, the slowest.",
+            STAGE_SECONDS + SECONDS,
+            "stage",
+            "model",
+        )
         self._queue_wait = self._histogram(
             "quartet_queue_wait_seconds", "From a window's arrival to its batch.", SECONDS, "model"
         )
         self._inference = self._histogram(
             "quartet_inference_seconds", "The session's time for a batch.", SECONDS, "model"
         )
-        self._tokens = self._histogram(
+        self._batch_tokens = self._histogram(
             "quartet_batch_tokens", "Tokens in a batch.", TOKENS, "model"
         )
         self._size = self._histogram("quartet_batch_size", "Windows in a batch.", SIZES, "model")
         self._padding = self._histogram(
             "quartet_padding_ratio", "Slots a padded batch would have, per token.", RATIOS, "model"
         )
-        self._queue_tokens = Gauge(
-            "quartet_queue_tokens", "Tokens that wait for a batch.", registry=self.registry
+        self._ready = self._gauge("quartet_ready", "1 while requests may be sent, else 0.")
+        self._queue_tokens = self._gauge("quartet_queue_tokens", "Tokens that wait for a batch.")
+        self._max_queue_tokens = self._gauge(
+            "quartet_max_queue_tokens", "Tokens that may wait before requests are refused."
         )
-        self._rejected = Counter(
+        self._info = self._gauge(
+            "quartet_model_info",
+            "1 for each model that is served, and how it is computed.",
+            "model",
+            "sha256",
+            "precision",
+            "provider",
+            "runtime",
+        )
+        self._rejected = self._counter(
             "quartet_requests_rejected_total",
             "Requests that were refused, by the error's code.",
-            ["reason"],
-            registry=self.registry,
+            "reason",
         )
-        self._poison = Counter(
+        self._tokens = self._counter(
+            "quartet_tokens_total",
+            "Tokens that were read for answers, by whose key it was.",
+            "model",
+            "tenant",
+        )
+        self._poison = self._counter(
             "quartet_poison_inputs_total",
             "Windows that a model failed on, or gave no number for, alone.",
-            ["model"],
-            registry=self.registry,
+            "model",
         )
-        self._canaries = Counter(
+        self._canaries = self._counter(
             "quartet_canary_runs_total",
             "Computations of a known input, to see that a model is well.",
-            ["model", "outcome"],
-            registry=self.registry,
+            "model",
+            "outcome",
         )
+        for reason in REFUSALS:
+            self._rejected.labels(reason)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         self._duration.labels(route, model, str(status)).observe(seconds)
@@ -101,8 +151,20 @@ class Metrics:
     def observe_rejection(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
 
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._tokens.labels(model, tenant).inc(tokens)
+        for stage, seconds in zip(self._stages_at(model), stages, strict=False):
+            stage.observe(seconds)
+
+    def _stages_at(self, model: str) -> tuple[Histogram, ...]:
+        found = self._stages_of.get(model)
+        if found is None:
+            found = tuple(self._stages.labels(stage, model) for stage in STAGES)
+            self._stages_of[model] = found
+        return found
+
     def observe_canary(self, model: str, well: bool) -> None:
-        self._canaries.labels(model, "ok" if well else "failed").inc()
+        self._canaries.labels(model, OUTCOMES[well]).inc()
 
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle
@@ -110,19 +172,50 @@ class Metrics:
         for seconds in stats.queue_s:
             wait.observe(seconds)
         self._inference.labels(model).observe(stats.inference_s)
-        self._tokens.labels(model).observe(stats.tokens)
+        self._batch_tokens.labels(model).observe(stats.tokens)
         self._size.labels(model).observe(stats.size)
         self._padding.labels(model).observe(stats.padding_ratio)
         if stats.failed:
             self._poison.labels(model).inc(len(stats.failed))
 
-    def watch_queue(self, tokens: Callable[[], int]) -> None:
-        """Ask `tokens` for the length of the queue whenever the metrics are read."""
-        self._queue_tokens.set_function(tokens)
+    def watch(
+        self,
+        load: Callable[[], Load],
+        models: Callable[[], Mapping[str, Mapping[str, str]]],
+        max_queue_tokens: int,
+    ) -> None:
+        """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
+        self._ready.set_function(lambda: load().ready)
+        self._queue_tokens.set_function(lambda: load().queue_tokens)
+        self._max_queue_tokens.set(max_queue_tokens)
+        self._models = models
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        self._routes.update(routes)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        models = self._models()
+        self._info.clear()
+        for model, facts in models.items():
+            self._info.labels(model=model, **facts).set(1)
+            self._begin(model)
+        for route, of_model in self._routes.items():
+            for model in models if of_model else [""]:
+                self._duration.labels(route, model, str(OK))
         return generate_latest(self.registry)
+
+    def _begin(self, model: str) -> None:
+        """Have all that will be told of a model on the page."""
+        self._stages_at(model)
+        batches = (self._queue_wait, self._inference, self._batch_tokens, self._size, self._padding)
+        for family in batches:
+            family.labels(model)
+        self._poison.labels(model)
+        for outcome in OUTCOMES:
+            self._canaries.labels(model, outcome)
+        for tenant in self._tenants:
+            self._tokens.labels(model, tenant)
 
     async def page(self) -> bytes:
         return self.render()

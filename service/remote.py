@@ -5,10 +5,11 @@ import itertools
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -128,12 +129,12 @@ class RemoteDevice:
         self._channel.send(observed)
         return True
 
-    async def page(self) -> bytes:
+    async def page(self, routes: Mapping[str, bool]) -> bytes:
         """The metrics' page. Raises ReplicaLost."""
         device = self._device()
         number = next(self._ids)
         self._pages[number] = asyncio.get_running_loop().create_future()
-        device.send(channel.Render(number))
+        device.send(channel.Render(number, routes))
         try:
             return await self._pages[number]
         finally:
@@ -246,6 +247,8 @@ class RemoteMetrics:
         self._device = device
         self._requests: deque[tuple[str, str, int, float]] = deque(maxlen=KEPT)
         self._rejections: deque[str] = deque(maxlen=KEPT)
+        self._answers: deque[tuple[str, str, int, Sequence[float]]] = deque(maxlen=KEPT)
+        self._routes: dict[str, bool] = {}
         self._pushing = False
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
@@ -256,10 +259,17 @@ class RemoteMetrics:
         self._rejections.append(reason)
         self._push_soon()
 
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._answers.append((model, tenant, tokens, stages))
+        self._push_soon()
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        self._routes.update(routes)
+
     async def page(self) -> bytes:
         """The page of all processes. Raises ReplicaLost while there is none that has it."""
         self._push()
-        return await self._device.page()
+        return await self._device.page(self._routes)
 
     def _push_soon(self) -> None:
         if not self._pushing:
@@ -268,10 +278,10 @@ class RemoteMetrics:
 
     def _push(self) -> None:
         self._pushing = False
-        seen = channel.Observed([*self._requests], [*self._rejections])
-        if (seen.requests or seen.rejections) and self._device.push(seen):
-            self._requests.clear()
-            self._rejections.clear()
+        kept: tuple[deque[Any], ...] = (self._requests, self._rejections, self._answers)
+        if any(kept) and self._device.push(channel.Observed(*map(list, kept))):
+            for seen in kept:
+                seen.clear()
 
 
 @asynccontextmanager

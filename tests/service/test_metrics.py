@@ -1,15 +1,31 @@
+from functools import partial
+from pathlib import Path
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service import errors
+from service.app import create_app
 from service.batcher import BatchStats
 from service.errors import Overloaded
-from service.metrics import Metrics
-from tests.service.fakes import FakeEngine
+from service.keys import Key, digest
+from service.load import Backlog, Flow, Left, Load
+from service.local import open_local_engines
+from service.metrics import STAGES, Metrics
+from service.settings import Settings
+from tests.service.conftest import living
+from tests.service.fakes import FakeEngine, FakeEngines
 
 STATS = BatchStats(
     bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
 )
+
+FACTS = {"sha256": "00ff", "precision": "int8", "provider": "CPU", "runtime": "ort 1"}
+BATCHES = ["queue_wait_seconds", "inference_seconds", "batch_tokens", "batch_size", "padding_ratio"]
+REFUSED = "quartet_requests_rejected_total"
+IN_LINES = {"Accept": "application/x-ndjson"}
+TIMING = [0.001, 0.002, 0.003, 0.004]  # of the fake engine
 
 
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -37,19 +53,26 @@ def test_a_batch_is_observed() -> None:
     assert {name: found[name, ("tiny@1",)] for name in expected} == expected
 
 
-def test_the_queue_is_asked_when_read() -> None:
-    """The gauge follows the queue without being told."""
-    metrics, queue = Metrics(), [1, 2]
-    metrics.watch_queue(lambda: len(queue))
-    queue.append(3)
-    assert samples(metrics.render().decode())["quartet_queue_tokens", ()] == 3.0
+def test_the_device_is_asked_when_read() -> None:
+    """The gauges follow the queue, readiness and what is served without being told."""
+    metrics, loads, models = Metrics(), [Load(problem="it hangs")], {"tiny@1": dict(FACTS)}
+    metrics.watch(lambda: loads[-1], lambda: models, 1000)
+    first = samples(metrics.render().decode())
+    loads.append(Load(waiting={Flow("tiny@1"): Backlog.of(Left(30, 2), Left(12, 1))}))
+    models["tiny@2"] = models.pop("tiny@1") | {"precision": "fp32"}
+    then = samples(metrics.render().decode())
+    gauges = ["quartet_ready", "quartet_queue_tokens", "quartet_max_queue_tokens"]
+    assert [first[name, ()] for name in gauges] == [0.0, 0.0, 1000.0]
+    assert [then[name, ()] for name in gauges] == [1.0, 42.0, 1000.0]
+    info = [labels for name, labels in then if name == "quartet_model_info"]
+    assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff")]
 
 
 def test_each_process_has_its_own() -> None:
     """Two sets of metrics do not meet in a global registry."""
     first, second = Metrics(), Metrics()
     first.observe_rejection("overloaded")
-    assert b'reason="overloaded"' not in second.render()
+    assert samples(second.render().decode())[REFUSED, ("overloaded",)] == 0.0
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -81,6 +104,106 @@ async def test_refusals_are_counted_by_code(
     """A refusal is counted, a failure of ours is none."""
     engine.error = error
     await client.post("/classify", json={"inputs": "a"})
-    refused = "quartet_requests_rejected_total"
-    counts = {key: value for key, value in (await scrape(client)).items() if key[0] == refused}
-    assert counts == ({(refused, ("overloaded",)): count} if count else {})
+    counts = {key: value for key, value in (await scrape(client)).items() if key[0] == REFUSED}
+    counted = {key: value for key, value in counts.items() if value}
+    assert counted == ({(REFUSED, ("overloaded",)): count} if count else {})
+
+
+async def test_a_failure_of_ours_in_lines_is_no_refusal(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """The status of an answer in lines is said before it fails."""
+    engine.error, engine.tell_first = errors.InferenceFailed("no number"), 0
+    answer = await client.post("/classify", json={"inputs": ["a", "b"]}, headers=IN_LINES)
+    assert (answer.status_code, "inference_failed" in answer.text) == (200, True)
+    assert {0.0} == {value for key, value in (await scrape(client)).items() if key[0] == REFUSED}
+
+
+@pytest.mark.parametrize(("headers", "stages"), [({}, STAGES), (IN_LINES, STAGES[:-1])])
+async def test_stages_are_timed(
+    client: httpx.AsyncClient, headers: dict[str, str], stages: tuple[str, ...]
+) -> None:
+    """Each stage that an answer went through, once; lines are written while others are computed."""
+    await client.post("/classify", json={"inputs": "a"}, headers=headers)
+    found, name = await scrape(client), "quartet_stage_seconds"
+    counts = {stage: found[f"{name}_count", ("tiny@1", stage)] for stage in STAGES}
+    assert counts == {stage: float(stage in stages) for stage in STAGES}
+    assert [found[f"{name}_sum", ("tiny@1", stage)] for stage in STAGES[1:5]] == TIMING
+
+
+async def test_stages_end_where_the_request_does(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """What is refused by the engine was read, and no more."""
+    engine.error = Overloaded("full")
+    await client.post("/classify", json={"inputs": "a"})
+    found = await scrape(client)
+    counts = [found["quartet_stage_seconds_count", ("tiny@1", stage)] for stage in STAGES]
+    assert counts == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+async def test_tokens_are_counted_for_who_asks(engines: FakeEngines) -> None:
+    """By the name of the key, and for everybody together where there is none."""
+    keys = {name: Key(sha256=digest(f"the key of {name}").hex()) for name in ("ann", "bob")}
+    keys["ann"] = keys["ann"].model_copy(update={"may": ("inference", "metrics")})
+    app = create_app(Settings(keys=keys), engines.open, Metrics(keys))
+    async with living(app) as client:
+        client.headers["Authorization"] = "Bearer the key of ann"
+        await client.post("/embed", json={"inputs": "a"})
+        await client.post("/classify", json={"inputs": "a"})
+        found = await scrape(client)
+    assert found["quartet_tokens_total", ("tiny@1", "ann")] == 14.0
+
+
+async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None:
+    """The first scrape of a fresh server has every reason, route, stage, model and tenant."""
+    keys = {"ann": Key(sha256="0" * 64)}
+    metrics = Metrics(keys)
+    app = create_app(Settings(bundles=[tiny_bundle]), partial(open_local_engines, metrics), metrics)
+    async with living(app) as client:
+        found = await scrape(client)
+    codes = {kind.code for kind in errors.kinds() if kind.status != 500}
+    tasks = [(("tiny@1", f"/{task}", "200")) for task in ("classify", "ner", "qa", "embed")]
+    pages = ["/models", "/health/live", "/health/ready", "/metrics"]
+    count = "quartet_request_duration_seconds_count"
+    expected = {
+        *((REFUSED, (code,)) for code in codes),
+        *((count, labels) for labels in tasks),
+        *((count, ("", page, "200")) for page in pages),
+        *(("quartet_stage_seconds_count", ("tiny@1", stage)) for stage in STAGES),
+        *((f"quartet_{name}_count", ("tiny@1",)) for name in BATCHES),
+        *(("quartet_canary_runs_total", ("tiny@1", outcome)) for outcome in ("ok", "failed")),
+        ("quartet_poison_inputs_total", ("tiny@1",)),
+        ("quartet_tokens_total", ("tiny@1", "ann")),
+    }
+    assert {} == {key: found.get(key) for key in expected if found.get(key) != 0.0}
+    assert 1.0 == found["quartet_ready", ()]
+    (info,) = (labels for name, labels in found if name == "quartet_model_info")
+    assert info[0] == "tiny@1"
+
+
+async def test_nobody_adds_a_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """A thousand paths, methods, models, heads and ids are told of by the series that there are."""
+    engine.error = errors.UnknownHead("no such head", param="head")
+
+    async def ask(number: int) -> None:
+        name = f"x{number}"
+        requests = [
+            ("GET", f"/{name}", None),
+            ("GET", f"/static/{name}", None),
+            (name.upper(), "/classify", None),
+            ("POST", "/classify", {"inputs": "a", "model": name}),
+            ("POST", "/ner", {"inputs": name, "head": name}),
+        ]
+        method, path, body = requests[number % len(requests)]
+        headers = {"X-Request-Id": name, "Authorization": f"Bearer {name}"}
+        answer = await client.request(method, path, json=body, headers=headers)
+        assert answer.status_code in (404, 405)
+
+    for number in range(5):
+        await ask(number)
+    await scrape(client)  # counts itself on the next
+    before = set(await scrape(client))
+    for number in range(5, 1000):
+        await ask(number)
+    assert before == set(await scrape(client))

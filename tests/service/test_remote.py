@@ -263,7 +263,7 @@ async def test_what_comes_while_there_is_no_device_fails_by_name() -> None:
         with pytest.raises(errors.ReplicaLost, match="being started"):
             await both.remote.submit([text(1)])
         with pytest.raises(errors.ReplicaLost, match="being started"):
-            await both.remote.page()
+            await both.remote.page({})
         await both.connect()
         assert 1 == len(await both.remote.submit([text(1)]))
         assert both.remote.load().ready
@@ -401,6 +401,33 @@ async def test_metrics_are_kept_in_one_place() -> None:
     labels = 'model="tiny@1",route="/embed",status="200"'
     assert f"quartet_request_duration_seconds_sum{{{labels}}} 0.5" in page
     assert 'quartet_requests_rejected_total{reason="overloaded"} 1.0' in page
+
+
+async def test_metrics_of_several_processes_add_up() -> None:
+    """What two HTTP processes saw is one sum, whichever of them is asked; so is what they expect."""
+    async with pair() as both:
+        other = RemoteDevice([])
+        ours, theirs = socket.socketpair()
+        both.link.give(PEER, theirs)
+        theirs.close()
+        await other.connect(ours)
+        await until(lambda: other.load().ready)
+        first, second = RemoteMetrics(both.remote), RemoteMetrics(other)
+        for seen in (first, second):
+            seen.expect({"/models": False})
+            seen.observe_answer("tiny@1", "ann", 7, (0.25, 0.5))
+            seen.observe_rejection("invalid")
+        await first.page()
+        page = (await second.page()).decode()
+        assert other._channel is not None
+        other._channel.close()
+    assert 'quartet_tokens_total{model="tiny@1",tenant="ann"} 14.0' in page
+    assert 'quartet_stage_seconds_sum{model="tiny@1",stage="parse"} 0.5' in page
+    assert 'quartet_stage_seconds_count{model="tiny@1",stage="encode"} 2.0' in page
+    assert 'quartet_stage_seconds_count{model="tiny@1",stage="queue"} 0.0' in page
+    assert 'quartet_requests_rejected_total{reason="invalid"} 2.0' in page
+    labels = 'model="",route="/models",status="200"'
+    assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
 
 
 async def test_metrics_wait_for_a_device() -> None:
