@@ -80,14 +80,18 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The device's load, every so often; waiting: each flow, with the bits, number and tokens of its requests."""
+    """The device's load, every so often, which the requests up to `seen` are part of.
 
+    waiting: each flow, with the bits, number and tokens of its requests
+    """
+
+    seen: int
     rates: dict[str, float]
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
     problem: str
 
     @classmethod
-    def of(cls, load: Load) -> "Told":
+    def of(cls, load: Load, seen: int) -> "Told":
         waiting = [
             (
                 (flow.bundle, flow.priority, flow.tenant),
@@ -95,7 +99,7 @@ class Told:
             )
             for flow, backlog in load.waiting.items()
         ]
-        return cls(dict(load.rates), waiting, load.problem)
+        return cls(seen, dict(load.rates), waiting, load.problem)
 
     @property
     def load(self) -> Load:

@@ -40,6 +40,7 @@ class Front:
         self._metrics = metrics
         self._gone = gone
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._seen = -1  # the last request that was submitted
         self.channel = Channel(self._receive, self._lost)
 
     async def greet(self, end: socket.socket) -> None:
@@ -50,7 +51,7 @@ class Front:
         self.tell(self._device.load())
 
     def tell(self, load: Load) -> None:
-        self.channel.send(channel.Told.of(load))
+        self.channel.send(channel.Told.of(load, self._seen))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
@@ -83,6 +84,7 @@ class Front:
         def tell(entry: Entry, outcome: Outcome) -> None:
             self.channel.send(*computed(asked, [places[entry]], [outcome]))
 
+        self._seen = max(self._seen, asked.id)
         try:
             outcomes = await self._device.submit(asked_for, tell if asked.each else None)
         except errors.QuartetError as error:

@@ -20,7 +20,7 @@ from service.bundle import BundleError, Texts
 from service.channel import Channel
 from service.device import RunsOn
 from service.engines import Engines
-from service.load import Left, Load
+from service.load import Flow, Left, Load
 from service.settings import Settings
 from service.waiting import Answer, Entry, Outcome, Tell
 
@@ -56,6 +56,7 @@ class RemoteDevice:
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
         self._awake = Awake(TICK_S)
+        self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
         self._heard = 0.0  # when the last load came
         self._ids = itertools.count()
         self._asked: dict[int, Asked] = {}
@@ -94,7 +95,9 @@ class RemoteDevice:
         answer = Answer(entries, asyncio.get_running_loop().create_future(), tell)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, entries, each=tell is not None))
-        self._load.add(entries[0].flow, Left(sum(entry.tokens for entry in entries), len(entries)))
+        left = Left(sum(entry.tokens for entry in entries), len(entries))
+        self._load.add(entries[0].flow, left)
+        self._unseen.append((number, entries[0].flow, left))
         try:
             return await answer.future
         except asyncio.CancelledError:
@@ -151,6 +154,7 @@ class RemoteDevice:
         self._channel = None
         self._opened.clear()
         self._load = Load(problem=STARTING)
+        self._unseen.clear()
         lost = [number for number in self._asked if number != self._again]
         self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
         if self._again is not None:
@@ -185,6 +189,10 @@ class RemoteDevice:
                 )
             case channel.Told():
                 self._load = message.load
+                while self._unseen and self._unseen[0][0] <= message.seen:
+                    self._unseen.popleft()
+                for _, flow, left in self._unseen:
+                    self._load.add(flow, left)
                 self._heard = self._awake.seconds
             case channel.Page(id=number) if page := self._pages.get(number):
                 if not page.done():

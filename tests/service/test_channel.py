@@ -28,7 +28,7 @@ MESSAGES: list[tuple[Any, bytes]] = [
     (SUBMIT, np.arange(6).tobytes()),
     (Cancel(7), b""),
     (Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)]), np.ones(2, np.float32).tobytes()),
-    (Told({"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why"), b""),
+    (Told(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why"), b""),
 ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service import bundle, errors
+from service import bundle, channel, errors
 from service.bundle import BundleError
 from service.device import RunsOn
 from service.encode import Window
@@ -375,6 +375,21 @@ async def test_the_load_is_told_unasked() -> None:
     """What waits, how fast it drains and whether more may come are known without asking."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
+
+
+async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
+    """However often it tells: a request on its way counts until it is told of, and then no more."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+        await asyncio.sleep(0)
+        own = Flow("tiny@1", 2, "t")
+        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
+        both.remote._receive(channel.Told.of(LOAD, -1), b"")
+        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
+        await until(lambda: both.remote.load() == LOAD)
+        both.device.hold.set()
+        await asked
 
 
 async def test_a_device_that_falls_silent_is_not_ready() -> None:
