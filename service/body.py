@@ -57,11 +57,12 @@ async def read_json(
     check_media_type(headers)
     inflate = inflater(headers.get("content-encoding", ""))
     check_length(headers.get("content-length", ""), max_bytes)
+    left_s = seconds_left(deadline)
     try:
-        async with asyncio.timeout(min(timeout_s, seconds_left(deadline))):
+        async with asyncio.timeout(min(timeout_s, left_s)):
             body = await read_bytes(receive, max_bytes, inflate, take)
     except TimeoutError:
-        if seconds_left(deadline) == 0:
+        if left_s < timeout_s:
             raise DeadlineExceeded("the body did not arrive before the deadline") from None
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
     if len(body) > max_parts:

@@ -71,6 +71,24 @@ async def test_a_body_after_the_deadline_is_too_late() -> None:
         )
 
 
+async def test_a_body_is_late_by_the_limit_that_is_nearer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However exact the clock is that says so."""
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    for deadline, error in ((0.01, DeadlineExceeded), (60, RequestTimeout)):
+        with pytest.raises(error):
+            await read_json(
+                JSON,
+                receiving(),
+                max_bytes=100,
+                max_parts=100,
+                timeout_s=0.02,
+                take=freely,
+                deadline=deadline,
+            )
+
+
 async def test_chunks_become_one_body() -> None:
     """A body may arrive in pieces, each of which is told of."""
     taken: list[int] = []
