@@ -104,8 +104,9 @@ REQUEST_HEADERS: list[Object] = [
     {
         "name": "X-Request-Id",
         "in": "header",
-        "description": "Names the request in the response and in the log; made up when absent.",
-        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
+        "description": "Names the request in the response and in the log; made up unless it is of"
+        " letters, digits, `.`, `_` and `-`, and of 128 at most.",
+        "schema": {"type": "string"},
     },
     {
         "name": "X-Priority",

@@ -35,12 +35,13 @@ def exactly(value: object) -> object:
     raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
 
 
+NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
 Truncate = Annotated[Literal[True, False, "window"], BeforeValidator(exactly)]  # 1 is no true
+ListOfTexts = Annotated[list[str], Field(min_length=1)]
 Texts = Annotated[
-    list[str],
-    Field(min_length=1),
-    BeforeValidator(as_list, json_schema_input_type=str | list[str]),
+    ListOfTexts,
+    BeforeValidator(as_list, json_schema_input_type=str | ListOfTexts),
 ]
 
 
@@ -128,15 +129,15 @@ class EmbedRequest(TextRequest):
 
 
 class Question(_Strict):
-    question: str = Field(description="what is asked of the context")
-    context: str = Field(description="the text that the answer is a span of")
+    question: NotBlank = Field(description="what is asked of the context")
+    context: NotBlank = Field(description="the text that the answer is a span of")
 
 
 class QaRequest(Request):
     """One question as `question` and `context`, or several as `inputs`; not both."""
 
-    question: str | None = Field(None, description="what is asked of the context")
-    context: str | None = Field(None, description="the text that the answer is a span of")
+    question: NotBlank | None = Field(None, description="what is asked of the context")
+    context: NotBlank | None = Field(None, description="the text that the answer is a span of")
     inputs: list[Question] | None = Field(None, min_length=1, description="several questions")
     top_k: int = Field(1, ge=1, le=100, description="answers to return for each question")
     handle_impossible_answer: bool = Field(

@@ -54,6 +54,17 @@ def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> 
         assert ({"401", "403", "429"} <= set(operation["responses"])) == (not is_open)
 
 
+def test_what_is_never_accepted_is_declared(document: dict[str, Any]) -> None:
+    """No request has an empty list of texts, a blank question, or a name that is longer than any."""
+    schemas = document["components"]["schemas"]
+    inputs = schemas["EmbedRequest"]["properties"]["inputs"]["anyOf"]
+    assert [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}] == [
+        dict(sorted(kind.items(), reverse=True)) for kind in inputs
+    ]
+    assert r"\S" == schemas["Question"]["properties"]["question"]["pattern"]
+    assert 257 == schemas["NerRequest"]["properties"]["model"]["anyOf"][0]["maxLength"]
+
+
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     """No `$ref` dangles."""
     references = set(re.findall(r"'\$ref': '#/components/schemas/(\w+)'", str(document)))
