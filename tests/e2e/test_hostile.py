@@ -1,0 +1,173 @@
+"""A thousand bodies that mean no good, sent to a real server, which others go on using."""
+
+import base64
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests import hostile, samples
+from tests.e2e.conftest import Reply, Server
+
+pytestmark = pytest.mark.e2e
+
+CLIENTS = 4
+GOOD = {"inputs": samples.text(12, seed=5), "encoding_format": "base64"}
+SCHEMAS = {
+    "/classify": "ClassifyRequest",
+    "/ner": "NerRequest",
+    "/qa": "QaRequest",
+    "/embed": "EmbedRequest",
+}
+INFLATE = {"gzip": gzip.decompress, "deflate": zlib.decompress, "identity": bytes}
+
+
+def ask(port: int, cases: Sequence[hostile.Case]) -> list[Reply]:
+    """The answers, over one connection for as long as the server keeps it."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        return [answer(connection, case) for case in cases]
+
+
+def answer(connection: http.client.HTTPConnection, case: hostile.Case) -> Reply:
+    headers = {name: value.encode("latin-1") for name, value in case.headers.items()}
+    connection.request("POST", case.path, case.body, headers)
+    told = connection.getresponse()
+    return Reply(told.status, dict(told.headers), told.read())
+
+
+def is_valid(case: hostile.Case, document: dict[str, Any]) -> bool:
+    """Whether a body is what the service's own description asks for, by other libraries than its own."""
+    encoding = case.headers.get("Content-Encoding", "identity").strip().lower()
+    try:
+        text = INFLATE[encoding](case.body).decode("utf-8")
+        body = json.loads(text, parse_constant=refuse)
+        json.dumps(body, ensure_ascii=False).encode()  # has no half characters
+        components = {"components": document["components"]}
+        schema = {"$ref": f"#/components/schemas/{SCHEMAS[case.path]}", **components}
+        jsonschema.validate(body, schema)
+    except (ValueError, KeyError, EOFError, OSError, zlib.error, RecursionError):
+        return False
+    except jsonschema.ValidationError:
+        return False
+    return True
+
+
+def refuse(constant: str) -> float:
+    raise ValueError(constant)
+
+
+def fault(case: hostile.Case, reply: Reply, document: dict[str, Any]) -> str:
+    """What is wrong with an answer, or nothing."""
+    if reply.status == 200:
+        return "" if is_valid(case, document) else "accepted"
+    if not 400 <= reply.status < 500:
+        return f"answered {reply.status}"
+    return shape(reply)
+
+
+def shape(reply: Reply) -> str:
+    """What is wrong with how an error is told, or nothing."""
+    if reply.headers.get("content-type") != "application/json":
+        return "not JSON"
+    (error,) = reply.json().values()
+    if [*error] != ["code", "message", "param"] or not error["code"] or not error["message"]:
+        return f"of another shape: {error}"
+    if len(reply.body) > 50_000:
+        return f"told in {len(reply.body)} bytes"
+    return "" if "x-request-id" in reply.headers else "without its name"
+
+
+def embedding(reply: Reply) -> np.ndarray[Any, np.dtype[np.float32]]:
+    assert reply.status == 200, reply.body
+    return np.frombuffer(base64.b64decode(reply.json()["embeddings"][0]), dtype="<f4")
+
+
+@pytest.mark.promise("A hostile request is refused in the one shape, and hurts nobody else.")
+def test_a_thousand_hostile_bodies(tiny: Server) -> None:
+    """Each is refused in the one shape, or answered if there is nothing wrong with it; a good one is always answered.
+
+    None is answered 5xx, none is left without an answer, and nothing is logged as our fault.
+    """
+    cases = hostile.cases(seed=2026)
+    assert len(cases) >= 1000
+    document = tiny.get("/openapi.json").json()
+    expected = embedding(tiny.post("/embed", GOOD))
+    seen = len(tiny.log)
+    over = threading.Event()
+    differences: list[float] = []
+
+    def go_on_asking() -> None:
+        while not over.is_set():
+            found = embedding(tiny.post("/embed", GOOD))
+            differences.append(float(np.abs(found - expected).max()))
+            time.sleep(0.01)
+
+    shares = [cases[client::CLIENTS] for client in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS + 1) as threads:
+        asking = threads.submit(go_on_asking)
+        try:
+            replies = [*threads.map(partial(ask, tiny.port), shares)]
+        finally:
+            over.set()
+        asking.result()
+
+    answered = [*zip(chain(*shares), chain(*replies), strict=True)]
+    faults = {
+        f"{case.path} {case.name}": f"{told}: {reply.status} {reply.body[:100]!r}"
+        for case, reply in answered
+        if (told := fault(case, reply, document))
+    }
+    assert {} == faults
+    assert {200, 400, 413, 415, 422, 431} <= {reply.status for _, reply in answered}
+    assert len(differences) > 10
+    assert max(differences) < 1e-5
+    loud = [line for line in tiny.log[seen:] if '"error"' in line or "Traceback" in line]
+    assert [] == loud
+    assert 200 == tiny.get("/health/ready").status
+
+
+HEAD = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+WRONG = {
+    "shorter than it is": HEAD + b'Content-Length: 9\r\n\r\n{"inputs": "a"}',
+    "no number": HEAD + b"Content-Length: many\r\n\r\n{}",
+    "negative": HEAD + b"Content-Length: -1\r\n\r\n{}",
+    "with a sign": HEAD + b"Content-Length: +2\r\n\r\n{}",
+    "two": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "a list": HEAD + b"Content-Length: 2, 2\r\n\r\n{}",
+    "more than can be counted": HEAD + b"Content-Length: %s\r\n\r\n{}" % (b"9" * 40),
+    "more than is allowed": HEAD + b"Content-Length: 99999999999\r\n\r\n{}",
+    "none": HEAD + b"\r\n",
+    "and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "unknown transfer": HEAD + b"Transfer-Encoding: rot13\r\n\r\n{}",
+    "a chunk of no length": CHUNKED + b"\r\n{}\r\n0\r\n\r\n",
+    "a chunk of words": CHUNKED + b"two\r\n{}\r\n0\r\n\r\n",
+    "a longer chunk": CHUNKED + b"2\r\n{}{}\r\n0\r\n\r\n",
+    "an endless chunk": CHUNKED + b"fffffffffffffffff\r\n{}",
+    "no chunk": CHUNKED + b"0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("length", WRONG)
+def test_bodies_of_wrong_length(tiny: Server, length: str) -> None:
+    """A body whose end cannot be told is refused at once, and nothing of it is taken for another request."""
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=20) as client:
+        client.sendall(WRONG[length])
+        told = http.client.HTTPResponse(client)
+        told.begin()
+        reply = Reply(told.status, dict(told.headers), told.read())
+    assert reply.status in (400, 413, 415)
+    assert "" == shape(reply)
