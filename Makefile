@@ -4,6 +4,7 @@ PYTHON ?= python3
 BUNDLE ?= bundles/quartet-mini
 HOST    = $(or $(QUARTET_HOST),127.0.0.1)
 PORT   ?= $(or $(QUARTET_PORT),8000)
+REQUESTS ?= 10000
 
 VENV := .venv
 DEVICE := cpu
@@ -12,7 +13,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test check chaos format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
+.PHONY: help serve setup test fuzz check chaos format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +28,9 @@ setup: $(VENV)/.test ## Install what training, export and the tests need, beside
 test: check ## Run everything that CI runs: make check, then every test (ARGS="-k ..." for some)
 	@echo "Running the tests"
 	@$(RUN) -m pytest $(ARGS)
+
+fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
+	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py
 
 check: $(VENV)/.test ## Check format, lint, types and layers
 	@echo "Checking format, lint, types and layers"
