@@ -30,6 +30,9 @@ log = structlog.get_logger()
 EXCHANGE = "exchange"  # in a scope's state
 REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say more at the end
+    r"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
+)
 CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 
 
@@ -37,12 +40,14 @@ CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
+    trace_id: of the trace that the client says it is part of, or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
     stages: seconds of each, as far in `metrics.STAGES` as it came
     """
 
     request_id: str
     arrival: float
+    trace_id: str = ""
     tenant: str = ""
     priority: int = 0
     settle: list[Callable[[int], None]] = field(default_factory=list)
@@ -53,6 +58,12 @@ class Exchange:
     status: int = 0
     code: str = ""
     refusal: QuartetError | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the log's lines of a request have in common."""
+        names = {"request_id": self.request_id}
+        return {**names, "trace_id": self.trace_id} if self.trace_id else names
 
     @property
     def seconds(self) -> float:
@@ -68,7 +79,15 @@ def exchange_of(scope: Scope) -> Exchange:
 def new_exchange(headers: Headers) -> Exchange:
     given = headers.get("x-request-id", "")
     request_id = given if SANE_ID.fullmatch(given) else secrets.token_hex(16)
-    return Exchange(request_id, time.monotonic())
+    return Exchange(request_id, time.monotonic(), trace_id(headers.get("traceparent", "")))
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace that the header names, or nothing where it is not valid."""
+    found = TRACEPARENT.fullmatch(traceparent)
+    return (
+        found["trace_id"] if found and (found["more"] is None or found["version"] != "00") else ""
+    )
 
 
 def refuse(scope: Scope, error: QuartetError) -> Response:
@@ -195,7 +214,7 @@ class ExchangeMiddleware:
         inner = {**scope, "state": {**state, EXCHANGE: exchange}}
         if scope["method"] == "HEAD":  # answered as GET is, without the body
             inner["method"] = "GET"
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+        with structlog.contextvars.bound_contextvars(**exchange.names):
             try:
                 await self.answer(inner, receive, self.sender(scope, exchange, send))
             finally:

@@ -109,6 +109,12 @@ REQUEST_HEADERS: list[Object] = [
         "schema": {"type": "string"},
     },
     {
+        "name": "traceparent",
+        "in": "header",
+        "description": "W3C Trace Context: the log then names the trace.",
+        "schema": {"type": "string"},
+    },
+    {
         "name": "X-Priority",
         "in": "header",
         "description": "May only lower the priority that the key gives.",

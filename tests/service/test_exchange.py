@@ -37,6 +37,44 @@ async def test_the_engine_knows_the_request_id(
     assert engine.ticket.request_id == "abc"
 
 
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-01-and-more"],
+)
+async def test_a_trace_is_named_in_the_log(
+    client: httpx.AsyncClient, lines: list[EventDict], traceparent: str
+) -> None:
+    """Beside the request's own id, where the header is valid."""
+    headers = {"traceparent": traceparent, "X-Request-Id": "abc"}
+    await client.post("/classify", json=BODY, headers=headers)
+    assert (lines[-1]["request_id"], lines[-1]["trace_id"]) == ("abc", TRACE)
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "a trace",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}",
+        f"01-{TRACE}-{SPAN}-01more",
+    ],
+)
+async def test_other_traces_are_left_out(
+    client: httpx.AsyncClient, lines: list[EventDict], traceparent: str
+) -> None:
+    """What is not valid is as if it had not come."""
+    await client.post("/classify", json=BODY, headers={"traceparent": traceparent})
+    assert (lines[-1]["event"], "trace_id" in lines[-1]) == ("request", False)
+
+
 async def test_an_unexpected_error_is_told_to_the_log_only(
     client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
 ) -> None:
