@@ -261,3 +261,19 @@ def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path:
         until(lambda: readiness(server) == 200, 60)
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
         assert any("cannot start" in line for line in server.log)
+
+
+def test_the_first_scrape_knows_what_will_be_asked(tiny_bundle: Path) -> None:
+    """Routes are known to HTTP processes, models to the inference process; the page has both, at zero."""
+    count = 'quartet_request_duration_seconds_count{model="tiny@1",route="/embed",status="200"}'
+    stage = 'quartet_stage_seconds_count{model="tiny@1",stage="serialise"}'
+    with serving(tiny_bundle, "--http-workers", "2") as server:
+
+        def told(times: int) -> bool:
+            page = server.get("/metrics").body.decode()
+            return all(f"{name} {times}.0" in page for name in (count, stage))
+
+        assert told(0)
+        for number in range(4):
+            server.answer("/embed", {"inputs": samples.text(20, seed=number)})
+        until(lambda: told(4))  # what the other process saw is pushed every quarter second
