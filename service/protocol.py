@@ -35,6 +35,7 @@ from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
 from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
+ADDRESS_BYTES = 8192  # of what a request asks for, which the log and some answers repeat
 HEADERS = 100
 PIPELINED = 100  # requests that may be sent ahead of their answers
 HEARING_S = 10.0  # for a client that was refused to hear so and stop sending
@@ -142,8 +143,8 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.head_bytes + len(self.url) > HEAD_BYTES:
-            raise too_large()
+        if len(self.url) > ADDRESS_BYTES:
+            raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
         super().on_headers_complete()
