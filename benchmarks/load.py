@@ -52,9 +52,9 @@ class Measured:
 
 def request_bytes(path: str, body: bytes, **headers: str) -> bytes:
     """A request as it is sent; a header's name is written with underscores."""
-    given = {"host": "bench", "content_type": "application/json", **headers}
+    given = {"Host": "bench", "Content_Type": "application/json", **headers}
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
-    head = "\r\n".join([f"POST {path} HTTP/1.1", *lines, f"content-length: {len(body)}"])
+    head = "\r\n".join([f"POST {path} HTTP/1.1", *lines, f"Content-Length: {len(body)}"])
     return f"{head}\r\n\r\n".encode() + body
 
 

@@ -193,6 +193,7 @@ class Reception:
             inputs=exchange.inputs,
             tokens=exchange.tokens,
             code=exchange.code,
+            **exchange.names,
             **facts,
         )
 
