@@ -26,7 +26,7 @@ from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
 from service.load import Backlog, Flow, Load, weights
 from service.slots import BatchStats, Probe, Result, Run, Running, work
-from service.waiting import Entry, Line, Outcome, Outputs, Queue, Request, Tell
+from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 
@@ -161,16 +161,19 @@ class Batcher:
                 await asyncio.wait([self._task])
             self._threads.shutdown(wait=self._idle == self._slots, cancel_futures=True)
 
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+    async def submit(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> list[Ended]:
         """Answer one request: entries of one bundle, in their order; admitted whole or refused.
 
         `tell(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
         drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded
-        before anything is queued, DeadlineExceeded while it is, InferenceFailed after.
+        before anything is queued, DeadlineExceeded while it is, InferenceFailed after; with
+        `spare`, that is the outcome of the entries that failed.
         """
         if not entries:
             return []
-        request = self._admit(entries, tell)
+        request = self._admit(entries, tell, spare)
         self._post(partial(self._line.enter, request))
         try:
             return await request.future
@@ -209,7 +212,7 @@ class Batcher:
         lengths = [queue.mean_length] * max(size, 1)
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
-    def _admit(self, entries: Sequence[Entry], tell: Tell | None) -> Request:
+    def _admit(self, entries: Sequence[Entry], tell: Tell | None, spare: bool) -> Request:
         if self._state == "draining":
             raise errors.Draining("the server is shutting down")
         if self.problem:
@@ -222,7 +225,7 @@ class Batcher:
         if not entries[0].alone:
             self._check_room(entries)
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, future, tell, lane=self._line.lane(entries[0].flow))
+        request = Request(entries, future, tell, spare, lane=self._line.lane(entries[0].flow))
         request.lane.admit(request)
         self._unanswered.add(request)
         return request
@@ -396,10 +399,7 @@ class Batcher:
                 self._fail(entry.owner, errors.InferenceFailed("our bug: the batch was lost"))
             return
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
-            if isinstance(result, errors.InferenceFailed):
-                self._fail(entry.owner, result)
-            else:
-                self._answer(entry, result, stats, index)
+            self._answer(entry, result, stats, index)
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
             queue.estimators[width].refine(Sample(*shape, stats.inference_s))
@@ -412,11 +412,19 @@ class Batcher:
         except Exception:
             logger.exception("an observer failed")
 
-    def _answer(self, entry: Entry, outputs: Outputs, stats: BatchStats, index: int) -> None:
+    def _answer(self, entry: Entry, result: Result, stats: BatchStats, index: int) -> None:
         request = entry.owner
         if request.future.done():
             return
-        outcome = Outcome(
+        if isinstance(result, errors.InferenceFailed):
+            request.miss(entry, result)
+        else:
+            request.add(entry, self._outcome(result, stats, index))
+        if request.future.done():
+            self._close(request)
+
+    def _outcome(self, outputs: Outputs, stats: BatchStats, index: int) -> Outcome:
+        return Outcome(
             outputs=outputs,
             queue_s=stats.queue_s[index],
             inference_s=stats.inference_s,
@@ -424,9 +432,6 @@ class Batcher:
             batch_tokens=stats.tokens,
             padding_ratio=stats.padding_ratio,
         )
-        request.add(entry, outcome)
-        if request.future.done():
-            self._close(request)
 
     def _fail(self, request: Request, error: errors.QuartetError) -> None:
         request.fail(error)

@@ -6,7 +6,7 @@ The routes are written on it, and every other dialect can be.
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,8 +35,8 @@ class Ask(Protocol[T]):
     """An engine's call that lacks only who is to be told of its results."""
 
     def __call__(
-        self, *, tell: Callable[[int, T], None] | None
-    ) -> Coroutine[Any, Any, Reply[Sequence[T]]]: ...
+        self, *, tell: Callable[[int, T | None], None] | None
+    ) -> Coroutine[Any, Any, Reply[T]]: ...
 
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
@@ -96,15 +96,21 @@ class Call(Generic[R]):
             return await self._stream(ask, name, show)
         reply = await self._wait(ask(tell=None))
         began = time.perf_counter()
-        content = {
-            "model": self.engine.id,
-            "head": reply.head,
-            f"{name}s": [*map(show, reply.results)],
-            "usage": reply.usage,
-        }
+        results = [None if result is None else show(result) for result in reply.results]
+        content = self._content(reply, {f"{name}s": results})
         response = json_response(content, self._headers(reply))
         self.exchange.stages += (time.perf_counter() - began,)
         return response
+
+    def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
+        """The body of an answer; of one in lines, the last line, without results."""
+        content = {"model": self.engine.id, "head": reply.head, **results, "usage": reply.usage}
+        if self.ticket.spare:
+            content["errors"] = [
+                {"index": index, "code": error.code, "message": error.message}
+                for index, error in sorted(reply.errors.items())
+            ]
+        return content
 
     async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
         """A line for each input, as soon as it is there, and a last one that sums up or names the error.
@@ -113,10 +119,10 @@ class Call(Generic[R]):
         """
         lines = Lines()
 
-        def tell(index: int, result: T) -> None:
-            lines.add({"index": index, name: show(result)})
+        def tell(index: int, result: T | None) -> None:
+            lines.add({"index": index, name: None if result is None else show(result)})
 
-        def ended(asking: asyncio.Task[Reply[Sequence[T]]]) -> None:
+        def ended(asking: asyncio.Task[Reply[T]]) -> None:
             if not asking.cancelled():
                 asking.exception()  # seen, though nobody may be left to be told
             lines.end()
@@ -135,7 +141,7 @@ class Call(Generic[R]):
         )
 
     async def _chunks(
-        self, first: bytes, lines: Lines, asking: asyncio.Task[Reply[Sequence[T]]]
+        self, first: bytes, lines: Lines, asking: asyncio.Task[Reply[T]]
     ) -> AsyncIterator[bytes]:
         try:
             chunk = first
@@ -143,7 +149,7 @@ class Call(Generic[R]):
                 yield chunk
                 chunk = await lines.take()
             reply = await asking
-            yield line({"model": self.engine.id, "head": reply.head, "usage": reply.usage})
+            yield line(self._content(reply, {}))
         except QuartetError as error:
             log_bug(error)
             self.exchange.code = error.code
@@ -151,7 +157,7 @@ class Call(Generic[R]):
         finally:
             asking.cancel()
 
-    async def _wait(self, work: Coroutine[Any, Any, Reply[Sequence[T]]]) -> Reply[Sequence[T]]:
+    async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
         """Await the engine for as long as the client and its deadline do."""
         reply = await answer_in_time(work, self.receive, self.ticket.deadline)
         timing = reply.timing
@@ -164,7 +170,7 @@ class Call(Generic[R]):
         )
         return reply
 
-    def _headers(self, reply: Reply[Sequence[T]]) -> dict[str, str]:
+    def _headers(self, reply: Reply[T]) -> dict[str, str]:
         timing = reply.timing
         return {
             "Server-Timing": server_timing(
@@ -205,6 +211,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         deadline=deadline,
         priority=exchange.priority,
         tenant=exchange.tenant,
+        spare=valid.on_error == "null",
     )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)

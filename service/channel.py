@@ -27,7 +27,8 @@ LENGTHS = struct.Struct("<II")
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
-    each: answer each entry as soon as it is computed, and not all together; the rest is what every `Entry` says
+    each: answer each entry as soon as it is computed, and not all together; spare: an entry that fails does not fail
+    the request; the rest is what every `Entry` says
     """
 
     id: int
@@ -40,6 +41,7 @@ class Submit:
     priority: int
     tenant: str
     each: bool
+    spare: bool
     alone: bool
 
 
@@ -118,12 +120,14 @@ class Computed:
     """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
 
     facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
+    failed: place, code and message of those that failed where others are to be spared
     """
 
     id: int
     places: list[int]
     shapes: list[list[int]]
     facts: list[tuple[float, float, int, int, float]]
+    failed: list[tuple[int, str, str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from service.bundle import Texts
 from service.load import Load
-from service.waiting import Entry, Outcome, Tell
+from service.waiting import Ended, Entry, Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class Device(Protocol):
     def runs_on(self) -> Mapping[str, RunsOn]:
         """How, by the bundle's id."""
 
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+    async def submit(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> list[Ended]:
         """Answer one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
 
     def load(self) -> Load:

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from service import decode
 from service.bundle import Head, Manifest, Task, Texts
 from service.device import Device, RunsOn
-from service.encode import Cut, Encoded, Encoder, TextError, Truncate
-from service.errors import InvalidInput, UnknownHead
-from service.waiting import Entry, Outcome
+from service.encode import Cut, Encoded, Encoder, TextError, Truncate, Window
+from service.errors import InvalidInput, QuartetError, UnknownHead
+from service.waiting import Ended, Entry, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -28,7 +28,9 @@ Floats = NDArray[np.float32]
 Decode = Callable[
     [int, C, list[Floats]], T
 ]  # an input's index, its windows, what the head gave for each
-Told = Callable[[int, T], None]  # is given an input's index and its result, as soon as it is there
+# Is given an input's index and its result, as soon as it is there; None where there is none.
+Told = Callable[[int, T | None], None]
+Errors = dict[int, QuartetError]  # by the input's index
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
 # A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
@@ -41,12 +43,16 @@ HELPERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Who asks, and until when (`time.monotonic()` seconds) the answer is wanted."""
+    """Who asks, and until when (`time.monotonic()` seconds) the answer is wanted.
+
+    spare: an input that cannot be answered has an error and no result, instead of failing the others
+    """
 
     request_id: str
     deadline: float
     priority: int = 0
     tenant: str = ""
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +78,25 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
+    """results: one for each input, None for those that have an error."""
+
     head: str
-    results: T
+    results: list[T | None]
     usage: Usage
     timing: Timing
+    errors: Errors = field(default_factory=dict)
 
 
 class _Arrivals(Generic[C, T]):
-    """Windows that come back in any order: an input is decoded, and told of, when its last one is there."""
+    """Windows that come back in any order: an input is decoded, and told of, when its last one is there.
+
+    One of which a window failed is told of at once, without a result.
+    """
 
     def __init__(
         self,
-        encoded: Sequence[C],
+        encoded: Sequence[C | None],
+        errors: Errors,
         entries: Sequence[Entry],
         decode_one: Decode[C, T],
         tell: Told[T],
@@ -92,26 +105,36 @@ class _Arrivals(Generic[C, T]):
         self._decode_one = decode_one
         self._tell = tell
         self._encoded = encoded
+        self._errors = errors
         rest = iter(entries)
-        self._entries = [[next(rest) for _ in item.windows] for item in encoded]
+        self._entries = [[next(rest) for _ in windows(item)] for item in encoded]
         self._input = {entry: index for index, own in enumerate(self._entries) for entry in own}
         self._outputs: dict[Entry, Floats] = {}
         self._decoded: dict[int, T] = {}
+        for index in errors:
+            tell(index, None)
 
     @property
-    def results(self) -> list[T]:
+    def results(self) -> list[T | None]:
         """In the order of the inputs, once all are there."""
-        return [self._decoded[index] for index in range(len(self._encoded))]
+        return [self._decoded.get(index) for index in range(len(self._encoded))]
 
-    def add(self, entry: Entry, outcome: Outcome) -> None:
-        (self._outputs[entry],) = outcome.outputs.values()
+    def add(self, entry: Entry, outcome: Ended) -> None:
         index = self._input[entry]
+        item = self._encoded[index]
+        if item is None or index in self._errors:
+            return
+        if isinstance(outcome, QuartetError):
+            self._errors[index] = outcome
+            self._tell(index, None)
+            return
+        (self._outputs[entry],) = outcome.outputs.values()
         own = self._entries[index]
         if not all(other in self._outputs for other in own):
             return
         began = time.perf_counter()
         outputs = [self._outputs.pop(other) for other in own]
-        result = self._decode_one(index, self._encoded[index], outputs)
+        result = self._decode_one(index, item, outputs)
         self._decoded[index] = result
         self.decode_s += time.perf_counter() - began
         self._tell(index, result)
@@ -143,7 +166,7 @@ class Engine:
         truncate: Truncate,
         stride: int | None,
         tell: Told[list[decode.Label]] | None = None,
-    ) -> Reply[list[list[decode.Label]]]:
+    ) -> Reply[list[decode.Label]]:
         """Labels per text, or per text with its pair, best first."""
         name, described = self._head("classification", head)
         shared = self._stride(stride)
@@ -177,7 +200,7 @@ class Engine:
         truncate: Truncate,
         stride: int | None,
         tell: Told[list[decode.Entity]] | None = None,
-    ) -> Reply[list[list[decode.Entity]]]:
+    ) -> Reply[list[decode.Entity]]:
         """Entities per text, in text order."""
         name, described = self._head("ner", head)
         shared = self._stride(stride)
@@ -208,7 +231,7 @@ class Engine:
         truncate: Truncate,
         stride: int | None,
         tell: Told[list[decode.Answer]] | None = None,
-    ) -> Reply[list[list[decode.Answer]]]:
+    ) -> Reply[list[decode.Answer]]:
         """Spans of each context that answer its question, best first."""
         name, described = self._head("qa", head)
         shared = self._stride(stride)
@@ -248,7 +271,7 @@ class Engine:
         stride: int | None,
         tell: Told[Floats] | None = None,
     ) -> Reply[Floats]:
-        """One vector per text: `[N, D]`."""
+        """One vector per text: `[D]`."""
         name, described = self._head("embedding", head)
         shared = self._stride(stride)
         if dimensions is not None and described.dimensions and dimensions > described.dimensions:
@@ -266,8 +289,7 @@ class Engine:
         def encode(part: slice) -> Sequence[Cut]:
             return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
 
-        reply = await self._answer(name, ticket, encode, vector, _characters(texts), tell)
-        return Reply(reply.head, np.stack(reply.results), reply.usage, reply.timing)
+        return await self._answer(name, ticket, encode, vector, _characters(texts), tell)
 
     # -- what they share --------------------------------------------------------------------------
 
@@ -290,31 +312,39 @@ class Engine:
         decode_one: Decode[C, T],
         sizes: Sequence[int],
         tell: Told[T] | None,
-    ) -> Reply[list[T]]:
+    ) -> Reply[T]:
         """Encode, submit, decode: the way of every request."""
         began = time.perf_counter()
-        encoded = await self._encode(encode, sizes)
+        encoded, errors = await self._encode(encode, sizes, ticket.spare)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
         entries = self._entries(head, encoded, ticket)
         if tell is not None:
-            arrivals = _Arrivals(encoded, entries, decode_one, tell)
-            outcomes = await self._device.submit(entries, arrivals.add)
+            arrivals = _Arrivals(encoded, errors, entries, decode_one, tell)
+            outcomes = await self._device.submit(entries, arrivals.add, ticket.spare)
             timing = _timing(outcomes, encode_s, arrivals.decode_s)
-            return Reply(head, arrivals.results, usage, timing)
-        outcomes = await self._device.submit(entries, None)
+            return Reply(head, arrivals.results, usage, timing, errors)
+        outcomes = await self._device.submit(entries, None, ticket.spare)
         began = time.perf_counter()
-        outputs = iter([outcome.outputs[head] for outcome in outcomes])
+        rest = iter(outcomes)
 
-        def decode_all() -> list[T]:
-            return [
-                decode_one(index, item, [next(outputs) for _ in item.windows])
-                for index, item in enumerate(encoded)
-            ]
+        def decode_all() -> list[T | None]:
+            results: list[T | None] = []
+            for index, item in enumerate(encoded):
+                own = [next(rest) for _ in windows(item)]
+                failed = next((end for end in own if isinstance(end, QuartetError)), None)
+                if failed is not None:
+                    errors[index] = failed
+                if item is None or failed is not None:
+                    results.append(None)
+                else:
+                    outputs = [end.outputs[head] for end in own if isinstance(end, Outcome)]
+                    results.append(decode_one(index, item, outputs))
+            return results
 
         results = await self._beside(decode_all, usage.tokens > INLINE_TOKENS)
         timing = _timing(outcomes, encode_s, time.perf_counter() - began)
-        return Reply(head, results, usage, timing)
+        return Reply(head, results, usage, timing, errors)
 
     async def _beside(self, work: Callable[[], W], large: bool) -> W:
         """Do it here or, if it may take long, in a thread, so that the event loop goes on."""
@@ -332,25 +362,32 @@ class Engine:
         return asked
 
     async def _encode(
-        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int]
-    ) -> Sequence[C]:
-        """Encode inputs of so many characters, part by part: between two, others have the thread."""
-        encoded: list[C] = []
-        bad: list[int] = []
-        reason = ""
+        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], spare: bool
+    ) -> tuple[list[C | None], Errors]:
+        """Encode inputs of so many characters, part by part: between two, others have the thread.
+
+        Raises an InvalidInput that names all that are bad, unless the others are to be spared.
+        """
+        encoded: list[C | None] = []
+        errors: Errors = {}
         large = sum(sizes) > INLINE_CHARACTERS
         for part in _parts(sizes):
             try:
                 encoded += await self._beside(partial(encode, part), large)
             except TextError as error:
-                bad += [part.start + index for index in error.indices]
-                reason = error.reason
-        if bad:
-            named = ", ".join(f"inputs[{index}]" for index in bad)
-            raise InvalidInput(f"{named}: {reason}", param=f"inputs[{bad[0]}]")
-        return encoded
+                bad = [part.start + index for index in error.indices]
+                errors |= {
+                    index: InvalidInput(error.reason, param=f"inputs[{index}]") for index in bad
+                }
+                if spare:
+                    encoded += await self._beside(partial(_without, encode, part, bad), large)
+        if errors and not spare:
+            named = ", ".join(f"inputs[{index}]" for index in errors)
+            first = next(iter(errors.values()))
+            raise InvalidInput(f"{named}: {first.message}", param=first.param)
+        return encoded, errors
 
-    def _entries(self, head: str, encoded: Sequence[Cut], ticket: Ticket) -> list[Entry]:
+    def _entries(self, head: str, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
         arrival = time.monotonic()
         return [
             Entry(
@@ -364,7 +401,7 @@ class Engine:
                 head=head,
             )
             for item in encoded
-            for window in item.windows
+            for window in windows(item)
         ]
 
     def close(self) -> None:
@@ -423,20 +460,41 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _usage(encoded: Sequence[Cut]) -> Usage:
+def _without(
+    encode: Callable[[slice], Sequence[C]], part: slice, bad: Sequence[int]
+) -> list[C | None]:
+    """Encode a part of the inputs but for the bad ones, which are None."""
+    encoded: list[C | None] = []
+    start = part.start
+    for index in bad:
+        encoded += encode(slice(start, index)) if index > start else ()
+        encoded.append(None)
+        start = index + 1
+    encoded += encode(slice(start, part.stop)) if part.stop > start else ()
+    return encoded
+
+
+def windows(item: Cut | None) -> Sequence[Window]:
+    """An input's windows; a bad one has none."""
+    return () if item is None else item.windows
+
+
+def _usage(encoded: Sequence[Cut | None]) -> Usage:
+    good = [(index, item) for index, item in enumerate(encoded) if item is not None]
     return Usage(
-        tokens=sum(item.tokens for item in encoded),
-        windows=sum(len(item.windows) for item in encoded),
-        truncated=[index for index, item in enumerate(encoded) if item.truncated],
+        tokens=sum(item.tokens for _, item in good),
+        windows=sum(len(item.windows) for _, item in good),
+        truncated=[index for index, item in good if item.truncated],
     )
 
 
-def _timing(outcomes: Sequence[Outcome], encode_s: float, decode_s: float) -> Timing:
+def _timing(outcomes: Sequence[Ended], encode_s: float, decode_s: float) -> Timing:
+    good = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
     return Timing(
         encode_s=encode_s,
-        queue_s=max(outcome.queue_s for outcome in outcomes),
-        inference_s=max(outcome.inference_s for outcome in outcomes),
+        queue_s=max((outcome.queue_s for outcome in good), default=0.0),
+        inference_s=max((outcome.inference_s for outcome in good), default=0.0),
         decode_s=decode_s,
-        batch_size=max(outcome.batch_size for outcome in outcomes),
-        batch_tokens=max(outcome.batch_tokens for outcome in outcomes),
+        batch_size=max((outcome.batch_size for outcome in good), default=0),
+        batch_tokens=max((outcome.batch_tokens for outcome in good), default=0),
     )

@@ -5,7 +5,7 @@ import gc
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
@@ -21,7 +21,7 @@ from service.local import open_device
 from service.metrics import Metrics
 from service.orders import Orders
 from service.settings import Settings
-from service.waiting import Entry, Outcome
+from service.waiting import Ended, Entry, Outcome
 
 log = structlog.get_logger()
 
@@ -81,12 +81,13 @@ class Front:
         asked_for = entries(asked, arrays)
         places = {entry: place for place, entry in enumerate(asked_for)}
 
-        def tell(entry: Entry, outcome: Outcome) -> None:
-            self.channel.send(*computed(asked, [places[entry]], [outcome]))
+        def tell(entry: Entry, outcome: Ended) -> None:
+            self.channel.send(*computed(asked, {places[entry]: outcome}))
 
         self._seen = max(self._seen, asked.id)
         try:
-            outcomes = await self._device.submit(asked_for, tell if asked.each else None)
+            telling = tell if asked.each else None
+            outcomes = await self._device.submit(asked_for, telling, asked.spare)
         except errors.QuartetError as error:
             log_cause(error)
             self.channel.send(failed(asked.id, error))
@@ -95,7 +96,7 @@ class Front:
             self.channel.send(failed(asked.id, errors.InternalError(f"our bug: {error!r}")))
         else:
             if not asked.each:
-                self.channel.send(*computed(asked, [*places.values()], outcomes))
+                self.channel.send(*computed(asked, dict(enumerate(outcomes))))
 
 
 def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
@@ -117,15 +118,24 @@ def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
     ]
 
 
-def computed(
-    asked: channel.Submit, places: list[int], outcomes: list[Outcome]
-) -> tuple[channel.Computed, bytes]:
-    """Some outcomes of a request as a message and its arrays."""
-    outputs = [outcome.outputs[asked.head] for outcome in outcomes]
-    facts = [
-        (o.queue_s, o.inference_s, o.batch_size, o.batch_tokens, o.padding_ratio) for o in outcomes
-    ]
-    message = channel.Computed(asked.id, places, [[*output.shape] for output in outputs], facts)
+def computed(asked: channel.Submit, ended: Mapping[int, Ended]) -> tuple[channel.Computed, bytes]:
+    """What became of some entries of a request, by their places, as a message and its arrays."""
+    outcomes = {place: o for place, o in ended.items() if isinstance(o, Outcome)}
+    outputs = [outcome.outputs[asked.head] for outcome in outcomes.values()]
+    message = channel.Computed(
+        id=asked.id,
+        places=[*outcomes],
+        shapes=[[*output.shape] for output in outputs],
+        facts=[
+            (o.queue_s, o.inference_s, o.batch_size, o.batch_tokens, o.padding_ratio)
+            for o in outcomes.values()
+        ],
+        failed=[
+            (place, error.code, error.message)
+            for place, error in ended.items()
+            if isinstance(error, errors.QuartetError)
+        ],
+    )
     return message, b"".join([output.tobytes() for output in outputs])
 
 

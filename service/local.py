@@ -18,6 +18,7 @@ from service.cost import Estimator, measure
 from service.device import RunsOn
 from service.encode import Encoder, Window
 from service.engines import Engines
+from service.errors import InferenceFailed
 from service.load import Load
 from service.logs import Sparing
 from service.metrics import Metrics
@@ -32,7 +33,7 @@ from service.session import (
     unused_gpu,
 )
 from service.settings import Settings, Slots, usable_cores
-from service.waiting import Entry, Outcome, Outputs, Tell
+from service.waiting import Ended, Entry, Outputs, Tell
 
 log = structlog.get_logger()
 
@@ -129,8 +130,10 @@ class LocalDevice:
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
 
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
-        return await self.batcher.submit(entries, tell)
+    async def submit(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> list[Ended]:
+        return await self.batcher.submit(entries, tell, spare)
 
     def load(self) -> Load:
         load = self.batcher.load()
@@ -170,11 +173,11 @@ class LocalDevice:
     def _observe(self, stats: BatchStats) -> None:
         if len(stats.failed) < stats.size:
             self._canaries.ended_well(stats.bundle)
-        for entry in stats.failed:
-            self._tell_poison(entry)
+        for entry, error in stats.failed.items():
+            self._tell_poison(entry, error)
         self._metrics.observe_batch(stats)
 
-    def _tell_poison(self, entry: Entry) -> None:
+    def _tell_poison(self, entry: Entry, error: InferenceFailed) -> None:
         """Of an input that failed alone, tell enough to find it again among others, and nothing of what it says."""
         if self._poison.may_tell():
             log.error(
@@ -183,6 +186,7 @@ class LocalDevice:
                 head=entry.head,
                 tokens=entry.tokens,
                 sha256=fingerprint(entry.window),
+                problem=str(error.__cause__ or error),
                 request_id=entry.request_id,
                 untold=self._poison.untold(),
             )

@@ -136,7 +136,7 @@ COMPRESSED = (
 
 LINES = (
     "When Accept asks for it: a line for each input, as soon as its result is there, with its `index`"
-    " and its `result` or `embedding`; then one with `model`, `head` and `usage`, or an `error`."
+    " and its `result` or `embedding`; then one with `model`, `head` and `usage` (and `errors`), or an `error`."
 )
 
 RESPONSE_HEADERS: dict[str, str] = {

@@ -22,7 +22,7 @@ from service.device import RunsOn
 from service.engines import Engines
 from service.load import Flow, Left, Load
 from service.settings import Settings
-from service.waiting import Answer, Entry, Outcome, Tell
+from service.waiting import Answer, Ended, Entry, Outcome, Tell
 
 PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
 TICK_S = 0.1
@@ -87,14 +87,16 @@ class RemoteDevice:
             if bundle.sha256 != self._sha256.get(bundle.manifest.id):
                 raise BundleError(bundle.path, "it was changed while it was being opened")
 
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+    async def submit(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> list[Ended]:
         if not entries:
             return []
         device = self._device()
         number = next(self._ids)
-        answer = Answer(entries, asyncio.get_running_loop().create_future(), tell)
+        answer = Answer(entries, asyncio.get_running_loop().create_future(), tell, spare)
         self._asked[number] = Asked(answer, entries)
-        device.send(*submission(number, entries, each=tell is not None))
+        device.send(*submission(number, answer, entries))
         left = Left(sum(entry.tokens for entry in entries), len(entries))
         self._load.add(entries[0].flow, left)
         self._unseen.append((number, entries[0].flow, left))
@@ -127,9 +129,9 @@ class RemoteDevice:
 
     def push(self, observed: channel.Observed) -> bool:
         """Hand what the metrics saw to the process that keeps them; False when it is away."""
-        if self._channel is None or not self._opened.is_set():
+        if self._computing is None:
             return False
-        self._channel.send(observed)
+        self._computing.send(observed)
         return True
 
     async def page(self, routes: Mapping[str, bool]) -> bytes:
@@ -143,10 +145,16 @@ class RemoteDevice:
         finally:
             self._pages.pop(number, None)
 
+    @property
+    def _computing(self) -> Channel | None:
+        """The inference process, while it is there and has opened its bundles."""
+        there = self._channel is not None and self._channel.open and self._opened.is_set()
+        return self._channel if there else None
+
     def _device(self) -> Channel:
-        if self._channel is None or not self._channel.open or not self._opened.is_set():
+        if self._computing is None:
             raise errors.ReplicaLost(STARTING)
-        return self._channel
+        return self._computing
 
     def _forget(self, gone: Channel) -> None:
         if gone is not self._channel:
@@ -166,13 +174,12 @@ class RemoteDevice:
 
     def _ask_again(self) -> None:
         """Ask for what is missing of the next request that was lost, small ones first."""
-        while self._lost and self._again is None and self._opened.is_set():
+        while self._lost and self._again is None and (device := self._computing) is not None:
             number = self._lost.popleft()
             if asked := self._asked.get(number):
                 self._again = number
                 asked.sent = asked.answer.missing
-                each = asked.answer.tell is not None
-                self._device().send(*submission(number, asked.sent, each=each, alone=True))
+                device.send(*submission(number, asked.answer, asked.sent, alone=True))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
@@ -212,9 +219,9 @@ class RemoteDevice:
 
 
 def submission(
-    number: int, entries: Sequence[Entry], *, each: bool, alone: bool = False
+    number: int, answer: Answer, entries: Sequence[Entry], alone: bool = False
 ) -> tuple[channel.Submit, bytes, bytes]:
-    """A request as a message and its arrays; all its entries are alike but for their tokens."""
+    """Entries of a request as a message and its arrays; all are alike but for their tokens."""
     first = entries[0]
     assert first.head is not None, "our bug: all heads at once do not travel between processes"
     message = channel.Submit(
@@ -227,7 +234,8 @@ def submission(
         deadline=first.deadline,
         priority=first.priority,
         tenant=first.tenant,
-        each=each,
+        each=answer.tell is not None,
+        spare=answer.spare,
         alone=alone,
     )
     ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
@@ -237,8 +245,8 @@ def submission(
 
 def outcomes(
     computed: channel.Computed, arrays: bytes, entries: Sequence[Entry]
-) -> Iterator[tuple[Entry, Outcome]]:
-    """The entries that were computed, with their outcomes."""
+) -> Iterator[tuple[Entry, Ended]]:
+    """The entries of a message, with their outcomes."""
     start = 0
     for place, shape, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
         entry = entries[place]
@@ -246,6 +254,8 @@ def outcomes(
         output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
         start += output.nbytes
         yield entry, Outcome({entry.head: output}, *facts)
+    for place, code, message in computed.failed:
+        yield entries[place], errors.revive(code, message)
 
 
 class RemoteMetrics:

@@ -63,6 +63,11 @@ class Request(_Strict):
         " or fewer in a model of small windows",
     )
 
+    on_error: Literal["fail", "null"] = Field(
+        "fail",
+        description="what one bad input does: the request fails, or has null for its result and an entry in `errors`",
+    )
+
     @property
     def size(self) -> int:
         """The number of inputs, which the results are aligned with."""
@@ -313,26 +318,43 @@ class Usage(BaseModel):
     truncated: list[int] = Field(description="indices of the inputs that were cut")
 
 
+class InputError(BaseModel):
+    """Why an input has no result."""
+
+    index: int
+    code: str
+    message: str
+
+
 class Response(BaseModel):
+    """Results are null where `on_error` is "null" and `errors` has the input's index."""
+
     model: str = Field(examples=["quartet-small@1"], description="`name@version` that answered")
     head: str
     usage: Usage
+    errors: list[InputError] = Field(
+        [], description='the inputs without a result; only there when `on_error` is "null"'
+    )
 
 
 class ClassifyResponse(Response):
-    results: list[list[Label]] = Field(description="per input, labels by falling score")
+    results: list[list[Label] | None] = Field(description="per input, labels by falling score")
 
 
 class NerResponse(Response):
-    results: list[list[EntityGroup] | list[Entity]] = Field(description="per input, in text order")
+    results: list[list[EntityGroup] | list[Entity] | None] = Field(
+        description="per input, in text order"
+    )
 
 
 class QaResponse(Response):
-    results: list[list[Answer]] = Field(description="per question, answers by falling score")
+    results: list[list[Answer] | None] = Field(description="per question, answers by falling score")
 
 
 class EmbedResponse(Response):
-    embeddings: list[list[float]] | list[str] = Field(description="one vector per input")
+    embeddings: list[list[float] | None] | list[str | None] = Field(
+        description="one vector per input"
+    )
 
 
 class ModelsResponse(BaseModel):

@@ -1,8 +1,8 @@
 """What happens to a batch in its thread: run, halve on failure, check, measure."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class BatchStats:
     longest: int
     queue_s: tuple[float, ...]  # of each entry, from its arrival
     inference_s: float
-    failed: tuple[Entry, ...] = ()
+    failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
@@ -80,11 +80,11 @@ def work(
         longest=max(entry.tokens for entry in batch),
         queue_s=tuple(began - entry.arrival for entry in batch),
         inference_s=clock() - began,
-        failed=tuple(
-            entry
+        failed={
+            entry: result
             for entry, result in zip(batch, results, strict=True)
             if isinstance(result, errors.InferenceFailed)
-        ),
+        },
     )
     return results, stats
 

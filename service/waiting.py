@@ -94,24 +94,36 @@ class Entry:
         return self.request
 
 
-Tell = Callable[[Entry, Outcome], None]
+Ended = Outcome | QuartetError
+Tell = Callable[[Entry, Ended], None]
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The outcomes of a request, collected until the future can have them all; each is told of, too, if need be."""
+    """The outcomes of a request, collected until the future can have them all; each is told of, too, if need be.
+
+    spare: an entry that fails has its error for an outcome, and does not fail the request
+    """
 
     entries: Sequence[Entry]
-    future: asyncio.Future[list[Outcome]]
+    future: asyncio.Future[list[Ended]]
     tell: Tell | None = None
-    outcomes: dict[Entry, Outcome] = field(default_factory=dict)
+    spare: bool = False
+    outcomes: dict[Entry, Ended] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[Entry]:
         """The entries that have no outcome yet."""
         return [entry for entry in self.entries if entry not in self.outcomes]
 
-    def add(self, entry: Entry, outcome: Outcome) -> None:
+    def miss(self, entry: Entry, error: QuartetError) -> None:
+        """Know of an entry that failed."""
+        if self.spare:
+            self.add(entry, error)
+        else:
+            self.fail(error)
+
+    def add(self, entry: Entry, outcome: Ended) -> None:
         """A request that cannot be told of its outcomes fails."""
         if self.future.done():
             return

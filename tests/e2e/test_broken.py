@@ -1,5 +1,6 @@
 """Models that hang or fail: it is noticed and said, whoever hangs is replaced, and good texts are answered."""
 
+import json
 import os
 import re
 import resource
@@ -67,7 +68,7 @@ def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle: Path, tmp_pa
     with serving(path) as server:
         (inference,) = children(server)["inference"]
         until(lambda: 'canary_runs_total{model="tiny@1",outcome="ok"}' in page(server))
-        assert "quartet_batch_size_count" not in page(server)
+        assert 'quartet_batch_size_count{model="tiny@1"} 0.0' in page(server)
         began = time.monotonic()
         limit_memory(inference, 48)
         until(lambda: "the canary of tiny@1 failed" in problem(server))
@@ -111,6 +112,37 @@ def test_a_text_that_cannot_be_computed_fails_alone(
         assert re.search(r'"sha256":"[0-9a-f]{16}"', told[0])
         assert not any(faulty.WORD in line for line in server.log)
         assert not problem(server)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_good_texts_are_spared_when_asked_for(
+    tiny: Server, tiny_bundle: Path, tmp_path: Path, workers: str
+) -> None:
+    """Of texts that are too long, cannot be computed, or are good, the last are answered and the others named."""
+    path = faulty.with_fault(tiny_bundle, tmp_path / "poisoned", faulty.failure)
+    texts = [samples.text(10 + number % 7, seed=number) for number in range(60)]
+    expected = tiny.answer("/ner", {"inputs": texts})["results"]
+    wrong = {0: "invalid", 17: "inference_failed", 18: "inference_failed", 59: "invalid"}
+    for index, code in wrong.items():
+        texts[index] = BAD if code == "inference_failed" else samples.text(900, seed=index)
+    body = {"inputs": texts, "truncate": False, "on_error": "null"}
+    with serving(path, "--http-workers", workers) as server:
+        answer = server.answer("/ner", body)
+        reply = server.post("/ner", body, {"Accept": "application/x-ndjson"})
+        assert 422 == server.post("/ner", {**body, "on_error": "fail"}).status
+        both = server.answer("/ner", {"inputs": [BAD] * 2, "on_error": "null"})
+        assert [None, None] == both["results"]
+    *lines, summary = map(json.loads, reply.body.splitlines())
+    for errors in (answer["errors"], summary["errors"]):
+        assert wrong == {error["index"]: error["code"] for error in errors}
+    by_index = {line["index"]: line["result"] for line in lines}
+    assert 60 == len(lines) == len(by_index)
+    for index, result in enumerate(answer["results"]):
+        assert (result is None) is (by_index[index] is None) is (index in wrong)
+        if index not in wrong:
+            words = [found["word"] for found in expected[index]]
+            assert words == [found["word"] for found in result]
+            assert words == [found["word"] for found in by_index[index]]
 
 
 def page(server: Server) -> str:

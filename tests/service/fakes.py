@@ -9,7 +9,7 @@ import numpy as np
 
 from service.decode import Answer, Entity, Label
 from service.engine import Reply, Ticket, Timing, Usage
-from service.errors import UnknownModel
+from service.errors import QuartetError, UnknownModel
 from service.load import Load
 from service.settings import Settings
 
@@ -26,6 +26,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None  # before the answer, and after what is told
         self.tell_first: int | None = None  # results that are told of; unset, all
+        self.bad: dict[int, QuartetError] = {}  # inputs that have no result
         self.reached = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -45,12 +46,13 @@ class FakeEngine:
         return await self.reply("answers", found, ticket, asked)
 
     async def embed(self, texts: list[str], ticket: Ticket, **options):
-        vectors = np.stack([VECTOR] * len(texts))
+        vectors = [VECTOR] * len(texts)
         return await self.reply("embeddings", vectors, ticket, {"texts": texts, **options})
 
     async def reply(
-        self, head: str, results: Any, ticket: Ticket, asked: dict[str, Any]
+        self, head: str, found: list[Any], ticket: Ticket, asked: dict[str, Any]
     ) -> Reply[Any]:
+        results = [None if index in self.bad else one for index, one in enumerate(found)]
         tell = asked.pop("tell")
         self.asked, self.ticket = asked, ticket
         self.reached.set()
@@ -67,7 +69,8 @@ class FakeEngine:
         if self.error:
             raise self.error
         usage = Usage(tokens=7, windows=1, truncated=[])
-        return Reply(head, results, usage, Timing(0.001, 0.002, 0.003, 0.004, 8, 312))
+        timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
+        return Reply(head, results, usage, timing, self.bad)
 
     def describe(self) -> dict[str, object]:
         return {"id": self.id, "precision": "int8"}

@@ -1075,6 +1075,39 @@ async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -
         assert [outcome.batch_size for outcome in await fine] == [2]
 
 
+async def test_a_request_may_spare_its_good_texts() -> None:
+    """Each bad one has its error for an outcome, is told of with it, and is counted; the others are answered."""
+    bad, odd, told, seen = text(), text(), [], []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        answers = poisoned(number(bad))(width, bundle, encodings)
+        return [
+            {"h": np.full(1, math.nan, np.float32)} if number(given) == number(odd) else answer
+            for given, answer in zip(encodings, answers, strict=True)
+        ]
+
+    entries = [*texts(3), bad, *texts(2), odd]
+    async with serving(run, observe=seen.append) as batcher:
+        outcomes = await batcher.submit(entries, lambda *of: told.append(of), spare=True)
+    failed = {i: o for i, o in enumerate(outcomes) if isinstance(o, errors.InferenceFailed)}
+    assert {3: "the model failed", 6: "not finite"} == {
+        index: next(said for said in ("the model failed", "not finite") if said in error.message)
+        for index, error in failed.items()
+    }
+    good = [0, 1, 2, 4, 5]
+    assert [number(entries[i]) for i in good] == echoed([outcomes[i] for i in good])
+    assert dict(zip(entries, outcomes, strict=True)) == dict(told)
+    assert {bad, odd} == {entry for stats in seen for entry in stats.failed}
+
+
+async def test_a_request_of_bad_texts_alone_is_answered_with_their_errors() -> None:
+    """When good ones would have been spared."""
+    bad = text()
+    async with serving(poisoned(number(bad))) as batcher:
+        (outcome,) = await batcher.submit([bad], spare=True)
+    assert isinstance(outcome, errors.InferenceFailed)
+
+
 def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
     return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
         encodings

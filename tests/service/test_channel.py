@@ -22,12 +22,16 @@ SUBMIT = Submit(
     priority=1,
     tenant="t",
     each=True,
+    spare=True,
     alone=False,
 )
 MESSAGES: list[tuple[Any, bytes]] = [
     (SUBMIT, np.arange(6).tobytes()),
     (Cancel(7), b""),
-    (Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)]), np.ones(2, np.float32).tobytes()),
+    (
+        Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]),
+        np.ones(2, np.float32).tobytes(),
+    ),
     (Told(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why"), b""),
 ]
 

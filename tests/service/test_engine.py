@@ -4,7 +4,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +19,12 @@ from service import bundle, decode, engine
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, Encoding
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
-from service.errors import InvalidInput, UnknownHead
+from service.errors import InferenceFailed, InvalidInput, UnknownHead
 from service.local import Runner, open_local_engines
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings
-from service.waiting import Entry, Outcome, Tell
+from service.waiting import Ended, Entry, Outcome, Tell
 from tests import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -161,18 +162,19 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
     """Vectors are of length one, as the head says, or as they come when asked for so."""
-    unit = await tiny.embed(SHORT, ticket(), **EMBED)
-    plain = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
+    unit = np.stack((await tiny.embed(SHORT, ticket(), **EMBED)).results)
+    plain = np.stack((await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})).results)
     expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
-    np.testing.assert_allclose(plain.results, expected, rtol=0, atol=1e-5)
-    norms = np.linalg.norm(plain.results, axis=1, keepdims=True)
-    np.testing.assert_allclose(unit.results, plain.results / norms, rtol=0, atol=1e-6)
-    assert np.float32 == unit.results.dtype
+    np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
+    norms = np.linalg.norm(plain, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit, plain / norms, rtol=0, atol=1e-6)
+    assert np.float32 == unit.dtype
 
 
 async def test_dimensions(tiny: Engine) -> None:
     """Shorter vectors are the beginnings of the long ones, at length one again."""
-    whole = (await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})).results
+    reply = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
+    whole = np.stack(reply.results)
     short = (await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 8})).results
     norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
@@ -302,7 +304,7 @@ async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
     submitted: list[Entry] = []
 
-    async def submit(entries: Sequence[Entry], _: Tell | None) -> list[Outcome]:
+    async def submit(entries: Sequence[Entry], _: Tell | None, spare: bool) -> list[Outcome]:
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
@@ -321,7 +323,7 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
     """An input is told of when its last window is back, whatever the order, and the reply has them all."""
     told: list[tuple[int, float]] = []
 
-    async def submit(entries: Sequence[Entry], tell: Tell | None) -> list[Outcome]:
+    async def submit(entries: Sequence[Entry], tell: Tell | None, _: bool) -> list[Outcome]:
         assert tell is not None
         backwards = [*entries][::-1]
         for number, entry in enumerate(backwards, 1):
@@ -495,3 +497,97 @@ async def test_description(tiny: Engine) -> None:
     )
     assert ["sentiment", "topics", "entities", "answers", "embeddings"] == [*told["heads"]]
     assert tiny.fingerprint.startswith(f"{tiny.sha256[:12]};precision=fp32;provider=CPU")
+
+
+# Requests that spare the good inputs
+
+
+def sparing() -> Ticket:
+    return replace(ticket(), spare=True)
+
+
+ASKED: dict[str, tuple[Callable[[list[str]], list[Any]], dict[str, Any]]] = {
+    "classify": (lambda texts: [texts, None], CLASSIFY),
+    "ner": (lambda texts: [texts], NER),
+    "qa": (lambda texts: [["Who drew a comet?"] * len(texts), texts], QA),
+    "embed": (lambda texts: [texts], EMBED),
+}
+each_task = pytest.mark.parametrize("task", ASKED)
+
+
+@each_task
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+async def test_texts_that_are_too_long_have_no_result(
+    task: str, in_lines: bool, tiny: Engine
+) -> None:
+    """The others are answered as if they were not there, and counted alone."""
+    arguments, options = ASKED[task]
+    options = {**options, "truncate": False}
+    call = getattr(tiny, task)
+    good = await call(*arguments(SHORT), ticket(), **options)
+    texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
+    told: list[tuple[int, Any]] = []
+    tell = (lambda index, result: told.append((index, result))) if in_lines else None
+    reply = await call(*arguments(texts), sparing(), **options, tell=tell)
+    assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
+    assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
+    assert [0, 3, 4, 6] == sorted(reply.errors)
+    assert all("longer than 512 tokens" in error.message for error in reply.errors.values())
+    assert good.usage == reply.usage
+    if in_lines:
+        assert [*range(7)] == sorted(index for index, _ in told)
+        assert {0, 3, 4, 6} == {index for index, result in told if result is None}
+
+
+@each_task
+async def test_nothing_but_bad_texts(task: str, tiny: Engine) -> None:
+    """Then nothing is computed, and nothing fails."""
+    arguments, options = ASKED[task]
+    call = getattr(tiny, task)
+    reply = await call(*arguments([LONG] * 2), sparing(), **{**options, "truncate": False})
+    assert [None, None] == reply.results
+    assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
+    assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
+
+
+async def test_a_bad_text_in_a_large_request_shifts_no_other(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
+    texts = [samples.text(4, seed=seed) for seed in range(30)]
+    expected = (await tiny.embed(texts, ticket(), **EMBED)).results
+    for index in (0, 7, 8, 29):
+        texts[index] = LONG
+    reply = await tiny.embed(texts, sparing(), **{**EMBED, "truncate": False})
+    assert [0, 7, 8, 29] == sorted(reply.errors)
+    for index, vector in enumerate(reply.results):
+        assert (vector is None) is (index in reply.errors)
+        assert vector is None or alike(expected[index], vector)
+
+
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+async def test_a_window_that_fails_takes_its_text_along_and_no_other(
+    in_lines: bool, tiny_bundle: Path
+) -> None:
+    """Whatever became of that text's other windows; it is told of once."""
+    failure = InferenceFailed("no number")
+
+    async def submit(entries: Sequence[Entry], tell: Tell | None, spare: bool) -> list[Ended]:
+        assert spare
+        outcomes: list[Ended] = [*map(zeros, entries)]
+        outcomes[1] = outcomes[2] = failure  # of the second text, which has several windows
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if tell is not None:
+                tell(entry, outcome)
+        return outcomes
+
+    tiny = Engine(bundle.load(tiny_bundle), device(submit))
+    told: list[tuple[int, Any]] = []
+    tell = (lambda index, result: told.append((index, result))) if in_lines else None
+    texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
+    reply = await tiny.embed(texts, sparing(), **options, tell=tell)
+    assert [False, True, False] == [result is None for result in reply.results]
+    assert {1: failure} == reply.errors
+    if in_lines:
+        assert [(0, False), (1, True), (2, False)] == [(i, r is None) for i, r in told]

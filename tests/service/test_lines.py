@@ -70,6 +70,20 @@ async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> N
     assert {**SUMMARY, "head": whole["head"]} == summary
 
 
+async def test_bad_inputs_have_lines_and_are_named_at_the_end(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """A line with null, when asked for so, and its reason where one object would have it."""
+    engine.bad = {0: errors.InvalidInput("too long")}
+    body = {"inputs": ["a", "b"], "on_error": "null"}
+    whole = (await client.post("/ner", json=body)).json()
+    bad, good, summary = lines_of(await client.post("/ner", json=body, headers=IN_LINES))
+    assert {"index": 0, "result": None} == bad
+    assert {"index": 1, "result": whole["results"][1]} == good
+    assert whole["errors"] == summary["errors"]
+    assert [0] == [error["index"] for error in whole["errors"]]
+
+
 async def test_vectors_in_lines_may_be_base64(client: httpx.AsyncClient) -> None:
     """What a body asks for holds for each line."""
     body = {"inputs": "a", "encoding_format": "base64"}

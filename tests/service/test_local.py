@@ -9,6 +9,7 @@ from structlog.typing import EventDict
 
 from service import local
 from service.encode import Window
+from service.errors import InferenceFailed
 from service.local import LocalDevice
 from service.metrics import Metrics
 from service.settings import Settings, Slots
@@ -53,15 +54,14 @@ def test_what_failed_alone_is_told_of_without_its_text(
 ) -> None:
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""
     entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, head="h")
+    error = InferenceFailed("not finite")
     for _ in range(99):
-        device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed=(entry,)))
+        device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed={entry: error}))
     told = [line for line in lines if line["event"] == "an input failed alone"]
     assert 0 < len(told) < 99
     expected = hashlib.sha256(b"".join(n.to_bytes(8, "little") for n in (2, 7, 3))).hexdigest()[:16]
-    about = ("m@1", "h", 3, expected, "r")
-    assert about == tuple(
-        told[0][name] for name in ("model", "head", "tokens", "sha256", "request_id")
-    )
+    names = ("model", "head", "tokens", "sha256", "problem", "request_id")
+    assert ("m@1", "h", 3, expected, "not finite", "r") == tuple(told[0][name] for name in names)
     assert 'quartet_poison_inputs_total{model="m@1"} 99.0' in device._metrics.render().decode()
 
 

@@ -22,7 +22,7 @@ from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
-from service.waiting import Entry, Outcome, Tell
+from service.waiting import Ended, Entry, Outcome, Tell
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 LOAD = Load({"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
@@ -39,11 +39,16 @@ class FakeDevice:
         self.seen: list[Entry] = []
         self.reached, self.cancelled = asyncio.Event(), asyncio.Event()
         self.living = True
+        self.spared = False
+        self.bad: dict[int, errors.QuartetError] = {}  # by the first token
 
-    async def submit(self, entries: Sequence[Entry], tell: Tell | None = None) -> list[Outcome]:
+    async def submit(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> list[Ended]:
         self.seen += entries
+        self.spared = spare
         self.reached.set()
-        outcomes = [answer(entry) for entry in entries]
+        outcomes = [self.bad.get(int(e.window.input_ids[0])) or answer(e) for e in entries]
         for entry, outcome in zip(entries[:1], outcomes, strict=False):
             if tell is not None:
                 tell(entry, outcome)
@@ -177,6 +182,26 @@ async def test_outcomes_are_told_one_by_one() -> None:
     assert entries == told
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
+async def test_entries_that_failed_cross_beside_the_others(each: bool) -> None:
+    """Each in its place, as the error that it was; whether to spare the others crosses, too."""
+    entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
+    tell = told.__setitem__ if each else None
+    async with pair() as both:
+        both.device.bad[9] = errors.InferenceFailed("no number")
+        got = await both.remote.submit(entries, tell, spare=True)
+        assert both.device.spared
+        await both.remote.submit([text(1)])
+        assert not both.device.spared
+    failed = got[1]
+    assert isinstance(failed, errors.InferenceFailed)
+    assert "no number" == failed.message
+    for index in (0, 2):
+        np.testing.assert_equal(answer(entries[index]).outputs, got[index].outputs)
+    if each:
+        assert dict(zip(entries, got, strict=True)) == told
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -247,7 +272,7 @@ async def under_way(
     """A request that the device has, and holds; dropped in the end if it is still there."""
     both.device.hold = both.device.hold or asyncio.Event()
     seen = len(both.device.seen)
-    asked = asyncio.create_task(both.remote.submit(entries, tell))
+    asked = asyncio.create_task(both.remote.submit(entries, tell, spare=tell is not None))
     await until(lambda: len(both.device.seen) > seen)
     yield asked
     asked.cancel()
@@ -297,10 +322,11 @@ async def test_what_was_told_is_not_asked_again() -> None:
         await until(lambda: bool(told))
         both.lose()
         await until(lambda: not both.remote.load().ready)
-        both.device.hold = None
+        both.device.hold, both.device.spared = None, False
         await both.connect()
         await asyncio.wait_for(asked, 30)
         again = both.device.seen[3:]
+        assert both.device.spared
     assert entries == told
     assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
 

@@ -280,3 +280,38 @@ async def test_metrics_are_text(client: Client) -> None:
     response = await client.get("/metrics")
     assert response.headers["Content-Type"].startswith("text/plain; version=")
     assert "\nquartet_queue_tokens " in response.text
+
+
+@each_task
+async def test_bad_inputs_are_null_when_asked_for(
+    client: Client, engine: FakeEngine, path: str
+) -> None:
+    """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
+    inputs = [QUESTION] * 3 if path == "/qa" else ["a", "b", "c"]
+    body = {"inputs": inputs, "on_error": "null"}
+    name = "embeddings" if path == "/embed" else "results"
+    fine = (await client.post(path, json=body)).json()
+    assert [] == fine["errors"]
+    engine.bad = {2: errors.InvalidInput("too long"), 0: errors.InferenceFailed("no number")}
+    response = await client.post(path, json=body)
+    assert engine.ticket is not None
+    assert engine.ticket.spare
+    assert 200 == response.status_code
+    assert [None, fine[name][1], None] == response.json()[name]
+    assert [
+        {"index": 0, "code": "inference_failed", "message": "no number"},
+        {"index": 2, "code": "invalid", "message": "too long"},
+    ] == response.json()["errors"]
+
+
+@each_task
+async def test_bad_inputs_fail_the_request_unless_asked_for(
+    client: Client, engine: FakeEngine, path: str
+) -> None:
+    """Which the engine is told, and then there are no errors to be named in an answer."""
+    answer = await client.post(path, json=BODIES[path] | {"on_error": "fail"})
+    assert "errors" not in answer.json()
+    assert engine.ticket is not None
+    assert not engine.ticket.spare
+    bad = await client.post(path, json=BODIES[path] | {"on_error": "ignore"})
+    assert (422, "invalid", "on_error") == error_of(bad)
