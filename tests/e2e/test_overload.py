@@ -16,8 +16,9 @@ from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
 
-DEADLINE_MS = 4000
+DEADLINE_MS = 2000
 TIMES = 10  # its capacity
+CROWD = 500  # connections: more than may wait for as long as a request has
 LATE, LONG_S = 0.05, 20.0
 LEFT = (
     0.5  # of it, in company of whatever else runs here; what is left in fact the benchmarks measure
@@ -26,7 +27,7 @@ LEFT = (
 
 @pytest.fixture(scope="module")
 def impatient(mini_bundle: Path) -> Iterator[Server]:
-    """A server whose requests have four seconds."""
+    """A server whose requests have two seconds."""
     with serving(mini_bundle, "--deadline-ms", DEADLINE_MS) as server:
         yield server
 
@@ -70,16 +71,16 @@ def test_a_flood_is_answered_or_refused(impatient: Server, seconds: float) -> No
     "Clients that ask again at once when they are refused cannot buy time with it."
 )
 def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
-    """Two hundred connections that never wait: the service goes on at its rate."""
+    """Hundreds of connections that never wait: the service goes on at its rate."""
     rate = capacity(impatient)
-    crowd = closed_loop(impatient.port, requests(), 200, seconds, insist=True)
+    crowd = closed_loop(impatient.port, requests(), CROWD, seconds, insist=True)
     found: Measured = uvloop.run(crowd)
     check(found, rate)
 
 
 def test_a_refusal_says_when_to_come_back(impatient: Server) -> None:
     """And names its reason."""
-    held = closed_loop(impatient.port, requests(), 100, 1.0, insist=True)
+    held = closed_loop(impatient.port, requests(), CROWD, 3.0, insist=True)
     refused = []
 
     async def ask() -> None:
@@ -103,7 +104,7 @@ def beside(
     """A crowd that insists, and one client that asks one thing after the other."""
 
     async def both() -> tuple[Measured, Measured]:
-        crowd = closed_loop(server.port, flood, 200, seconds, insist=True)
+        crowd = closed_loop(server.port, flood, CROWD, seconds, insist=True)
         alone = closed_loop(server.port, lone, 1, seconds)
         found = await asyncio.gather(crowd, alone)
         return found[0], found[1]
@@ -120,9 +121,9 @@ def beside(
 )
 def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds: float) -> None:
     """Interactive texts take a few batches' time while bulk, accepted to the brim, takes seconds."""
-    with serving(mini_bundle, "--deadline-ms", DEADLINE_MS) as server:
+    with serving(mini_bundle, "--deadline-ms", 2 * DEADLINE_MS) as server:
         crowd, alone = beside(server, requests(x_priority="bulk"), requests(), seconds)
-    assert alone.percentile(50) < crowd.percentile(50) / 4
+    assert alone.percentile(50) < crowd.percentile(50) / 2
 
 
 @pytest.mark.promise("A flood on one model holds up another by a batch at most.")
@@ -134,6 +135,6 @@ def test_a_flood_on_one_model_does_not_hold_up_another(
     shutil.copytree(mini_bundle, other)
     manifest = json.loads((other / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps({**manifest, "name": "other"}))
-    with serving(mini_bundle, other, "--deadline-ms", DEADLINE_MS) as server:
+    with serving(mini_bundle, other, "--deadline-ms", 2 * DEADLINE_MS) as server:
         crowd, alone = beside(server, requests(), requests(model="other"), seconds)
-    assert alone.percentile(50) < crowd.percentile(50) / 4
+    assert alone.percentile(50) < crowd.percentile(50) / 2
