@@ -50,6 +50,7 @@ class Service:
     settings: Settings
     metrics: Recorder
     engines: Engines | None = None
+    leaving: bool = False  # others should be asked; who asks all the same is answered
     draining: bool = False
     room: Room = field(init=False)
 
@@ -65,6 +66,8 @@ class Service:
 
     def check_ready(self) -> None:
         """Raises NotReady or Draining unless new requests should be sent here."""
+        if self.leaving:
+            raise Draining("the server is about to shut down")
         self.refuse_draining()
         if problem := self.open_engines().load().problem:
             raise NotReady(problem)

@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 
+LEAVE = b"L"  # say that others should be asked, and answer who asks all the same
 DRAIN = b"D"  # answer what was accepted, then end
 PEER = b"P"  # comes with one end of a channel to another process
 

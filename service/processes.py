@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import structlog
 
 from service.awake import Awake
-from service.orders import BEAT_S, DRAIN, PEER, Link, Report
+from service.orders import BEAT_S, DRAIN, LEAVE, PEER, Link, Report
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -53,6 +53,7 @@ class Processes:
         self._children: set[Child] = set()
         self._awake = Awake(BEAT_S)
         self._served: set[str] = set()  # roles of which one has been able to serve
+        self._leaving: asyncio.TimerHandle | None = None  # until the service drains
         self._draining = False
         self._over = False  # whoever is left is to end
         self._status = 0
@@ -61,7 +62,7 @@ class Processes:
         """Serve until told to stop; returns the status to exit with."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._drain)
+            loop.add_signal_handler(number, self._stop, number)
         try:
             async with asyncio.TaskGroup() as keeping:
                 keeping.create_task(self._keep("inference"))
@@ -138,6 +139,8 @@ class Processes:
         child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
         self._introduce(child)
         self._children.add(child)
+        if self._leaving is not None:
+            child.link.give(LEAVE)
         if self._draining:
             child.link.give(DRAIN)
         if self._over:
@@ -161,7 +164,24 @@ class Processes:
     def _of(self, role: str) -> Sequence[Child]:
         return [child for child in self._children if child.role == role]
 
+    def _stop(self, number: int) -> None:
+        """Drain, on SIGTERM after the delay. A second signal waits for no delay, and one more for nothing."""
+        asked_before = self._draining or self._leaving is not None
+        delay_s = self._settings.drain_delay_s if "http" in self._served else 0
+        if number == signal.SIGTERM and delay_s and not asked_before:
+            self._leave(delay_s)
+        else:
+            self._drain()
+
+    def _leave(self, delay_s: float) -> None:
+        log.info("leaving", seconds=delay_s)
+        self._leaving = asyncio.get_running_loop().call_later(delay_s, self._drain)
+        for child in self._of("http"):
+            child.link.give(LEAVE)
+
     def _drain(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
         if not self._draining:
             for listener in self._listeners:
                 listener.close()  # or who connects when the HTTP processes listen no more would wait here

@@ -5,7 +5,9 @@ import gc
 import math
 import os
 import resource
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -28,7 +30,7 @@ OTHER_FILES = 256  # that a process has open beside its connections, and to spar
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server: it says where it listens, and from the signal on that it is draining."""
+    """Uvicorn's server: it says where it listens, and from the signal on that it is leaving, then draining."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         config = uvicorn.Config(
@@ -46,6 +48,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service: Service = app.state.service
+        self.drains = math.inf  # when, by `time.monotonic`
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
@@ -83,9 +86,23 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # No logging here: the signal may have interrupted a log line, which holds the log's lock.
-        self.service.draining = True
-        self.force_exit = self.should_exit  # asked twice
+        delay_s = self.service.settings.drain_delay_s
+        if sig == signal.SIGTERM and delay_s and self.started and not self.service.leaving:
+            self.service.leaving = True
+            self.drains = time.monotonic() + delay_s
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Stop listening, answer what was accepted, and end; asked twice, end."""
+        self.service.leaving = self.service.draining = True
+        self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and time.monotonic() >= self.drains:
+            self.drain()
+        return await super().on_tick(counter)
 
 
 def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:

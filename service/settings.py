@@ -134,10 +134,16 @@ class Settings(BaseSettings):
         description="a process that is silent, or a batch that runs, for so long hangs and is given up; raise where"
         " processes get no core for seconds",
     )
+    drain_delay_s: float = Field(
+        0.0,
+        ge=0,
+        description="stay open for so long after SIGTERM, not ready but serving; for load balancers that take a while"
+        " to look elsewhere",
+    )
     drain_s: float = Field(
         30.0,
         ge=0,
-        description="time for requests to finish after SIGTERM; keep below the platform's own",
+        description="time for requests to finish after SIGTERM and that delay; keep below the platform's own",
     )
     api_keys: Path | None = Field(
         None,

@@ -1,14 +1,13 @@
 """An HTTP process that computes nothing."""
 
 import asyncio
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from service.app import create_app
-from service.orders import DRAIN, Orders
+from service.orders import DRAIN, LEAVE, Orders
 from service.remote import RemoteDevice, RemoteMetrics, open_remote_engines
 from service.server import Server
 from service.settings import Settings
@@ -46,6 +45,8 @@ class Worker(Server):
         async for order, end in self.orders:
             if end is not None:
                 await self.device.connect(end)
+            if order == LEAVE:
+                self.service.leaving = True
             if order == DRAIN:
-                self.handle_exit(signal.SIGTERM, None)
-        self.handle_exit(signal.SIGTERM, None)  # the main process is gone
+                self.drain()
+        self.drain()  # the main process is gone

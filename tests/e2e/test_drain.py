@@ -4,8 +4,9 @@ import http.client
 import json
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,3 +80,87 @@ def test_drain_ends_in_time(tiny_bundle: Path) -> None:
     assert head.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: " in head.lower()
     assert "draining" == json.loads(body)["error"]["code"]
+
+
+@contextmanager
+def asking(*asked: Callable[[], object]) -> Iterator[list[list[tuple[float, object]]]]:
+    """Each is called again and again meanwhile; lists of when it was begun and what came of it."""
+    over = threading.Event()
+    came: list[list[tuple[float, object]]] = [[] for _ in asked]
+
+    def ask(one: Callable[[], object], into: list[tuple[float, object]]) -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            into.append((began, one()))
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=ask, args=both) for both in zip(asked, came, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield came
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
+    """A request's status, and what is said of the connection; None where nobody listens or all was cut off."""
+    try:
+        client.request("POST", "/embed", BODY, {"Content-Type": "application/json"})
+        answer = client.getresponse()
+        answer.read()
+        return answer.status, answer.headers.get("Connection", "")
+    except (ConnectionError, http.client.HTTPException):
+        client.close()
+        return None
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:
+    """New connections and kept ones are served as ever while readiness says no; only then it ends."""
+    delay_s = 3.0
+    options = ["--drain-delay-s", str(delay_s), "--http-workers", workers]
+    with serving(tiny_bundle, *options) as server:
+        kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+
+        def ask_anew() -> tuple[int, str] | None:
+            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            try:
+                return ask_over(client)
+            finally:
+                client.close()
+
+        with asking(ask_anew, lambda: ask_over(kept), lambda: readiness(server)) as came:
+            until(lambda: all(len(each) > 3 for each in came))
+            told = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert 0 == server.process.wait(30)
+            assert delay_s <= time.monotonic() - told < 15
+        kept.close()
+    for each in came[:2]:
+        during = [got for began, got in each if told <= began < told + delay_s - 0.5]
+        assert len(during) > 3
+        assert {(200, "")} == set(during)
+    ready = [got for began, got in came[2] if told + 1 <= began < told + delay_s - 0.5]
+    assert {503} == set(ready)
+    assert {got for began, got in came[2] if began < told - 0.5} <= {200}
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM] * 2])
+def test_who_is_in_a_hurry_waits_for_no_delay(
+    tiny_bundle: Path, workers: str, signals: list[signal.Signals]
+) -> None:
+    """SIGINT drains at once, and so does a second SIGTERM; what was accepted is answered."""
+    options = ["--drain-delay-s", "60", "--http-workers", workers]
+    with serving(tiny_bundle, *options) as server, half_sent(server) as client:
+        for number in signals:
+            time.sleep(0.5)
+            server.process.send_signal(number)
+        until(lambda: any('"draining"' in line for line in server.log))
+        client.sendall(BODY[9:])
+        with client.makefile("rb") as wire:
+            assert wire.readline().startswith(b"HTTP/1.1 200 ")
+        assert 0 == server.process.wait(30)
