@@ -42,6 +42,17 @@ def test_lines_are_for_people_on_a_terminal() -> None:
     assert not terminal.getvalue().startswith("{")
 
 
+def test_a_line_is_written_at_once(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its end, or lines of several processes would be mixed up; our own as those of libraries."""
+    written: list[str] = []
+    monkeypatch.setattr(stream, "write", written.append)
+    logs.configure("info", "json", stream)
+    structlog.get_logger().info("one")
+    logging.getLogger("another").warning("two")
+    assert 2 == len(written)
+    assert all(line.endswith("}\n") for line in written)
+
+
 def test_a_format_may_be_chosen() -> None:
     """JSON on a terminal, if wanted."""
     terminal = Terminal()
