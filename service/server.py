@@ -8,8 +8,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import cast
@@ -20,6 +19,7 @@ from fastapi import FastAPI
 
 from service.calls import Service
 from service.exchange import Reception
+from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
 from service.settings import Settings
 
@@ -69,14 +69,18 @@ class Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         for listener in sockets or []:
-            waiting = [*accept_all(listener)]
+            let_nobody_connect(listener)
+            await self.admit_all(listener)
+        await asyncio.sleep(GRACE_S / 2)
+        for listener in sockets or []:
+            await self.admit_all(listener)  # those who had been half way
             listener.close()
-            for connection in waiting:
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    self.connection, connection
-                )
-        await asyncio.sleep(GRACE_S)
+        await asyncio.sleep(GRACE_S / 2)
         await super().shutdown(sockets)
+
+    async def admit_all(self, listener: socket.socket) -> None:
+        for connection in [*accept_all(listener)]:
+            await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
 
     def connection(self) -> asyncio.Protocol:
         """One connection's protocol, as uvicorn makes it."""
@@ -131,16 +135,3 @@ def make_room(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < need:
         log.warning("the system allows fewer files than max_connections needs", has=soft, need=need)
-
-
-def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Whoever has connected and waits to be accepted."""
-    listener.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            yield listener.accept()[0]
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

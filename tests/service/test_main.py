@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service.__main__ import bind, main
-from service.server import Server, url_of
+from service.listeners import url_of
+from service.server import Server
 from service.settings import NOT_FLAGS, Settings
 
 CLIENTS = 16
