@@ -62,6 +62,7 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
         server.process.kill()
 
 
+@pytest.mark.promise("A model that computes nothing any more is noticed before it is asked.")
 def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle: Path, tmp_path: Path) -> None:
     """Without a single request: readiness says no within a second or so, and the process is replaced."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
@@ -114,6 +115,7 @@ def test_a_text_that_cannot_be_computed_fails_alone(
         assert not problem(server)
 
 
+@pytest.mark.promise("Good inputs are answered beside bad ones, when asked for so.")
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_good_texts_are_spared_when_asked_for(
     tiny: Server, tiny_bundle: Path, tmp_path: Path, workers: str

@@ -117,6 +117,7 @@ def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
         return None
 
 
+@pytest.mark.promise("Who connects while others are still being told of SIGTERM is served.")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:
     """New connections and kept ones are served as ever while readiness says no; only then it ends."""

@@ -1,6 +1,7 @@
 """Refusals of large bodies reach whoever sends them: as a status and not as a reset, with every client that is here."""
 
 import asyncio
+import gc
 import http.client
 import io
 import json
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -99,7 +101,10 @@ def ask_aiohttp(url: str, refused: Refused) -> int:
             async with session.post(url + refused.path, data=body, headers=refused.headers) as told:
                 return told.status
 
-    return asyncio.run(ask())
+    status = asyncio.run(ask())
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # aiohttp does not wait for a connection to be closed whose request it has not sent whole
+    return status
 
 
 def ask_socket(url: str, refused: Refused) -> int:
