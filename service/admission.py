@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from service.calls import TIMEOUT_HEADER, Service, timeout_s
 from service.exchange import Exchange
+from service.gate import permission
 from service.load import Flow
 
 LEARNING = 0.05  # what a request weighs beside those before it
@@ -23,15 +24,22 @@ class Admission:
 
     def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises Overloaded when even the bundle that is asked least would answer too late."""
-        if scope["method"] != "POST" or self._service.engines is None:
+        if scope["method"] != "POST" or permission(scope["path"]) != "inference":
+            return  # who looks after the service is let in, above all when it is overloaded
+        engines = self._service.engines
+        if engines is None:
             return
         size = content_length(headers)
         exchange.settle.append(lambda tokens: self._learn(size, tokens))
-        load = self._service.engines.load()
-        if not load.waiting:
+        load = engines.load()
+        flows = [
+            Flow(bundle, exchange.priority, exchange.tenant)
+            for bundle in engines.expected
+            if bundle in load.rates
+        ]
+        if not load.waiting or not flows:
             return
         tokens = self.expect(size)
-        flows = [Flow(bundle, exchange.priority, exchange.tenant) for bundle in load.rates]
         soonest = flows[0]
         if len(flows) > 1:
             soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))

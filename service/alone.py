@@ -1,11 +1,14 @@
 """HTTP and inference in one process."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 from service.app import create_app
-from service.local import open_local_engines
+from service.curator import Curator
+from service.engines import Engines
+from service.local import open_device
 from service.metrics import Metrics
 from service.server import Server
 from service.settings import Settings
@@ -16,3 +19,20 @@ def serve_alone(settings: Settings, listeners: Sequence[socket.socket]) -> None:
     metrics = Metrics(settings.keys)
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     Server(app, settings).run([*listeners])
+
+
+@asynccontextmanager
+async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
+    """Engines on a device in this process, which tells the metrics of its batches.
+
+    Raises BundleError or ProviderError when a bundle must not be served.
+    """
+    async with open_device(settings, metrics) as device:
+        curator = Curator(device, settings)
+        curator.open()
+        engines = Engines(device, curator.perform)
+        try:
+            await curator.follow(engines)
+            yield engines
+        finally:
+            engines.close()

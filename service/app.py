@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service import __version__, openapi
+from service import __version__, admin, openapi
 from service.admission import Admission
 from service.calls import Service
 from service.engines import Engines
@@ -88,7 +88,8 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
-    app.router.routes.extend(router.routes)  # included, they would be matched and wrapped twice
+    # Included, the routes would be matched and wrapped twice.
+    app.router.routes.extend([*router.routes, *admin.router.routes])
     add_pages(app)
     app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
     return app

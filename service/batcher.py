@@ -35,6 +35,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TRY_OTHER_EVERY = 64  # choices
+LOOK_S = 0.02  # between looks for what is left of a bundle that goes
 CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
 
 
@@ -135,6 +136,15 @@ class Batcher:
         """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
         del self._line.queues[bundle]
         self._post(partial(self._abandon, bundle))
+
+    def requests(self, bundle: str) -> int:
+        """How many requests for a bundle are not answered yet."""
+        return sum(request.lane.flow.bundle == bundle for request in self._unanswered)
+
+    async def drained(self, bundle: str) -> None:
+        """Wait until nothing of a bundle waits or runs, which takes for ever while more comes."""
+        while self.requests(bundle) or any(batch.bundle == bundle for batch in self.running):
+            await asyncio.sleep(LOOK_S)
 
     async def start(self) -> None:
         for _ in range(self._slots):

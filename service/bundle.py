@@ -189,30 +189,40 @@ class Golden:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What of a bundle those need who read its texts and answers and leave computing to others."""
+    """What of a bundle those need who read its texts and answers and leave computing to others.
+
+    sha256: of the manifest, which pins all else; tokenizer: the file's bytes
+    """
+
+    manifest: Manifest
+    sha256: str
+    tokenizer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle on disk whose manifest, hashes and goldens were read and agree; `sha256` is the manifest's."""
 
     path: Path
     manifest: Manifest
-    sha256: str  # of the manifest, which pins all else
+    sha256: str
+    golden: Golden
 
     def file(self, name: str) -> Path:
         return self.path / name
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle(Texts):
-    """A bundle on disk whose manifest, hashes and goldens were read and agree."""
-
-    golden: Golden
-
-
-def load_texts(path: Path | str) -> Texts:
-    """Read a bundle's manifest and check its tokenizer, and nothing else. Raises BundleError."""
-    folder = Path(path)
-    text = _read_manifest(folder)
-    manifest = _parse(folder, text)
-    _check_file(folder, manifest.vocabulary.file, manifest.vocabulary.sha256)
-    return Texts(folder, manifest, hashlib.sha256(text).hexdigest())
+def read_texts(bundle: Bundle) -> Texts:
+    """Read what of a bundle others need. Raises BundleError when it was changed since it was loaded."""
+    vocabulary = bundle.manifest.vocabulary
+    try:
+        tokenizer = bundle.file(vocabulary.file).read_bytes()
+    except OSError as error:
+        reason = f"{vocabulary.file} cannot be read: {error.strerror}"
+        raise BundleError(bundle.path, reason) from None
+    if hashlib.sha256(tokenizer).hexdigest() != vocabulary.sha256:
+        raise BundleError(bundle.path, f"{vocabulary.file} was changed while it was being opened")
+    return Texts(bundle.manifest, bundle.sha256, tokenizer)
 
 
 def load(path: Path | str) -> Bundle:

@@ -4,6 +4,7 @@ The routes are written on it, and every other dialect can be.
 """
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -193,20 +194,12 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     service, exchange = service_of(request), exchange_of(request.scope)
     settings, engines = service.settings, service.open_engines()
     deadline = exchange.arrival + timeout_s(request.headers.get(TIMEOUT_HEADER), settings)
-    holding = Holding(service.room)
-    exchange.settle.append(lambda _: holding.leave())
-    body = await read_json(
-        request.headers,
-        request.receive,
-        max_bytes=settings.max_body_bytes,
-        max_parts=most_parts(settings.max_inputs_per_request),
-        timeout_s=settings.body_timeout_s,
-        deadline=deadline,
-        take=holding.take,
-    )
+    body = await receive_json(request, deadline)
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
+    engine.enter()
+    exchange.settle.append(engine.leave)
     exchange.model, exchange.inputs = engine.id, valid.size
     exchange.stages = (exchange.seconds,)
     ticket = Ticket(
@@ -218,6 +211,22 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)
+
+
+async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
+    """Read a request's body within the limits of the service. Raises what `read_json` does."""
+    service = service_of(request)
+    settings, holding = service.settings, Holding(service.room)
+    exchange_of(request.scope).settle.append(lambda _: holding.leave())
+    return await read_json(
+        request.headers,
+        request.receive,
+        max_bytes=settings.max_body_bytes,
+        max_parts=most_parts(settings.max_inputs_per_request),
+        timeout_s=settings.body_timeout_s,
+        deadline=deadline,
+        take=holding.take,
+    )
 
 
 def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:

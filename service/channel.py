@@ -15,6 +15,9 @@ from typing import Any, cast, get_args
 import orjson
 from numpy.typing import NDArray
 
+from service.bundle import Manifest, Texts
+from service.catalogue import Model, Models
+from service.device import RunsOn
 from service.load import Backlog, Flow, Load
 
 LENGTHS = struct.Struct("<II")
@@ -69,15 +72,69 @@ class Render:
     routes: Mapping[str, bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Administer:
+    """Change which bundles are served, or tell: what is to be done, and what has to be known for it."""
+
+    id: int
+    what: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """New requests go where this catalogue says, unless there is a problem: then they go where they went before."""
+
+    number: int
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """No request is with a bundle any more that was in a catalogue before, and is no longer."""
+
+    model: str
+
+
 # -- from the inference process to an HTTP process --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """All bundles are open: the hash of each, by id, and how it is computed."""
+class Catalogue:
+    """What is served from now on, and the texts of what is new in it.
 
-    sha256: dict[str, str]
-    runs_on: dict[str, Any]
+    models: as `service.catalogue` has them; texts: id, sha256, manifest and size of the tokenizer of each bundle;
+    arrays: the tokenizers, one after the other
+    """
+
+    number: int
+    models: list[Any]
+    texts: list[tuple[str, str, Any, int]]
+
+    @classmethod
+    def of(cls, number: int, models: Models, texts: Sequence[Texts]) -> tuple["Catalogue", bytes]:
+        """The message, and its arrays."""
+        told = [
+            (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
+            for own in texts
+        ]
+        return cls(number, [*models], told), b"".join(own.tokenizer for own in texts)
+
+    @property
+    def served(self) -> Models:
+        return tuple(
+            Model(**{**model, "runs_on": RunsOn(**model["runs_on"])}) for model in self.models
+        )
+
+    def read(self, arrays: bytes) -> dict[str, Texts]:
+        """The texts, by id."""
+        found: dict[str, Texts] = {}
+        start = 0
+        for name, sha256, manifest, size in self.texts:
+            tokenizer = arrays[start : start + size]
+            found[name] = Texts(Manifest.model_validate(manifest), sha256, tokenizer)
+            start += size
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +205,29 @@ class Page:
     id: int
 
 
-Message = Submit | Cancel | Observed | Render | Opened | Told | Computed | Failed | Page
+@dataclass(frozen=True, slots=True)
+class Administered:
+    """What came of it."""
+
+    id: int
+    answer: dict[str, Any]
+
+
+Message = (
+    Submit
+    | Cancel
+    | Observed
+    | Render
+    | Administer
+    | Adopted
+    | Released
+    | Catalogue
+    | Told
+    | Computed
+    | Failed
+    | Page
+    | Administered
+)
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

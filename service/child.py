@@ -1,4 +1,4 @@
-"""A process of ours: `python -m service.child ROLE ORDERS [LISTENER...] < settings`, started by `service.processes`.
+"""A process of ours: `python -m service.child ROLE ORDERS [LISTENER...] < brief`, started by `service.processes`.
 
 ORDERS and LISTENERs are file descriptors that were inherited.
 """
@@ -12,9 +12,8 @@ import structlog
 import uvloop
 
 from service import logs
-from service.inference import compute
-from service.orders import Orders
-from service.processes import CANNOT_START
+from service.orders import Orders, Report
+from service.processes import CANNOT_START, read_brief
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -24,24 +23,23 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     role, orders, *listener = sys.argv[1:]
-    settings = Settings.model_validate_json(sys.stdin.buffer.read())
+    settings, resume = read_brief(sys.stdin.buffer.read())
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    serve = {"inference": serve_inference, "http": serve_http}[role]
-    serve(
-        settings,
-        Orders(socket.socket(fileno=int(orders))),
-        [socket.socket(fileno=int(number)) for number in listener],
-    )
+    heard = Orders(socket.socket(fileno=int(orders)))
+    if role == "inference":
+        serve_inference(settings, heard, resume)
+    else:
+        serve_http(settings, heard, [socket.socket(fileno=int(number)) for number in listener])
 
 
 # Each role imports what it needs: an HTTP process has no runtime, and the inference process no framework.
 
 
-def serve_inference(settings: Settings, orders: Orders, _: Sequence[socket.socket]) -> None:
-    from service.inference import CannotStart
+def serve_inference(settings: Settings, orders: Orders, resume: Report | None) -> None:
+    from service.inference import CannotStart, compute
 
     try:
-        uvloop.run(compute(settings, orders))
+        uvloop.run(compute(settings, orders, resume))
     except CannotStart as error:
         log.debug("cannot start", exc_info=True)
         log.error(f"cannot start: {error}")

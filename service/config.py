@@ -18,7 +18,7 @@ from service.settings import Settings, did_you_mean, flag, variable
 FILE = Path("quartet.toml")  # read when no other is named
 BUNDLES = Path("bundles")  # looked in when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
-PATHS = frozenset({"api_keys", "bundles"})
+PATHS = frozenset({"api_keys", "bundles", "models_dir"})
 
 Given = Mapping[str, Any]
 
@@ -56,6 +56,8 @@ def configure(flags: Given) -> Configuration:
         raise ConfigError("; ".join(faults)) from None
     if "keys" in origins and not given.keys:
         raise ConfigError(f"{origins['keys']}: there is no key in keys")
+    if given.models_dir is not None and not given.models_dir.is_dir():
+        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
     bundles, keys = given.bundles or find_bundles(), find_keys(given)
     found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
     settings = given.model_copy(update=found)

@@ -3,11 +3,10 @@
 `service.local` computes here, `service.remote` asks another process to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.bundle import Texts
 from service.load import Load
 from service.waiting import Ended, Entry, Tell
 
@@ -29,14 +28,6 @@ class RunsOn:
 
 class Device(Protocol):
     """Where entries are computed: in this process or in another."""
-
-    @property
-    def bundles(self) -> Sequence[Texts]:
-        """What it computes, the default first."""
-
-    @property
-    def runs_on(self) -> Mapping[str, RunsOn]:
-        """How, by the bundle's id."""
 
     async def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False

@@ -88,6 +88,19 @@ def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower one
         raise ValueError(f"{path} cannot be read: {error}") from None
+    return _plain(tokenizer)
+
+
+def parse_tokenizer(data: bytes) -> tokenizers.Tokenizer:
+    """The same from what a `tokenizer.json` holds. Raises ValueError."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"the tokenizer cannot be read: {error}") from None
+    return _plain(tokenizer)
+
+
+def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

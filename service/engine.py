@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from service import decode
 from service.bundle import Head, Manifest, Task, Texts
+from service.catalogue import Model
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, TextError, Truncate, Window
 from service.errors import InvalidInput, QuartetError, UnknownHead
@@ -141,17 +142,18 @@ class _Arrivals(Generic[C, T]):
 
 
 class Engine:
-    """A bundle in front of the device that computes it."""
+    """A bundle in front of the device that computes it; `model` tells how it is served just now."""
 
-    def __init__(self, bundle: Texts, device: Device) -> None:
-        self.manifest: Manifest = bundle.manifest
-        self.id = bundle.manifest.id
-        self.sha256 = bundle.sha256
-        self.encoder = Encoder.from_file(
-            bundle.file(bundle.manifest.vocabulary.file), bundle.manifest.max_length
-        )
+    def __init__(self, texts: Texts, encoder: Encoder, model: Model, device: Device) -> None:
+        self.manifest: Manifest = texts.manifest
+        self.id = texts.manifest.id
+        self.sha256 = texts.sha256
+        self.encoder = encoder
+        self.model = model
         self._device = device
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
+        self._users = 0
+        self._unused = asyncio.Event()
 
     # -- the four tasks ---------------------------------------------------------------------------
 
@@ -404,6 +406,24 @@ class Engine:
             for window in windows(item)
         ]
 
+    # -- coming and going -------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Keep it open for one more request, until that leaves."""
+        self._users += 1
+        self._unused.clear()
+
+    def leave(self, _: int = 0) -> None:
+        """A request needs it no longer, whatever number of tokens it had."""
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
+
+    async def unused(self) -> None:
+        """Wait until no request needs it."""
+        if self._users:
+            await self._unused.wait()
+
     def close(self) -> None:
         """Leave texts that wait for a thread unread."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
@@ -412,7 +432,7 @@ class Engine:
 
     @property
     def runs_on(self) -> RunsOn:
-        return self._device.runs_on[self.id]
+        return self.model.runs_on
 
     @property
     def fingerprint(self) -> str:
@@ -427,6 +447,7 @@ class Engine:
             "id": self.id,
             "name": manifest.name,
             "version": manifest.version,
+            "state": self.model.state,
             "heads": {
                 name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
             },

@@ -10,10 +10,13 @@
       MethodNotAllowed 405 method_not_allowed
       RequestTimeout 408 slow_body            the body did not arrive in time
         SlowHeaders 408 slow_headers          nor did the headers
+      Conflict 409 conflict                   what is served does not allow it
+        NewEmbeddingSpace 409 new_embedding_space
       TooLarge 413 too_large                  could not be served even by an empty queue
       UnsupportedMediaType 415 unsupported_media_type
         UnsupportedEncoding 415 unsupported_encoding
       InvalidInput 422 invalid                well-formed JSON that says something impossible
+      BadBundle 422 bad_bundle                a bundle that must not be served
       Overloaded 429 overloaded               the queue is full; says when to retry
       RateLimited 429 rate_limited            the key is above one of its rates; says when to retry
       HeadersTooLarge 431 headers_too_large   too many, or too many bytes of them
@@ -25,7 +28,7 @@
         ReplicaLost 503 replica_lost
       DeadlineExceeded 504 deadline_exceeded
 
-A bundle that cannot be opened is not here: it ends the process at start, not a request.
+A bundle that cannot be opened is here for who asks to serve it; at start it ends the process, not a request.
 """
 
 import math
@@ -148,6 +151,15 @@ class SlowHeaders(RequestTimeout):
     code = "slow_headers"
 
 
+class Conflict(QuartetError):
+    status = 409
+    code = "conflict"
+
+
+class NewEmbeddingSpace(Conflict):
+    code = "new_embedding_space"
+
+
 class TooLarge(QuartetError):
     status = 413
     code = "too_large"
@@ -175,6 +187,11 @@ class UnsupportedEncoding(UnsupportedMediaType):
 class InvalidInput(QuartetError):
     status = 422
     code = "invalid"
+
+
+class BadBundle(QuartetError):
+    status = 422
+    code = "bad_bundle"
 
 
 class Overloaded(RetryableError):

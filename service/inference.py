@@ -5,15 +5,18 @@ import gc
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import structlog
 
 from service import channel, errors
+from service.bundle import Texts
+from service.catalogue import Models
 from service.channel import Channel
+from service.curator import Curator, Resume
 from service.device import Device
 from service.encode import Window
 from service.load import Load
@@ -33,22 +36,37 @@ class CannotStart(Exception):
 
 
 class Front:
-    """One HTTP process, as the inference process sees it: what it asks is computed while it is there."""
+    """One HTTP process, as the inference process sees it: what it asks is computed while it is there.
 
-    def __init__(self, device: Device, metrics: Metrics, gone: Callable[["Front"], None]) -> None:
+    holds: the bundles that requests of it may be with, by id; `news()` is called when it lets go of one, or is gone
+    """
+
+    def __init__(
+        self, device: Device, curator: Curator, metrics: Metrics, news: Callable[["Front"], None]
+    ) -> None:
+        self.holds: set[str] = set()
         self._device = device
+        self._curator = curator
         self._metrics = metrics
-        self._gone = gone
+        self._news = news
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._seen = -1  # the last request that was submitted
+        self._adopting: dict[int, asyncio.Future[str | None]] = {}
         self.channel = Channel(self._receive, self._lost)
 
-    async def greet(self, end: socket.socket) -> None:
+    async def connect(self, end: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=end)
-        sha256 = {bundle.manifest.id: bundle.sha256 for bundle in self._device.bundles}
-        runs_on = {name: asdict(facts) for name, facts in self._device.runs_on.items()}
-        self.channel.send(channel.Opened(sha256, runs_on))
-        self.tell(self._device.load())
+
+    async def adopt(self, number: int, models: Models, texts: Mapping[str, Texts]) -> str | None:
+        """Wait until its requests go where this catalogue says, or it is gone; returns why they do not, if so."""
+        if not self.channel.open:
+            return None
+        new = [texts[model.id] for model in models if model.id not in self.holds]
+        self.holds.update(model.id for model in models)
+        adopted: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._adopting[number] = adopted
+        self.channel.send(*channel.Catalogue.of(number, models, new))
+        return await adopted
 
     def tell(self, load: Load) -> None:
         self.channel.send(channel.Told.of(load, self._seen))
@@ -56,9 +74,7 @@ class Front:
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
             case channel.Submit(id=number):
-                task = asyncio.create_task(self._answer(message, arrays))
-                self._tasks[number] = task
-                task.add_done_callback(lambda _: self._tasks.pop(number, None))
+                self._begin(number, self._answer(message, arrays))
             case channel.Cancel(id=number) if number in self._tasks:
                 self._tasks[number].cancel()
             case channel.Observed(requests, rejections, answers):
@@ -71,11 +87,43 @@ class Front:
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
                 self.channel.send(channel.Page(number), self._metrics.render())
+            case channel.Administer(id=number):
+                self._begin(number, self._administer(message))
+            case channel.Adopted(number, problem):
+                self._adopting.pop(number).set_result(problem)
+            case channel.Released(model):
+                self.holds.discard(model)
+                self._news(self)
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _lost(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        self._gone(self)
+        for adopted in self._adopting.values():
+            adopted.set_result(None)
+        self._adopting.clear()
+        self._news(self)
+
+    async def _administer(self, asked: channel.Administer) -> None:
+        with self._failing(asked.id):
+            answer = await self._curator.perform(asked.what, asked.fields)
+            self.channel.send(channel.Administered(asked.id, dict(answer)))
+
+    @contextmanager
+    def _failing(self, number: int) -> Iterator[None]:
+        """Tell the other side of errors."""
+        try:
+            yield
+        except errors.QuartetError as error:
+            log_cause(error)
+            self.channel.send(failed(number, error))
+        except Exception as error:
+            log.exception("unexpected error")
+            self.channel.send(failed(number, errors.InternalError(f"our bug: {error!r}")))
 
     async def _answer(self, asked: channel.Submit, arrays: bytes) -> None:
         asked_for = entries(asked, arrays)
@@ -85,16 +133,9 @@ class Front:
             self.channel.send(*computed(asked, {places[entry]: outcome}))
 
         self._seen = max(self._seen, asked.id)
-        try:
-            telling = tell if asked.each else None
+        telling = tell if asked.each else None
+        with self._failing(asked.id):
             outcomes = await self._device.submit(asked_for, telling, asked.spare)
-        except errors.QuartetError as error:
-            log_cause(error)
-            self.channel.send(failed(asked.id, error))
-        except Exception as error:
-            log.exception("unexpected error")
-            self.channel.send(failed(asked.id, errors.InternalError(f"our bug: {error!r}")))
-        else:
             if not asked.each:
                 self.channel.send(*computed(asked, dict(enumerate(outcomes))))
 
@@ -153,16 +194,42 @@ def log_cause(error: errors.QuartetError) -> None:
 class Fronts:
     """All HTTP processes that are there."""
 
-    def __init__(self, device: Device, metrics: Metrics) -> None:
+    def __init__(self, device: Device, curator: Curator, metrics: Metrics) -> None:
         self._device = device
+        self._curator = curator
         self._metrics = metrics
         self._there: set[Front] = set()
-        self._none = asyncio.Event()
+        self._news = asyncio.Event()
+        self._catalogues = itertools.count()
+        self._served: tuple[Models, Mapping[str, Texts]] = ((), {})
+        self._greeting: set[asyncio.Task[None]] = set()
 
     async def welcome(self, end: socket.socket) -> None:
-        front = Front(self._device, self._metrics, self._lose)
-        self._there.add(front)
-        await front.greet(end)
+        front = Front(self._device, self._curator, self._metrics, self._hear)
+        await front.connect(end)
+        if front.channel.open:
+            self._there.add(front)
+            greeting = asyncio.create_task(self._greet(front))
+            self._greeting.add(greeting)
+            greeting.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, front: Front) -> None:
+        if problem := await front.adopt(next(self._catalogues), *self._served):
+            log.error("an HTTP process cannot answer for what is served", problem=problem)
+        front.tell(self._device.load())
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        """Let all requests go where this catalogue says. Raises ValueError when one process cannot."""
+        self._served = models, texts
+        number = next(self._catalogues)
+        adopting = [front.adopt(number, models, texts) for front in self._there]
+        if problems := [*filter(None, await asyncio.gather(*adopting))]:
+            raise ValueError(problems[0])
+
+    async def left(self, model_id: str) -> None:
+        """Wait until no request is with a bundle any more."""
+        while any(model_id in front.holds for front in self._there):
+            await self._next_news()
 
     async def tell_load(self) -> None:
         """Keep them told, so that none has to ask, while the device lives."""
@@ -177,16 +244,22 @@ class Fronts:
     async def none(self) -> None:
         """Wait until none is left."""
         while self._there:
-            self._none.clear()
-            await self._none.wait()
+            await self._next_news()
 
-    def _lose(self, front: Front) -> None:
-        self._there.discard(front)
-        self._none.set()
+    async def _next_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _hear(self, front: Front) -> None:
+        if not front.channel.open:
+            self._there.discard(front)
+        self._news.set()
 
 
-async def compute(settings: Settings, orders: Orders) -> None:
+async def compute(settings: Settings, orders: Orders, resume: Resume | None = None) -> None:
     """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
+
+    resume: what a process before this one reported of its bundles, which are opened then, and no others.
 
     Raises CannotStart when the bundles cannot be opened. When only a restart can help, the process ends at once.
     """
@@ -195,9 +268,12 @@ async def compute(settings: Settings, orders: Orders) -> None:
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
+            curator = Curator(device, settings, orders.report)
+            curator.open(resume)
         except Exception as error:
             raise CannotStart(error) from error
-        fronts = Fronts(device, metrics)
+        fronts = Fronts(device, curator, metrics)
+        await curator.follow(fronts)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
         serving = asyncio.create_task(serve(fronts, orders))

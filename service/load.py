@@ -119,7 +119,9 @@ class Load:
         )
 
     def add(self, flow: Flow, request: Left) -> None:
-        """Count what was sent to the device since it told its load."""
+        """Count what was sent to the device since it told its load, unless it is for a bundle that came since then."""
+        if flow.bundle not in self.rates:
+            return
         self.waiting.setdefault(flow, Backlog()).change(Left(), request)
 
     def wait_s(self, flow: Flow, tokens: int) -> float:

@@ -4,20 +4,18 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import structlog
 
-from service import bundle as bundles
 from service.batcher import Batcher, BatchStats
-from service.bundle import Bundle, BundleError
+from service.bundle import Bundle, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
 from service.cost import Estimator, measure
 from service.device import RunsOn
-from service.encode import Encoder, Window
-from service.engines import Engines
+from service.encode import Window
 from service.errors import InferenceFailed
 from service.load import Load
 from service.logs import Sparing
@@ -61,18 +59,16 @@ class Runner:
 
     def warm_up(self) -> dict[int, Estimator]:
         """Measure what batches cost, by the slots that they take."""
-        manifest = self._bundle.manifest
-        tokenizer = self._bundle.file(manifest.vocabulary.file)
-        first = Encoder.from_file(tokenizer, manifest.max_length).texts([""])[0].windows[0]
+        golden, max_length = self._bundle.golden, self._bundle.manifest.max_length
 
         def build(length: int) -> Window:
-            at = np.zeros(length, dtype=np.intp)
-            return Window(first.input_ids[at], first.token_type_ids[at])
+            first = np.zeros(length, dtype=np.intp)
+            return Window(golden.input_ids[first], golden.token_type_ids[first])
 
         def estimator(width: int) -> Estimator:
             run = partial(self.run, width)
             budget_s = WARM_UP_S / len(self._sessions)
-            samples = measure(run, build, max_length=manifest.max_length, budget_s=budget_s)
+            samples = measure(run, build, max_length=max_length, budget_s=budget_s)
             # Wide batches are rare where they are not chosen: each must count, or a wrong choice would last.
             return Estimator(samples) if width == 1 else Estimator(samples, refit_every=1)
 
@@ -97,12 +93,25 @@ def fingerprint(window: Window) -> str:
     return hashlib.sha256(window.input_ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A bundle whose goldens agree here, and of whose batches is known what they cost."""
+
+    texts: Texts
+    runner: Runner
+    runs_on: RunsOn
+    estimators: Mapping[int, Estimator]
+    canary: Canary
+
+
 class LocalDevice:
-    """The sessions of this process."""
+    """The sessions of this process; `texts` and `runs_on` are those of its bundles, by id."""
 
     def __init__(self, settings: Settings, slots: Slots, metrics: Metrics) -> None:
-        self.bundles: list[Bundle] = []
+        self.texts: dict[str, Texts] = {}
         self.runs_on: dict[str, RunsOn] = {}
+        self._settings = settings
+        self._slots = slots
         self._runners: dict[str, Runner] = {}
         self._hang_s = settings.hang_s
         self._metrics = metrics
@@ -119,16 +128,42 @@ class LocalDevice:
         )
         self._canaries = Canaries(self.batcher.probe, metrics.observe_canary)
 
-    def add(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
-        """Serve a bundle, once it is known what its batches cost."""
-        name = bundle.manifest.id
-        runner = self._runners[name] = Runner(bundle, sessions)
-        self.bundles.append(bundle)
-        self.runs_on[name] = runner.runs_on
-        self.batcher.add_bundle(name, runner.warm_up())
-        self._canaries.add(name, runner.canary())
+    def open(self, bundle: Bundle) -> Opened:
+        """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.
+
+        Raises BundleError or ProviderError when it must not be served.
+        """
+        settings = self._settings
+        texts = read_texts(bundle)
+        sessions = {
+            width: open_session(
+                bundle,
+                precision=settings.precision,
+                provider=settings.provider,
+                options=SessionOptions(threads, settings.spin, settings.arena),
+            )
+            for width, threads in self._slots.threads.items()
+        }
+        runner = Runner(bundle, sessions)
+        return Opened(texts, runner, runner.runs_on, runner.warm_up(), runner.canary())
+
+    def add(self, opened: Opened) -> None:
+        """Compute for a bundle from now on."""
+        name = opened.texts.manifest.id
+        self.texts[name] = opened.texts
+        self.runs_on[name] = opened.runs_on
+        self._runners[name] = opened.runner
+        self.batcher.add_bundle(name, opened.estimators)
+        self._canaries.add(name, opened.canary)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
+
+    async def drop(self, name: str) -> None:
+        """Compute for a bundle no longer, once what was accepted for it is answered."""
+        self._canaries.remove(name)
+        await self.batcher.drained(name)
+        self.batcher.remove_bundle(name)
+        del self.texts[name], self.runs_on[name], self._runners[name]
 
     async def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
@@ -142,8 +177,8 @@ class LocalDevice:
     def facts(self) -> dict[str, dict[str, str]]:
         """What the metrics say of each bundle."""
         return {
-            bundle.manifest.id: {"sha256": bundle.sha256, **self.runs_on[bundle.manifest.id].facts}
-            for bundle in self.bundles
+            name: {"sha256": texts.sha256, **self.runs_on[name].facts}
+            for name, texts in self.texts.items()
         }
 
     def alive(self) -> bool:
@@ -197,15 +232,10 @@ class LocalDevice:
 
 @asynccontextmanager
 async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
-    """Open the bundles, check their goldens, measure their cost; compute; drain.
-
-    Raises BundleError or ProviderError when a bundle must not be served.
-    """
-    provider = find_provider(settings.provider)  # the clearest error first
-    slots = settings.slots(provider == CPU, usable_cores(), len(settings.bundles))
+    """A device that has no bundles yet; in the end it drains. Raises ProviderError when the provider cannot be had."""
+    on_cpu = find_provider(settings.provider) == CPU
+    slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
     device = LocalDevice(settings, slots, metrics)
-    for path in settings.bundles:
-        _open(device, bundles.load(path), settings, slots)
     await device.batcher.start()
     metrics.watch(device.load, device.facts, settings.max_queue_tokens)
     watching = asyncio.create_task(device.watch())
@@ -214,31 +244,3 @@ async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[Loc
     finally:
         watching.cancel()
         await device.batcher.stop(settings.drain_s)
-
-
-def _open(device: LocalDevice, bundle: Bundle, settings: Settings, slots: Slots) -> None:
-    name = bundle.manifest.id
-    if name in device.runs_on:
-        said = f"{name} is served already; give one of them another version"
-        raise BundleError(bundle.path, said)
-    sessions = {
-        width: open_session(
-            bundle,
-            precision=settings.precision,
-            provider=settings.provider,
-            options=SessionOptions(threads, settings.spin, settings.arena),
-        )
-        for width, threads in slots.threads.items()
-    }
-    device.add(bundle, sessions)
-
-
-@asynccontextmanager
-async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
-    """Engines on a device in this process, which tells the metrics of its batches; raises what `open_device` does."""
-    async with open_device(settings, metrics) as device:
-        engines = Engines(device)
-        try:
-            yield engines
-        finally:
-            engines.close()

@@ -20,7 +20,9 @@ from service.schemas import (
     ClassifyRequest,
     EmbedRequest,
     ErrorResponse,
+    LoadRequest,
     NerRequest,
+    Order,
     QaRequest,
     Request,
 )
@@ -29,6 +31,7 @@ Object = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
+ORDERS: tuple[type[Order], ...] = (LoadRequest, Order)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (
     errors.BadRequest,
@@ -56,6 +59,17 @@ TASK: tuple[type[QuartetError], ...] = (
     errors.InferenceFailed,
     errors.ReplicaLost,
     errors.DeadlineExceeded,
+)
+ADMIN: tuple[type[QuartetError], ...] = (
+    errors.UnknownModel,
+    errors.Conflict,
+    errors.NewEmbeddingSpace,
+    errors.RequestTimeout,
+    errors.TooLarge,
+    errors.UnsupportedMediaType,
+    errors.InvalidInput,
+    errors.BadBundle,
+    errors.ReplicaLost,
 )
 
 EXAMPLES: dict[type[Request], Object] = {
@@ -128,6 +142,11 @@ REQUEST_HEADERS: list[Object] = [
     },
 ]
 
+PATH_PARAMETERS: dict[str, str] = {
+    "model": "A bundle, as `name@version`.",
+    "name": "The name that several versions have.",
+}
+
 SECURITY: list[Object] = [{"key": []}, {}]  # a key or, where none is configured, nothing
 
 COMPRESSED = (
@@ -187,6 +206,31 @@ def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
     }
 
 
+def admin(
+    response: type[BaseModel], request: type[Order] | None = None, *, of: str | None = None
+) -> Object:
+    """How a route for administrators is declared; of: what its path names, as in `PATH_PARAMETERS`."""
+    extra: Object = {"security": SECURITY}
+    if of is not None:
+        extra["parameters"] = [path_parameter(of)]
+    if request is not None:
+        schema = {"$ref": REFERENCE.format(model=request.__name__)}
+        body = {"content": {"application/json": {"schema": schema}}}
+        extra["requestBody"] = {"required": request is LoadRequest, **body}
+    return {
+        "response_model": response,
+        "responses": error_responses(*ADMIN, *KEYED, *NOT_READY, *EVERY_ROUTE),
+        "openapi_extra": extra,
+        "tags": ["administration"],
+    }
+
+
+def path_parameter(name: str) -> Object:
+    schema: Object = {"type": "string", "minLength": 1}
+    text = PATH_PARAMETERS[name]
+    return {"name": name, "in": "path", "required": True, "description": text, "schema": schema}
+
+
 def text(media_type: str) -> Object:
     """How a GET route that answers in plain text is declared."""
     content = {media_type: {"schema": {"type": "string"}}}
@@ -229,7 +273,7 @@ def document(app: FastAPI) -> Object:
         routes=app.routes,
     )
     _, definitions = models_json_schema(
-        [(model, "validation") for model in REQUESTS], ref_template=REFERENCE
+        [(model, "validation") for model in (*REQUESTS, *ORDERS)], ref_template=REFERENCE
     )
     described["components"]["schemas"].update(definitions["$defs"])
     described["components"]["securitySchemes"] = {

@@ -10,6 +10,7 @@ kind that says it cannot serve at all ends the service.
 """
 
 import asyncio
+import json
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -52,6 +54,7 @@ class Processes:
         self._listeners = listeners
         self._children: set[Child] = set()
         self._awake = Awake(BEAT_S)
+        self._resume: object = None  # what an inference process leaves the next one
         self._served: set[str] = set()  # roles of which one has been able to serve
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
         self._draining = False
@@ -133,7 +136,7 @@ class Processes:
         theirs.close()
         assert process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):
-            process.stdin.write(self._settings.model_dump_json().encode())
+            process.stdin.write(brief(self._settings, self._resume))
             await process.stdin.drain()
         process.stdin.close()
         child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
@@ -147,8 +150,9 @@ class Processes:
             self._end(child)
         return child
 
-    def _hear(self, child: Child, _: Report) -> None:
+    def _hear(self, child: Child, report: Report) -> None:
         child.heard = self._awake.seconds
+        self._resume = report.get("resume", self._resume)
         child.serves = child.serves or time.monotonic()
         self._served.add(child.role)
 
@@ -203,3 +207,13 @@ class Processes:
     def _end(self, child: Child) -> None:
         with suppress(ProcessLookupError):
             child.process.kill()
+
+
+def brief(settings: Settings, resume: object) -> bytes:
+    """What a child is told on its standard input: settings, and what a process before it left."""
+    return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
+
+
+def read_brief(told: bytes) -> tuple[Settings, Any]:
+    settings, resume = told.splitlines()
+    return Settings.model_validate_json(settings), json.loads(resume)

@@ -5,24 +5,24 @@ import itertools
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 
-from service import bundle as bundles
 from service import channel, errors
 from service.awake import Awake
-from service.bundle import BundleError, Texts
+from service.catalogue import Follower
 from service.channel import Channel
-from service.device import RunsOn
 from service.engines import Engines
 from service.load import Flow, Left, Load
 from service.settings import Settings
 from service.waiting import Answer, Ended, Entry, Outcome, Tell
+
+log = structlog.get_logger()
 
 PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
 TICK_S = 0.1
@@ -47,12 +47,8 @@ class RemoteDevice:
     and what comes while there is no inference process, fails with ReplicaLost.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.bundles: list[Texts] = []
-        self.runs_on: dict[str, RunsOn] = {}
-        self._paths = paths
+    def __init__(self) -> None:
         self._opened = asyncio.Event()
-        self._sha256: dict[str, str] = {}
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
         self._awake = Awake(TICK_S)
@@ -62,7 +58,14 @@ class RemoteDevice:
         self._asked: dict[int, Asked] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
         self._again: int | None = None  # is being asked again
-        self._pages: dict[int, asyncio.Future[bytes]] = {}
+        self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
+        self._follower: Follower | None = None
+        self._followed = asyncio.Event()
+        self._turn = asyncio.Lock()  # catalogues are adopted one after the other
+        self._adopted = asyncio.Event()  # the first, or there was a problem
+        self._problem: str | None = None
+        self._shown: set[str] = set()  # the bundles of the last one
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, end: socket.socket) -> None:
         """Talk to an inference process as soon as it has opened its bundles; another is lost."""
@@ -70,22 +73,19 @@ class RemoteDevice:
             self._channel.close()
             self._forget(self._channel)
         loop = asyncio.get_running_loop()
-        made = Channel(self._receive, lambda: self._forget(made))
+        made = self._channel = Channel(self._receive, lambda: self._forget(made))
+        self._shown = set()
         await loop.create_unix_connection(lambda: made, sock=end)
-        self._channel = made
         if not made.open:
             self._forget(made)  # it was gone before we knew it
 
-    async def open(self) -> None:
-        """Wait until the inference process has opened its bundles, and read what is needed of them here.
-
-        Raises BundleError when a directory does not hold any more what is computed.
-        """
-        await self._opened.wait()
-        self.bundles = [bundles.load_texts(path) for path in self._paths]
-        for bundle in self.bundles:
-            if bundle.sha256 != self._sha256.get(bundle.manifest.id):
-                raise BundleError(bundle.path, "it was changed while it was being opened")
+    async def follow(self, follower: Follower) -> None:
+        """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
+        self._follower = follower
+        self._followed.set()
+        await self._adopted.wait()
+        if self._problem:
+            raise ValueError(self._problem)
 
     async def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
@@ -136,14 +136,25 @@ class RemoteDevice:
 
     async def page(self, routes: Mapping[str, bool]) -> bytes:
         """The metrics' page. Raises ReplicaLost."""
+        page: bytes = await self._order(lambda number: channel.Render(number, routes))
+        return page
+
+    async def administer(self, what: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let the inference process do what `Curator.perform` does. Raises ReplicaLost, too."""
+        answer: Mapping[str, Any] = await self._order(
+            lambda number: channel.Administer(number, what, dict(fields))
+        )
+        return answer
+
+    async def _order(self, message: Callable[[int], channel.Message]) -> Any:
         device = self._device()
         number = next(self._ids)
-        self._pages[number] = asyncio.get_running_loop().create_future()
-        device.send(channel.Render(number, routes))
+        answer = self._orders[number] = asyncio.get_running_loop().create_future()
+        device.send(message(number))
         try:
-            return await self._pages[number]
+            return await answer
         finally:
-            self._pages.pop(number, None)
+            del self._orders[number]
 
     @property
     def _computing(self) -> Channel | None:
@@ -168,9 +179,9 @@ class RemoteDevice:
         if self._again is not None:
             twice = errors.ReplicaLost("the inference process was lost twice with this request")
             self._asked[self._again].answer.fail(twice)
-        for page in self._pages.values():
-            if not page.done():
-                page.set_exception(errors.ReplicaLost("the inference process was lost"))
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(errors.ReplicaLost("the inference process was lost"))
 
     def _ask_again(self) -> None:
         """Ask for what is missing of the next request that was lost, small ones first."""
@@ -185,30 +196,70 @@ class RemoteDevice:
         match message:
             case channel.Computed():
                 self._take(message, arrays)
-            case channel.Failed(id=number) if asked := self._asked.get(number):
-                asked.answer.fail(
-                    errors.revive(
-                        message.code,
-                        message.message,
-                        param=message.param,
-                        retry_after_s=message.retry_after_s,
-                    )
+            case channel.Failed(id=number):
+                error = errors.revive(
+                    message.code,
+                    message.message,
+                    param=message.param,
+                    retry_after_s=message.retry_after_s,
                 )
-            case channel.Told():
+                if asked := self._asked.get(number):
+                    asked.answer.fail(error)
+                elif (order := self._orders.get(number)) and not order.done():
+                    order.set_exception(error)
+            case channel.Told() if self._opened.is_set():
                 self._load = message.load
                 while self._unseen and self._unseen[0][0] <= message.seen:
                     self._unseen.popleft()
                 for _, flow, left in self._unseen:
                     self._load.add(flow, left)
                 self._heard = self._awake.seconds
-            case channel.Page(id=number) if page := self._pages.get(number):
-                if not page.done():
-                    page.set_result(arrays)
-            case channel.Opened(sha256, runs_on):
-                self.runs_on = {name: RunsOn(**facts) for name, facts in runs_on.items()}
-                self._sha256 = sha256
+            case channel.Page(id=number):
+                self._obeyed(number, arrays)
+            case channel.Administered(id=number):
+                self._obeyed(number, message.answer)
+            case channel.Catalogue() if self._channel is not None:
+                self._begin(self._adopt(message, arrays, self._channel))
+
+    def _obeyed(self, number: int, answer: object) -> None:
+        if (order := self._orders.get(number)) and not order.done():
+            order.set_result(answer)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _adopt(self, told: channel.Catalogue, texts: bytes, teller: Channel) -> None:
+        """Let new requests go where a catalogue says, and tell when they do."""
+        problem = None
+        async with self._turn:
+            await self._followed.wait()
+            assert self._follower is not None
+            try:
+                await self._follower.adopt(told.served, told.read(texts))
+            except Exception as error:
+                log.debug("cannot adopt what is served", exc_info=True)
+                problem = str(error)
+        teller.send(channel.Adopted(told.number, problem))
+        self._problem = problem
+        self._adopted.set()
+        if teller is self._channel:
+            self._show({model.id for model in told.served}, teller)
+            if not problem:
                 self._opened.set()
                 self._ask_again()
+
+    def _show(self, models: set[str], teller: Channel) -> None:
+        for model_id in self._shown - models:
+            self._begin(self._leave(model_id, teller))
+        self._shown = models
+
+    async def _leave(self, model_id: str, teller: Channel) -> None:
+        """Tell when no request is with a bundle any more."""
+        assert self._follower is not None
+        await self._follower.left(model_id)
+        teller.send(channel.Released(model_id))
 
     def _take(self, computed: channel.Computed, arrays: bytes) -> None:
         asked = self._asked.get(computed.id)
@@ -304,11 +355,11 @@ class RemoteMetrics:
 
 @asynccontextmanager
 async def open_remote_engines(device: RemoteDevice, _: Settings) -> AsyncIterator[Engines]:
-    """Engines on the inference process, once it has opened its bundles. Raises BundleError."""
-    await device.open()
-    engines = Engines(device)
+    """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
+    engines = Engines(device, device.administer)
     watching = asyncio.create_task(device.watch())
     try:
+        await device.follow(engines)
         yield engines
     finally:
         watching.cancel()

@@ -191,15 +191,37 @@ class QaRequest(Request):
         return [self.context or ""] if self.inputs is None else [i.context for i in self.inputs]
 
 
+class Order(_Strict):
+    """What an administrator may say of a bundle that is to answer for its name."""
+
+    keep_old: bool = Field(
+        True, description="keep the version that answered before, so that a rollback is instant"
+    )
+    allow_new_embedding_space: bool = Field(
+        False, description="though new vectors cannot be compared with those of before"
+    )
+
+
+class LoadRequest(Order):
+    path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
+
+
 R = TypeVar("R", bound=Request)
+S = TypeVar("S", bound=_Strict)
 
 
 def parse(schema: type[R], body: object, max_inputs: int) -> R:
     """Validate a parsed body. Raises TooLarge or an InvalidInput that names every fault."""
+    if isinstance(body, dict):
+        for name in ("inputs", "text_pair"):
+            refuse_many(name, body.get(name), max_inputs)
+    return validate(schema, body)
+
+
+def validate(schema: type[S], body: object) -> S:
+    """The same for a body of which nothing is too large. Raises InvalidInput."""
     if not isinstance(body, dict):
         raise InvalidInput("the body must be a JSON object")
-    for name in ("inputs", "text_pair"):
-        refuse_many(name, body.get(name), max_inputs)
     try:
         return schema.model_validate(body)
     except ValidationError as error:
@@ -359,6 +381,34 @@ class EmbedResponse(Response):
 
 class ModelsResponse(BaseModel):
     models: list[dict[str, Any]] = Field(description="the bundles served, the default first")
+
+
+class Model(BaseModel):
+    id: str | None = Field(description="`name@version`; null while it is being loaded")
+    path: str
+    sha256: str = Field(description="of its manifest")
+    state: str = Field(
+        description="current (answers for its name), previous (did before), pinned (answers who names it in full),"
+        " loading, draining"
+    )
+    since: str = Field(description="when it got its state")
+    embedding_space: str | None
+    requests: int = Field(description="that wait for it or are computed")
+
+
+class AdminModelsResponse(BaseModel):
+    models: list[Model]
+
+
+class IntroducedResponse(BaseModel):
+    model: Model
+    previous: Model | None = Field(description="who answered before, kept for a rollback")
+    unloading: list[str] = Field(description="who still answers what it had, and then goes")
+
+
+class UnloadedResponse(BaseModel):
+    unloaded: str
+    current: str | None = Field(description="who answers for its name now")
 
 
 class HealthResponse(BaseModel):

@@ -43,6 +43,10 @@ class Settings(BaseSettings):
         description="bundle directories; the first is the default model"
         f" (the variable separates them with {os.pathsep!r})",
     )
+    models_dir: Path | None = Field(
+        None,
+        description="directory of bundles that may come while the service runs; unset, none may",
+    )
     host: str = Field(
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )

@@ -17,7 +17,7 @@ class Worker(Server):
     """A server to which the main process brings an inference process, and another when that is lost."""
 
     def __init__(self, settings: Settings, orders: Orders) -> None:
-        self.device = RemoteDevice(settings.bundles)
+        self.device = RemoteDevice()
         self.orders = orders
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)

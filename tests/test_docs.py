@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from service import bundle, openapi, schemas
+from service import admin, bundle, openapi, schemas
 from service.bundle import Manifest, Provenance
 from service.config import configure
 from service.errors import QuartetError
@@ -169,7 +169,7 @@ def test_api_page_names_every_route_header_and_metric():
     headers = [header["name"] for header in openapi.REQUEST_HEADERS] + [*openapi.RESPONSE_HEADERS]
     families = [family.name for family in Metrics().registry.collect()]
     metrics = [name for name in families if name.startswith("quartet_")]
-    paths = [route.path for route in router.routes]
+    paths = [route.path for route in (*router.routes, *admin.router.routes)]
 
     assert [] == [name for name in headers + metrics + paths if name not in read("api.md")]
 

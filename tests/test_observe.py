@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.alone import open_local_engines
 from service.app import create_app
-from service.local import open_local_engines
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.test_docs import slugs

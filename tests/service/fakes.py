@@ -1,7 +1,7 @@
 """An engine that answers at once, remembers what it was asked, and fails or waits when told to."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,8 +27,15 @@ class FakeEngine:
         self.hold: asyncio.Event | None = None  # before the answer, and after what is told
         self.tell_first: int | None = None  # results that are told of; unset, all
         self.bad: dict[int, QuartetError] = {}  # inputs that have no result
+        self.users = 0
         self.reached = asyncio.Event()
         self.cancelled = asyncio.Event()
+
+    def enter(self) -> None:
+        self.users += 1
+
+    def leave(self, _: int = 0) -> None:
+        self.users -= 1
 
     async def classify(self, texts: list[str], pairs: list[str] | None, ticket: Ticket, **options):
         labels = [Label("good", 0.75), Label("bad", 0.25)][: options["top_k"]]
@@ -82,6 +89,8 @@ class FakeEngines:
         self.ready = True
         self.closed = False
         self.told: Load | None = None
+        self.expected = ["tiny@1", "other@1"]
+        self.orders: list[tuple[str, Mapping[str, Any]]] = []
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):
@@ -90,6 +99,12 @@ class FakeEngines:
 
     def all(self) -> list[FakeEngine]:
         return [self.engine]
+
+    async def administer(self, what: str, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.orders.append((what, order))
+        if self.engine.error:
+            raise self.engine.error
+        return {"did": what}
 
     def load(self) -> Load:
         return self.told or Load(problem="" if self.ready else "inference does not run")

@@ -1,5 +1,6 @@
 """What would be answered too late is refused before its body is read, by what bodies of its size were."""
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ from starlette.datastructures import Headers
 
 from service.admission import Admission, content_length
 from service.calls import Service
+from service.keys import Key, digest, make_key
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.settings import Settings
@@ -58,6 +60,30 @@ async def test_the_least_asked_bundle_decides(
     busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+
+
+async def test_who_is_never_asked_decides_nothing(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """A version that is kept for a rollback is idle whatever waits for the others."""
+    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
+    engines.expected = ["tiny@1", "gone@1"]
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 429
+
+
+async def test_administration_is_let_in(
+    engines: FakeEngines, client_with: Callable[..., Any]
+) -> None:
+    """When nothing is in time any more, who can step back to the version before must be able to."""
+    engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
+    key = make_key()
+    keys = {"ops": Key(sha256=digest(key).hex(), may=("admin", "inference"))}
+    bearer = {"Authorization": f"Bearer {key}", **SECONDS}
+    async with client_with(keys=keys) as client:
+        assert (await client.post("/embed", json=BODY, headers=bearer)).status_code == 429
+        assert (await client.post("/admin/models/tiny/rollback", headers=bearer)).status_code == 200
+    assert engines.orders == [("roll_back", {"name": "tiny", "by": "ops"})]
 
 
 async def test_bulk_waits_for_its_own_class(

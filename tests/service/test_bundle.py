@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -532,3 +533,18 @@ class TestHead:
         """A head that gives labels must have them."""
         with pytest.raises(ValidationError, match=f"a {task} head needs labels"):
             Head.model_validate({"task": task})
+
+
+def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Who reads texts elsewhere gets the tokenizer that was checked, or nobody does."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    loaded = bundle.load(copy)
+    texts = bundle.read_texts(loaded)
+    assert (loaded.manifest, loaded.sha256) == (texts.manifest, texts.sha256)
+    assert (copy / "tokenizer.json").read_bytes() == texts.tokenizer
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer\.json was changed while"):
+        bundle.read_texts(loaded)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
+        bundle.read_texts(loaded)

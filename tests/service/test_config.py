@@ -83,6 +83,15 @@ def test_paths_in_a_file_are_relative_to_it() -> None:
     assert configure({"config": "etc/quartet.toml"}).settings.bundles == (Path("etc/b:c"),)
 
 
+def test_bundles_that_come_later_come_from_a_directory() -> None:
+    """One that is there, beside the file that names it."""
+    write("etc/quartet.toml", 'models_dir = "models"')
+    with pytest.raises(ConfigError, match=r"^etc/quartet.toml: etc/models is no directory$"):
+        with_bundle(config="etc/quartet.toml")
+    Path("etc/models").mkdir()
+    assert with_bundle(config="etc/quartet.toml").settings.models_dir == Path("etc/models")
+
+
 def test_bundles_are_found_when_none_is_named() -> None:
     """What lies in `bundles/` is served by default, in the order of names."""
     for name in ("b", "a", ".a.partial"):

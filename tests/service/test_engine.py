@@ -16,11 +16,13 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from service import bundle, decode, engine
+from service.alone import open_local_engines
+from service.catalogue import Model
 from service.device import Device, RunsOn
-from service.encode import Cut, Encoded, Encoder, Encoding
+from service.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
 from service.errors import InferenceFailed, InvalidInput, UnknownHead
-from service.local import Runner, open_local_engines
+from service.local import Runner
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings
@@ -293,7 +295,15 @@ RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1"
 
 def device(submit: Any) -> Device:
     """A device that does with entries what a test says."""
-    return cast(Device, SimpleNamespace(submit=submit, runs_on={"tiny@1": RUNS_ON}))
+    return cast(Device, SimpleNamespace(submit=submit))
+
+
+def engine_of(path: Path, device: Device) -> Engine:
+    """A bundle's engine in front of some device."""
+    texts = bundle.read_texts(bundle.load(path))
+    encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
+    model = Model("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
+    return Engine(texts, encoder, model, device)
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -308,7 +318,7 @@ async def test_entries(tiny_bundle: Path) -> None:
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
-    engine = Engine(bundle.load(tiny_bundle), device(submit))
+    engine = engine_of(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
@@ -330,7 +340,7 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
             tell(entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1))
         return [*map(zeros, entries)]
 
-    engine = Engine(bundle.load(tiny_bundle), device(submit))
+    engine = engine_of(tiny_bundle, device(submit))
     windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
     assert windows > 1
     options = {**EMBED, "truncate": "window", "normalize": False}
@@ -582,7 +592,7 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(
                 tell(entry, outcome)
         return outcomes
 
-    tiny = Engine(bundle.load(tiny_bundle), device(submit))
+    tiny = engine_of(tiny_bundle, device(submit))
     told: list[tuple[int, Any]] = []
     tell = (lambda index, result: told.append((index, result))) if in_lines else None
     texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}

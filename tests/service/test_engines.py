@@ -1,24 +1,33 @@
 """The life of all engines: opened in order, checked, observed, drained; and what is not opened."""
 
+import asyncio
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service.bundle import BundleError
+from service.alone import open_local_engines
+from service.bundle import BundleError, Texts, load, read_texts
+from service.catalogue import Model, State
+from service.device import Device, RunsOn
 from service.engine import Engine, Ticket
 from service.engines import Engines
 from service.errors import Draining, UnknownModel
-from service.local import open_local_engines
+from service.load import Load
 from service.metrics import Metrics
 from service.session import ProviderError
 from service.settings import Settings
 from tests import samples
+
+RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
 
 def opened(chosen: Settings) -> AbstractAsyncContextManager[Engines]:
@@ -121,3 +130,114 @@ async def test_life(tiny_bundle: Path) -> None:
     assert not engines.load().ready
     with pytest.raises(Draining):
         await embed(engines.get(None), "Ada")
+
+
+# -- coming and going ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts(tiny_bundle: Path) -> Texts:
+    return read_texts(load(tiny_bundle))
+
+
+def called(texts: Texts, version: str, sha256: str = "") -> Texts:
+    """The same under another version."""
+    manifest = texts.manifest.model_copy(update={"version": version})
+    return Texts(manifest, sha256 or f"hash of {version}", texts.tokenizer)
+
+
+class Shelf:
+    """Engines of no device, and the texts that they are to adopt."""
+
+    def __init__(self, texts: Texts) -> None:
+        device = SimpleNamespace(load=Load, alive=lambda: True)
+        self.engines = Engines(cast(Device, device), cast(Any, None))
+        self.texts = texts
+
+    async def adopt(self, **states: State) -> None:
+        """Adopt versions, by their states."""
+        texts = {f"tiny@{version}": called(self.texts, version) for version in states}
+        models = tuple(
+            Model(f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON)
+            for version, state in states.items()
+        )
+        await self.engines.adopt(models, texts)
+
+
+@pytest.fixture
+def shelf(texts: Texts) -> Iterator[Shelf]:
+    made = Shelf(texts)
+    yield made
+    made.engines.close()
+
+
+async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
+    """Others answer who names them; whoever is gone nobody."""
+    await shelf.adopt(one="previous", two="current")
+    get = shelf.engines.get
+    assert ["tiny@two"] * 2 == [get(None).id, get("tiny").id]
+    assert "tiny@one" == get("tiny@one").id
+    assert ["tiny@two"] == shelf.engines.expected
+    await shelf.adopt(three="current", two="previous")
+    assert ["tiny@three", "tiny@two"] == [get("tiny").id, get("tiny@two").id]
+    with pytest.raises(
+        UnknownModel, match="no model 'tiny@one'; served here: tiny@three, tiny@two"
+    ):
+        get("tiny@one")
+
+
+async def test_engines_stay_what_they_are(shelf: Shelf) -> None:
+    """Of a bundle that stays only the state changes; versions share a tokenizer that they have in common."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    await shelf.adopt(two="current", one="previous")
+    assert engine is shelf.engines.get("tiny@one")
+    assert "previous" == engine.describe()["state"]
+    assert engine.encoder.tokenizer is shelf.engines.get("tiny").encoder.tokenizer
+
+
+async def test_an_engine_is_left_when_nobody_needs_it(shelf: Shelf) -> None:
+    """Not while a request is with it, though no other can come."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    engine.enter()
+    engine.enter()
+    await shelf.adopt(two="current")
+    leaving = asyncio.create_task(shelf.engines.left("tiny@one"))
+    engine.leave()
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    engine.leave()
+    await asyncio.wait_for(leaving, 30)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        engine._helpers.submit(int)
+
+
+async def test_nobody_waits_for_what_is_not_there(shelf: Shelf) -> None:
+    """A bundle that was never adopted is left already."""
+    await asyncio.wait_for(shelf.engines.left("tiny@none"), 30)
+
+
+async def test_a_changed_bundle_of_the_same_name_is_another(shelf: Shelf, texts: Texts) -> None:
+    """After a restart that found other contents, they are what is answered from."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    model = Model("tiny@one", "", "changed", "current", 0.0, RUNS_ON)
+    await shelf.engines.adopt((model,), {"tiny@one": called(texts, "one", "changed")})
+    assert "changed" == shelf.engines.get("tiny").sha256 != engine.sha256
+
+
+async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: Texts) -> None:
+    """All or none: a tokenizer that cannot be read keeps the others out, too."""
+    await shelf.adopt(one="current")
+    vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
+    manifest = texts.manifest.model_copy(update={"version": "two", "vocabulary": vocabulary})
+    models = tuple(
+        Model(name, "", "new", state, 0.0, RUNS_ON)
+        for name, state in (("tiny@three", "current"), ("tiny@two", "previous"))
+    )
+    unread = {"tiny@three": called(texts, "three"), "tiny@two": Texts(manifest, "new", b"{}")}
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        await shelf.engines.adopt(models, unread)
+    assert ["tiny@one"] == [engine.id for engine in shelf.engines.all()]
+    assert "tiny@one" == shelf.engines.get("tiny").id

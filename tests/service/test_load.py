@@ -78,6 +78,15 @@ def test_what_was_sent_since_counts() -> None:
     assert told.wait_s(OURS, 50) == pytest.approx(1.5)
 
 
+def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
+    """Its speed is not known yet, so nobody can tell how long others wait for it."""
+    told = load(ours=singles(100))
+    told.add(Flow("new"), Left(5000, 1))
+    assert told.wait_s(Flow("new"), 100) == 0.0
+    assert told.drain_s == pytest.approx(1.0)
+    assert told.wait_s(OURS, 100) == pytest.approx(2.0)
+
+
 requests = st.lists(st.integers(1, 5000), max_size=20)
 
 

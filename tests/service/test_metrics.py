@@ -6,12 +6,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import errors
+from service.alone import open_local_engines
 from service.app import create_app
 from service.batcher import BatchStats
 from service.errors import Overloaded
 from service.keys import Key, digest
 from service.load import Backlog, Flow, Left, Load
-from service.local import open_local_engines
 from service.metrics import STAGES, Metrics
 from service.settings import Settings
 from tests.service.conftest import living

@@ -72,11 +72,26 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     assert "Question" in references
 
 
+def test_what_a_path_names_is_declared(document: dict[str, Any]) -> None:
+    """Each `{name}` of a path is a parameter of its operations."""
+    asked = [
+        (path, operation.get("parameters", []))
+        for path, operations in document["paths"].items()
+        for operation in operations.values()
+    ]
+    for path, parameters in asked:
+        in_path = [each["name"] for each in parameters if each["in"] == "path"]
+        assert in_path == re.findall(r"{(\w+)}", path)
+    assert 3 == sum("{" in path for path, _ in asked)
+
+
 def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> None:
     """Operation ids make good names for generated clients."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     names = [operation["operationId"] for operation in operations]
-    assert names == ["classify", "ner", "qa", "embed", "models", "live", "ready", "metrics"]
+    served = ["classify", "ner", "qa", "embed", "models", "live", "ready", "metrics"]
+    changed = ["list_models", "load_model", "unload_model", "promote_model", "roll_back_model"]
+    assert names == [*served, *changed]
 
 
 @pytest.mark.parametrize(

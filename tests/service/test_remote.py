@@ -1,20 +1,19 @@
 """A device in another process is the same to whoever submits: tested over a socket, both ends in one loop."""
 
 import asyncio
-import json
-import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from structlog.typing import EventDict
 
 from service import bundle, channel, errors
-from service.bundle import BundleError
+from service.bundle import Texts
+from service.catalogue import Model, Models, State
 from service.device import RunsOn
 from service.encode import Window
 from service.inference import Fronts, serve
@@ -25,15 +24,13 @@ from service.remote import RemoteDevice, RemoteMetrics
 from service.waiting import Ended, Entry, Outcome, Tell
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-LOAD = Load({"m@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
+LOAD = Load({"m@1": 1000.0, "tiny@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
 
 
 class FakeDevice:
     """Answers each entry with the sum and the number of its tokens, or as it is told to."""
 
     def __init__(self) -> None:
-        self.bundles = [SimpleNamespace(manifest=SimpleNamespace(id="tiny@1"), sha256="0123")]
-        self.runs_on = {"tiny@1": RUNS_ON}
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.seen: list[Entry] = []
@@ -83,16 +80,56 @@ def text(*ids: int) -> Entry:
     return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", "entities")
 
 
+class FakeCurator:
+    """Says what it was asked to do, or fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+
+    async def perform(self, what: str, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.error is not None:
+            raise self.error
+        return {"did": what, **order}
+
+
+class FakeFollower:
+    """Remembers what it was to adopt, and holds on to what it is told to."""
+
+    def __init__(self) -> None:
+        self.models: Models = ()
+        self.texts: dict[str, Texts] = {}
+        self.error: Exception | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.hold_models = asyncio.Event()
+        self.hold_models.set()
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        await self.hold_models.wait()
+        if self.error is not None:
+            raise self.error
+        self.models, self.texts = models, dict(texts)
+
+    async def left(self, model_id: str) -> None:
+        await self.hold.wait()
+
+
 class Pair:
     """An inference process's part and an HTTP process's, connected."""
 
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
+    def __init__(self) -> None:
         self.device = FakeDevice()
+        self.curator = FakeCurator()
         self.metrics = Metrics()
-        self.remote = RemoteDevice(paths)
+        self.remote = RemoteDevice()
+        self.follower = FakeFollower()
+        self.following = asyncio.create_task(self.remote.follow(self.follower))
         ours, end = socket.socketpair()
         self.link = Link(ours, lambda report: None)
-        self.fronts = Fronts(self.device, self.metrics)  # type: ignore[arg-type]
+        self.fronts = Fronts(self.device, self.curator, self.metrics)  # type: ignore[arg-type]
         self.serving = asyncio.create_task(serve(self.fronts, Orders(end)))
         self.telling = asyncio.create_task(self.fronts.tell_load())
 
@@ -110,9 +147,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(*paths: Path) -> AsyncIterator[Pair]:
-    made = Pair(paths)
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
     await made.connect()
+    await made.following
     try:
         yield made
     finally:
@@ -388,7 +426,7 @@ async def test_who_has_left_is_not_asked_for_again() -> None:
 
 async def test_a_device_that_dies_at_once_is_not_asked() -> None:
     """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
-    remote = RemoteDevice(())
+    remote = RemoteDevice()
     ours, theirs = socket.socketpair()
     theirs.close()
     await remote.connect(ours)
@@ -447,12 +485,14 @@ async def test_metrics_are_kept_in_one_place() -> None:
 async def test_metrics_of_several_processes_add_up() -> None:
     """What two HTTP processes saw is one sum, whichever of them is asked; so is what they expect."""
     async with pair() as both:
-        other = RemoteDevice([])
+        other = RemoteDevice()
+        following = asyncio.create_task(other.follow(FakeFollower()))
         ours, theirs = socket.socketpair()
         both.link.give(PEER, theirs)
         theirs.close()
         await other.connect(ours)
         await until(lambda: other.load().ready)
+        await following
         first, second = RemoteMetrics(both.remote), RemoteMetrics(other)
         for seen in (first, second):
             seen.expect({"/models": False})
@@ -486,16 +526,134 @@ async def test_metrics_wait_for_a_device() -> None:
     assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
 
 
-async def test_texts_are_read_from_the_same_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
-    """A directory that no longer holds what is computed is refused."""
-    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
-    async with pair(copy) as both:
-        both.device.bundles[0].sha256 = bundle.load(tiny_bundle).sha256
+# -- what is served ----------------------------------------------------------------------------------------------------
+
+
+def model(name: str, state: State = "current") -> Model:
+    return Model(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON)
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_bundle: Path) -> Texts:
+    return bundle.read_texts(bundle.load(tiny_bundle))
+
+
+async def test_what_is_served_crosses_as_it_is(texts: Texts) -> None:
+    """Models, manifest and tokenizer come to who follows; who is connected later hears the same."""
+    models = (model("tiny@1"), model("tiny@0", "previous"))
+    both_texts = {"tiny@1": texts, "tiny@0": texts}
+    async with pair() as both:
+        await both.fronts.adopt(models, both_texts)
+        assert models == both.follower.models
+        assert {texts.manifest.id: texts} == both.follower.texts
+        both.lose()
+        both.follower.models = ()
         await both.connect()
-        await until(lambda: both.remote._sha256 == {"tiny@1": both.device.bundles[0].sha256})
-        await both.remote.open()
-        assert ["tiny@1"] == [texts.manifest.id for texts in both.remote.bundles]
-        manifest = json.loads((copy / "manifest.json").read_text())
-        (copy / "manifest.json").write_text(json.dumps({**manifest, "weights_license": "none"}))
-        with pytest.raises(BundleError, match="changed while"):
-            await both.remote.open()
+        assert models == both.follower.models
+
+
+async def test_texts_cross_once(texts: Texts) -> None:
+    """What an HTTP process has it is not sent again."""
+    async with pair() as both:
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
+        assert {} == both.follower.texts
+
+
+async def test_what_cannot_be_adopted_is_told(texts: Texts) -> None:
+    """Who decides hears of it, and the HTTP process goes on as before."""
+    async with pair() as both:
+        both.follower.error = ValueError("the tokenizer cannot be read")
+        with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+            await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        assert 1 == len(await both.remote.submit([text(1)]))
+
+
+async def test_what_is_served_first_must_be_adopted() -> None:
+    """An HTTP process that cannot does not start."""
+    both = Pair()
+    both.follower.error = ValueError("the tokenizer cannot be read")
+    ours, theirs = socket.socketpair()
+    both.link.give(PEER, theirs)
+    theirs.close()
+    await both.remote.connect(ours)
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        await both.following
+    both.lose()
+    both.link.close()
+    await asyncio.wait_for(both.serving, 30)
+    both.telling.cancel()
+
+
+async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: Texts) -> None:
+    """Of every HTTP process that there is; one that dies has no requests."""
+    async with pair() as both:
+        both.follower.hold.clear()
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((), {})
+        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        await asyncio.sleep(0.05)
+        assert not leaving.done()
+        both.follower.hold.set()
+        await asyncio.wait_for(leaving, 30)
+
+
+async def test_a_dead_process_holds_nothing(texts: Texts) -> None:
+    """Neither a bundle that goes, nor who waits for it to adopt another."""
+    async with pair() as both:
+        both.follower.hold.clear()
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((), {})
+        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        await asyncio.sleep(0.05)
+        both.lose()
+        await asyncio.wait_for(leaving, 30)
+        await asyncio.wait_for(both.fronts.adopt((), {}), 30)
+
+
+async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: Texts) -> None:
+    """An HTTP process that dies on the way does not keep the others from a new version."""
+    async with pair() as both:
+        both.follower.hold_models.clear()
+        adopting = asyncio.create_task(both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts}))
+        await asyncio.sleep(0.05)
+        assert not adopting.done()
+        both.lose()
+        await asyncio.wait_for(adopting, 30)
+
+
+async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
+    """The inference process may be open, but who asks would find no engine."""
+    async with pair() as both:
+        both.lose()
+        both.follower.hold_models.clear()
+        connecting = asyncio.create_task(both.connect())
+        await asyncio.sleep(0.3)
+        assert not both.remote.load().ready
+        with pytest.raises(errors.ReplicaLost):
+            await both.remote.submit([text(1)])
+        both.follower.hold_models.set()
+        await asyncio.wait_for(connecting, 30)
+
+
+async def test_orders_are_forwarded() -> None:
+    """What an administrator asks of an HTTP process is done by the inference process."""
+    async with pair() as both:
+        answer = await both.remote.administer("load", {"path": "a", "keep_old": True})
+        assert {"did": "load", "path": "a", "keep_old": True} == answer
+        both.curator.error = errors.Conflict("not that one", param="model")
+        with pytest.raises(errors.Conflict, match="not that one"):
+            await both.remote.administer("unload", {})
+
+
+async def test_an_order_that_is_lost_is_not_given_again() -> None:
+    """Nobody knows whether it was carried out, so who gave it is told."""
+    async with pair() as both:
+        both.curator.hold = asyncio.Event()
+        ordered = asyncio.create_task(both.remote.administer("load", {}))
+        await asyncio.sleep(0.05)
+        both.lose()
+        with pytest.raises(errors.ReplicaLost):
+            await asyncio.wait_for(ordered, 30)
+        with pytest.raises(errors.ReplicaLost):
+            await both.remote.administer("load", {})

@@ -315,3 +315,21 @@ async def test_bad_inputs_fail_the_request_unless_asked_for(
     assert not engine.ticket.spare
     bad = await client.post(path, json=BODIES[path] | {"on_error": "ignore"})
     assert (422, "invalid", "on_error") == error_of(bad)
+
+
+async def test_an_engine_is_needed_until_its_request_is_over(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """However it ends: so an engine that is to go can wait for the last one."""
+    engine.hold = asyncio.Event()
+    asked = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
+    await engine.reached.wait()
+    assert 1 == engine.users
+    engine.hold.set()
+    assert 200 == (await asked).status_code
+    assert 0 == engine.users
+    lines = {"Accept": "application/x-ndjson"}
+    assert 200 == (await client.post("/embed", json={"inputs": "a"}, headers=lines)).status_code
+    engine.error = errors.InferenceFailed("no number")
+    assert 500 == (await client.post("/embed", json={"inputs": "a"})).status_code
+    assert 0 == engine.users

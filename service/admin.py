@@ -1,0 +1,80 @@
+"""What an administrator may ask for: which bundles are served. Every path needs a key for it (`service.gate`)."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service import openapi
+from service.calls import json_response, receive_json, service_of
+from service.exchange import exchange_of
+from service.routes import Route
+from service.schemas import (
+    AdminModelsResponse,
+    IntroducedResponse,
+    LoadRequest,
+    Order,
+    UnloadedResponse,
+    validate,
+)
+
+T = TypeVar("T", bound=Order)
+
+router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+
+
+@router.get("/admin/models", **openapi.admin(AdminModelsResponse))
+async def list_models(request: Request) -> Response:
+    """Every bundle that is served, comes or goes."""
+    return await answer(request, "show", {})
+
+
+@router.post("/admin/models", **openapi.admin(IntroducedResponse, LoadRequest))
+async def load_model(request: Request) -> Response:
+    """Let a bundle answer for its name: it is read, checked and tried, while all goes on as before."""
+    body = await read_order(request, LoadRequest)
+    return await answer(request, "load", {**body.model_dump(), "by": by(request)})
+
+
+@router.delete("/admin/models/{model}", **openapi.admin(UnloadedResponse, of="model"))
+async def unload_model(request: Request) -> Response:
+    """Serve a bundle no longer; the answer comes when its memory is free."""
+    order = {"model": request.path_params["model"], "by": by(request)}
+    return await answer(request, "unload", order)
+
+
+@router.post(
+    "/admin/models/{model}/promote", **openapi.admin(IntroducedResponse, Order, of="model")
+)
+async def promote_model(request: Request) -> Response:
+    """Let a bundle that is loaded answer for its name."""
+    body = await read_order(request, Order)
+    order = {**body.model_dump(), "model": request.path_params["model"], "by": by(request)}
+    return await answer(request, "promote", order)
+
+
+@router.post("/admin/models/{name}/rollback", **openapi.admin(IntroducedResponse, of="name"))
+async def roll_back_model(request: Request) -> Response:
+    """Let the bundle answer for a name that did before."""
+    order = {"name": request.path_params["name"], "by": by(request)}
+    return await answer(request, "roll_back", order)
+
+
+async def read_order(request: Request, schema: type[T]) -> T:
+    """What the body says, if there is one. Raises whatever of `service.errors` it deserves."""
+    if "content-type" not in request.headers and request.headers.get("content-length", "0") == "0":
+        return validate(schema, {})
+    return validate(schema, await receive_json(request))
+
+
+async def answer(request: Request, what: str, order: Mapping[str, Any]) -> Response:
+    """It takes the time that it takes, and is done even if the client leaves."""
+    engines = service_of(request).open_engines()
+    return json_response(await engines.administer(what, order))
+
+
+def by(request: Request) -> str:
+    """Who asks, for the log."""
+    return exchange_of(request.scope).tenant

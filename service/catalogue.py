@@ -1,0 +1,98 @@
+"""Which bundles are served, and whose requests each of them gets: a value, and the ways in which it changes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from service.bundle import Texts
+from service.device import RunsOn
+
+State = Literal["current", "previous", "pinned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What has to be known of a bundle to serve it again as it was.
+
+    id: `name@version`; sha256: of its manifest; since: when it got its state, in seconds of `time.time`. State:
+    *current* answers for its name, *previous* did so before it, and it and *pinned* ones answer who names them in full
+    """
+
+    id: str
+    path: str
+    sha256: str
+    state: State
+    since: float
+
+    @property
+    def name(self) -> str:
+        return self.id.partition("@")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Model(Kept):
+    """A bundle that is served."""
+
+    runs_on: RunsOn
+
+
+Models = tuple[
+    Model, ...
+]  # the first is the default, or would be if its name's current one were not there
+
+
+class Follower(Protocol):
+    """Whoever sends requests where the catalogue says, in this process or in others."""
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        """Send new requests there from now on. Raises ValueError, and sends them where they went before.
+
+        texts: by id, at least of bundles that were not in the last one
+        """
+
+    async def left(self, model_id: str) -> None:
+        """Wait until no request is with a bundle any more that was in the last one and is in this one no longer."""
+
+
+def current(models: Models, name: str) -> Model | None:
+    """Who answers for a name."""
+    return next((m for m in models if m.name == name and m.state == "current"), None)
+
+
+def previous(models: Models, name: str) -> Model | None:
+    """Who would answer for it after a step back."""
+    return next((m for m in models if m.name == name and m.state == "previous"), None)
+
+
+def settled(models: Sequence[Model], now: float) -> Models:
+    """Let somebody answer for every name: where nobody does the previous one, else the first."""
+    found = tuple(models)
+    for name in dict.fromkeys(model.name for model in models):
+        if current(found, name) is None:
+            heir = previous(found, name) or next(m for m in found if m.name == name)
+            found = tuple(_turned(m, "current", now) if m is heir else m for m in found)
+    return found
+
+
+def introduced(models: Models, new: Model, now: float, *, keep_old: bool = True) -> Models:
+    """Let a bundle answer for its name from now on; who did stays as the previous one, if it is to be kept.
+
+    Whoever was the previous one goes, unless it is the new one itself.
+    """
+    old = current(models, new.name)
+    new = _turned(new, "current", now)
+    if old is None:
+        return (*models, new)
+    rest = [m for m in models if m.id != new.id and m is not previous(models, new.name)]
+    place = rest.index(old)
+    rest[place : place + 1] = [new, _turned(old, "previous", now)] if keep_old else [new]
+    return tuple(rest)
+
+
+def without(models: Models, model_id: str, now: float) -> Models:
+    """Serve a bundle no longer; if it answered for its name, another does now, in its place."""
+    return settled([model for model in models if model.id != model_id], now)
+
+
+def _turned(model: Model, state: State, now: float) -> Model:
+    return model if model.state == state else replace(model, state=state, since=now)

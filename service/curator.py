@@ -1,0 +1,346 @@
+"""Who decides which bundles are served: at start, and whenever somebody asks for another.
+
+A bundle comes beside all that is served: it is read, checked, opened and tried in a thread. Then everybody is told at
+once whose requests it gets, and who asked for it is answered when all have heard. One that goes gets no new requests
+first, and is let go of when the last that it had is answered.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from service import bundle as bundles
+from service import catalogue
+from service.bundle import Bundle, BundleError, Manifest
+from service.catalogue import Follower, Kept, Model, Models
+from service.errors import (
+    BadBundle,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    NewEmbeddingSpace,
+    UnknownModel,
+)
+from service.local import LocalDevice, Opened
+from service.orders import Report
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+Answer = Mapping[str, Any]
+Resume = Mapping[str, Any]  # what one process leaves the next, as JSON
+
+
+async def tell_nobody(_: Report) -> None:
+    """For where there is no next process."""
+
+
+class Curator:
+    """Decides which bundles a device computes, and which requests each gets; `report` is told of every change."""
+
+    def __init__(
+        self,
+        device: LocalDevice,
+        settings: Settings,
+        report: Callable[[Report], Awaitable[None]] = tell_nobody,
+    ) -> None:
+        self.models: Models = ()
+        self._device = device
+        self._settings = settings
+        self._report = report
+        self._follower: Follower | None = None
+        self._coming: dict[Path, float] = {}  # since when
+        self._going: dict[str, tuple[Model, asyncio.Task[None]]] = {}
+        self._opening = asyncio.Lock()
+        self._deciding = asyncio.Lock()
+        self._orders: set[asyncio.Task[Answer]] = set()
+
+    # -- at start ---------------------------------------------------------------------------------
+
+    def open(self, resume: Resume | None = None) -> None:
+        """Open the bundles that the settings name, or those that the process before this one served.
+
+        Raises BundleError or ProviderError when one must not be served. One that was served before is told of and
+        left out, unless no other is left.
+        """
+        if resume is None:
+            opened = [self._open(path) for path in self._settings.bundles]
+        else:
+            opened = self._open_again([Kept(**kept) for kept in resume["models"]])
+        self.models = catalogue.settled(opened, time.time())
+
+    def _open(self, path: Path) -> Model:
+        bundle = bundles.load(path)
+        if bundle.manifest.id in self._device.texts:
+            reason = f"{bundle.manifest.id} is served already; give one of them another version"
+            raise BundleError(path, reason)
+        return self._add(path, self._device.open(bundle))
+
+    def _open_again(self, former: Iterable[Kept]) -> list[Model]:
+        opened: list[Model] = []
+        problems: list[Exception] = []
+        for kept in former:
+            try:
+                model = self._open(Path(kept.path))
+            except Exception as error:
+                log.error("not served again", model=kept.id, problem=str(error))
+                problems.append(error)
+                continue
+            if model.sha256 == kept.sha256:
+                model = replace(model, state=kept.state, since=kept.since)
+            else:
+                log.error("changed since it was served", model=kept.id, now=model.id)
+            opened.append(model)
+        if not opened:
+            raise problems[0]
+        return opened
+
+    def _add(self, path: Path, opened: Opened) -> Model:
+        """Let the device compute for a bundle that nobody asks for yet."""
+        self._device.add(opened)
+        name, sha256 = opened.texts.manifest.id, opened.texts.sha256
+        return Model(name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name])
+
+    async def follow(self, follower: Follower) -> None:
+        """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
+        await follower.adopt(self.models, self._device.texts)
+        self._follower = follower
+
+    # -- orders -----------------------------------------------------------------------------------
+
+    async def perform(self, what: str, order: Mapping[str, Any]) -> Answer:
+        """Do what an administrator asks for, even if nobody waits for it any more.
+
+        Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then all is as it was.
+        """
+        orders: Mapping[str, Callable[..., Any]] = {
+            "show": self.show,
+            "load": self.load,
+            "unload": self.unload,
+            "promote": self.promote,
+            "roll_back": self.roll_back,
+        }
+        task: asyncio.Task[Answer] = asyncio.create_task(orders[what](**order))
+        self._orders.add(task)
+        task.add_done_callback(partial(self._performed, what, order))
+        return await asyncio.shield(task)
+
+    def _performed(self, what: str, order: Mapping[str, Any], task: asyncio.Task[Answer]) -> None:
+        self._orders.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.warning("refused", order=what, **order, reason=str(error))
+
+    async def show(self) -> Answer:
+        """All that is served, comes or goes."""
+        coming = [
+            {"id": None, "path": str(path), "state": "loading", "since": moment(since)}
+            for path, since in self._coming.items()
+        ]
+        going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]
+        return {"models": [*map(self._told, self.models), *going, *coming]}
+
+    async def load(
+        self, *, path: str, keep_old: bool, allow_new_embedding_space: bool, by: str
+    ) -> Answer:
+        """Let a bundle of the operator's directory answer for its name."""
+        folder = locate(self._settings.models_dir, path)
+        async with self._opening:
+            with self._listed(folder), refusing():
+                bundle = await asyncio.to_thread(bundles.load, folder)
+                known = self._known(bundle)
+                self._check_space(bundle.manifest, allow_new_embedding_space)
+                opened = None if known else await asyncio.to_thread(self._device.open, bundle)
+            async with self._deciding:
+                self._check_space(bundle.manifest, allow_new_embedding_space)
+                new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
+                return await self._introduce("load", new, by, keep_old=keep_old)
+
+    async def promote(
+        self, *, model: str, keep_old: bool, allow_new_embedding_space: bool, by: str
+    ) -> Answer:
+        """Let a bundle that is there answer for its name."""
+        async with self._deciding:
+            new = self._find(model)
+            self._check_space(self._manifest(new), allow_new_embedding_space)
+            return await self._introduce("promote", new, by, keep_old=keep_old)
+
+    async def roll_back(self, *, name: str, by: str) -> Answer:
+        """Let the bundle answer for a name that did before."""
+        async with self._deciding:
+            former = catalogue.previous(self.models, name)
+            if former is not None:
+                return await self._introduce("roll back", former, by)
+            if catalogue.current(self.models, name) is None:
+                raise self._unknown(name)
+            raise Conflict(f"nothing that answered for {name} before is there")
+
+    async def unload(self, *, model: str, by: str) -> Answer:
+        """Serve a bundle no longer; returns when its memory is free."""
+        async with self._deciding:
+            leaving = self._find(model)
+            rest = catalogue.without(self.models, leaving.id, time.time())
+            if not rest:
+                raise Conflict(f"{leaving.id} is the last one that is served")
+            await self._serve(rest)
+            _, gone = self._going[leaving.id]
+            heir = catalogue.current(rest, leaving.name)
+            now = heir.id if heir else None
+            log.info("unload", model=leaving.id, current=now, by=by)
+        await gone
+        return {"unloaded": leaving.id, "current": now}
+
+    # -- how they are done ------------------------------------------------------------------------
+
+    async def _introduce(self, what: str, new: Model, by: str, *, keep_old: bool = True) -> Answer:
+        old = catalogue.current(self.models, new.name)
+        if new is not old:
+            later = catalogue.introduced(self.models, new, time.time(), keep_old=keep_old)
+            await self._serve(later)
+            former = old.id if old else None
+            log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
+        kept = catalogue.previous(self.models, new.name)
+        return {
+            "model": self._told(self._find(new.id)),
+            "previous": self._told(kept) if kept else None,
+            "unloading": [*self._going],
+        }
+
+    async def _serve(self, models: Models) -> None:
+        """Have all requests go there from now on, and let go of all other bundles. Raises BadBundle."""
+        assert self._follower is not None, "our bug: nobody follows"
+        before, self.models = self.models, models
+        try:
+            await self._follower.adopt(models, self._device.texts)
+        except ValueError as error:
+            self.models = before
+            await self._follower.adopt(before, self._device.texts)
+            raise BadBundle(str(error)) from None
+        finally:
+            self._let_go_of({model.id: model for model in (*before, *models)})
+        await self._report({"resume": {"models": [*map(kept_of, models)]}})
+
+    def _let_go_of(self, models: Mapping[str, Model]) -> None:
+        """Let go of those that are not served."""
+        for name in models.keys() - {model.id for model in self.models} - self._going.keys():
+            self._going[name] = models[name], asyncio.create_task(self._let_go(name))
+
+    async def _let_go(self, name: str) -> None:
+        assert self._follower is not None
+        await self._follower.left(name)
+        await self._device.drop(name)
+        del self._going[name]
+        log.info("unloaded", model=name)
+
+    # -- what they need ---------------------------------------------------------------------------
+
+    def _find(self, model_id: str) -> Model:
+        for model in self.models:
+            if model.id == model_id:
+                return model
+        raise self._unknown(model_id)
+
+    def _unknown(self, asked: str) -> UnknownModel:
+        there = ", ".join(model.id for model in self.models)
+        return UnknownModel(f"no model {asked!r}; loaded here: {there}", param="model")
+
+    def _known(self, bundle: Bundle) -> bool:
+        """Whether it is served already. Raises Conflict when another is by its name."""
+        name = bundle.manifest.id
+        if name in self._going:
+            raise Conflict(f"{name} is being unloaded: try again when it is gone")
+        served = self._device.texts.get(name)
+        if served is not None and served.sha256 != bundle.sha256:
+            raise Conflict(f"{name} is served with other contents: give these another version")
+        return served is not None
+
+    def _manifest(self, model: Model) -> Manifest:
+        return self._device.texts[model.id].manifest
+
+    def _check_space(self, new: Manifest, allowed: bool) -> None:
+        """Raises NewEmbeddingSpace when its vectors are not those of who answers for its name now."""
+        old = catalogue.current(self.models, new.name)
+        if allowed or old is None:
+            return
+        former = self._manifest(old)
+        if embeds(former) and embeds(new) and former.embedding_space != new.embedding_space:
+            raise NewEmbeddingSpace(
+                f"{new.id} has another embedding space ({new.embedding_space}) than {old.id}"
+                f" ({former.embedding_space}): their vectors cannot be compared",
+                param="allow_new_embedding_space",
+            )
+
+    @contextmanager
+    def _listed(self, folder: Path) -> Iterator[None]:
+        self._coming[folder] = time.time()
+        try:
+            yield
+        finally:
+            del self._coming[folder]
+
+    def _told(self, model: Model) -> dict[str, Any]:
+        return {
+            "id": model.id,
+            "path": model.path,
+            "sha256": model.sha256,
+            "state": model.state,
+            "since": moment(model.since),
+            "embedding_space": self._manifest(model).embedding_space,
+            "requests": self._device.batcher.requests(model.id),
+        }
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Whatever keeps a bundle from being opened is told to who asked for it."""
+    try:
+        yield
+    except Conflict:
+        raise
+    except Exception as error:  # the runtime's own have no type
+        log.debug("cannot open", exc_info=True)
+        raise BadBundle(" ".join(str(error).split())) from None
+
+
+def embeds(manifest: Manifest) -> bool:
+    return any(head.task == "embedding" for head in manifest.heads.values())
+
+
+def locate(models_dir: Path | None, path: str) -> Path:
+    """The bundle that is meant: by its path, or by its name in the operator's directory.
+
+    Raises Forbidden where there is no such directory, and InvalidInput for what would lead out of it.
+    """
+    if models_dir is None:
+        raise Forbidden(
+            "no models_dir is set: bundles come and go only where the operator named one"
+        )
+    root = models_dir.absolute()
+    try:
+        parts = (root / path).relative_to(root).parts
+        folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
+        if not parts or any(part.startswith(".") for part in parts):
+            raise ValueError(f"names no directory in {root}")
+        if any(folder.is_symlink() for folder in folders):
+            raise ValueError("must not lead over a symbolic link")
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"path: {error}", param="path") from None
+    return folders[-1]
+
+
+def kept_of(model: Model) -> dict[str, Any]:
+    return {field.name: getattr(model, field.name) for field in fields(Kept)}
+
+
+def moment(seconds: float) -> str:
+    """A time as people and programs read it, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,298 @@
+"""Models come, change and go while they are served: nobody who asks notices but by the answers."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service import bundle
+from service.keys import make_key, record
+from tests.e2e.conftest import Reply, Server, serving, until
+from tests.e2e.test_processes import children, readiness
+from tests.versions import read_manifest, restate, save_version
+
+pytestmark = pytest.mark.e2e
+
+TEXT = "Ada drew a comet near the harbour."
+
+
+@dataclass
+class Desk:
+    """A server, and what an administrator and a client say to it."""
+
+    server: Server
+    full: Path
+    models_dir: Path
+    client: dict[str, str]
+    admin: dict[str, str]
+
+    def save(self, version: str, **manifest: Any) -> str:
+        """A new version among the operator's bundles; returns the name of its directory."""
+        save_version(self.full, self.models_dir / version, version, **manifest)
+        return version
+
+    def order(self, method: str, path: str, body: object = None) -> Reply:
+        data = None if body is None else json.dumps(body).encode()
+        headers = self.admin if body is None else {**self.admin, "Content-Type": "application/json"}
+        return self.server.send(method, path, data, headers)
+
+    def load(self, version: str, **said: object) -> Any:
+        reply = self.order("POST", "/admin/models", {"path": version, **said})
+        assert 200 == reply.status, reply.body
+        return reply.json()
+
+    def states(self) -> list[str]:
+        models = self.order("GET", "/admin/models").json()["models"]
+        return [f"{model['id']} {model['state']}" for model in models]
+
+    def ask(self, model: str | None) -> Reply:
+        return self.server.post("/embed", {"inputs": TEXT, "model": model}, self.client)
+
+    def vector(self, model: str | None) -> tuple[str, list[float]]:
+        """Who answers, and what."""
+        reply = self.ask(model)
+        assert 200 == reply.status, reply.body
+        return reply.json()["model"], reply.json()["embeddings"][0]
+
+
+@contextmanager
+def desk(full: Path, folder: Path, *options: str | Path, workers: int = 1) -> Iterator[Desk]:
+    """A server of tiny@1 whose operator has a directory of further versions."""
+    models_dir = folder / "models"
+    models_dir.mkdir()
+    first = save_version(full, folder / "first", "1")
+    keys = {"client": make_key(), "admin": make_key()}
+    told = "".join(record(name, key) for name, key in keys.items())
+    (folder / "keys.toml").write_text(told + 'may = ["admin", "metrics"]\n')
+    headers = {name: {"Authorization": f"Bearer {key}"} for name, key in keys.items()}
+    settings = ["--api-keys", folder / "keys.toml", "--models-dir", models_dir]
+    with serving(first, *settings, "--http-workers", str(workers), *options) as server:
+        until(lambda: sum('"serving"' in line for line in server.log) >= workers, 60)
+        yield Desk(server, full, models_dir, **headers)
+
+
+@dataclass
+class Client:
+    """Asks for `tiny` again and again, and remembers every answer."""
+
+    ask: Callable[[], Reply]
+    replies: list[Reply] = field(default_factory=list)
+    enough: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while not self.enough.is_set():
+            self.replies.append(self.ask())
+
+
+@contextmanager
+def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Client]]:
+    """Clients who ask all the time."""
+    made = [Client(ask) for _ in range(clients)]
+    threads = [threading.Thread(target=client.run) for client in made]
+    for thread in threads:
+        thread.start()
+    try:
+        yield made
+    finally:
+        for client, thread in zip(made, threads, strict=True):
+            client.enough.set()
+            thread.join(60)
+
+
+@pytest.mark.promise(
+    "No request fails because a model is swapped, and each is answered by one version, which it names."
+)
+@pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
+def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:
+    """No request fails; each is answered by one version, and as that version answers alone."""
+    with desk(tiny_bundle, tmp_path, workers=workers) as at:
+        alone = dict([at.vector("tiny@1")])
+        with hammering(lambda: at.ask("tiny")) as clients:
+            for version in map(str, range(2, 2 + swaps)):
+                at.load(at.save(version))
+                assert f"tiny@{version}" == at.vector("tiny")[0] == at.vector(None)[0]
+                alone |= dict([at.vector(f"tiny@{version}")])
+        replies = [reply for client in clients for reply in client.replies]
+        assert {200: len(replies)} == Counter(reply.status for reply in replies)
+        last = [f"tiny@{swaps + 1} current", f"tiny@{swaps} previous"]
+        until(lambda: at.states() == last)
+    assert not any(alike(alone[one], alone[other]) for one, other in combinations(alone, 2))
+    answers = [(reply.json()["model"], reply.json()["embeddings"][0]) for reply in replies]
+    assert len({model for model, _ in answers}) > swaps / 2
+    assert all(alike(alone[model], vector) for model, vector in answers)
+
+
+def alike(one: list[float], other: list[float]) -> bool:
+    return bool(np.allclose(one, other, rtol=0, atol=1e-5))
+
+
+@pytest.fixture(scope="module")
+def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """A desk that tests share, each with versions of its own."""
+    with desk(tiny_bundle, tmp_path_factory.mktemp("desk"), workers=2) as made:
+        yield made
+
+
+def test_versions_can_be_pinned(at: Desk) -> None:
+    """Who names a version is answered by that one, or by none."""
+    at.load(at.save("pin-1"))
+    at.load(at.save("pin-2"))
+    for model in ("tiny@pin-1", "tiny@pin-2"):
+        assert model == at.vector(model)[0]
+    at.load(at.save("pin-3"))
+    until(lambda: at.states() == ["tiny@pin-3 current", "tiny@pin-2 previous"])
+    reply = at.ask("tiny@pin-1")
+    assert (404, "unknown_model") == (reply.status, reply.json()["error"]["code"])
+    assert "served here: tiny@pin-3, tiny@pin-2" in reply.json()["error"]["message"]
+
+
+def test_a_step_back_is_one_call(at: Desk) -> None:
+    """The version before answers again, as it did."""
+    at.load(at.save("back-1"))
+    before = at.vector("tiny")
+    at.load(at.save("back-2"))
+    assert before != at.vector("tiny")
+    reply = at.order("POST", "/admin/models/tiny/rollback")
+    assert ("tiny@back-1", "tiny@back-2") == (
+        reply.json()["model"]["id"],
+        reply.json()["previous"]["id"],
+    )
+    assert before == at.vector("tiny")
+    promoted = at.order("POST", "/admin/models/tiny@back-2/promote").json()
+    assert "tiny@back-2" == promoted["model"]["id"] == at.vector("tiny")[0]
+
+
+def change_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "weights.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "weights.bin").write_bytes(data)
+
+
+def change_the_goldens(folder: Path) -> None:
+    golden = bundle.load(folder).golden
+    golden.outputs["sentiment"][0] += 1
+    bundle.save_golden(folder / "golden.npz", golden)
+    goldens = read_manifest(folder)["goldens"] | bundle.describe_file(folder / "golden.npz")
+    restate(folder, goldens=goldens)
+
+
+def break_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    vocabulary = read_manifest(folder)["vocabulary"]
+    restate(folder, vocabulary=vocabulary | bundle.describe_file(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("breaking", "said"),
+    [
+        (change_a_byte, "weights.bin has SHA-256"),
+        (change_the_goldens, "goldens disagree at fp32: sentiment differs by 1.00e+00"),
+        (break_the_tokenizer, "the tokenizer cannot be read"),
+    ],
+)
+def test_what_must_not_be_served_is_refused(
+    at: Desk, breaking: Callable[[Path], None], said: str
+) -> None:
+    """With its reason; the one that answers goes on."""
+    before, states = at.vector("tiny"), at.states()
+    breaking(at.models_dir / at.save("bad"))
+    reply = at.order("POST", "/admin/models", {"path": "bad"})
+    assert (422, "bad_bundle") == (reply.status, reply.json()["error"]["code"])
+    assert said in reply.json()["error"]["message"]
+    assert before == at.vector("tiny")
+    until(lambda: states == at.states())
+
+
+def test_another_embedding_space_is_refused_unless_it_is_wanted(at: Desk) -> None:
+    """Both versions answer then, until the old one is dropped."""
+    at.load(at.save("space-1"))
+    at.save("space-2", embedding_space="another")
+    reply = at.order("POST", "/admin/models", {"path": "space-2"})
+    assert (409, "new_embedding_space") == (reply.status, reply.json()["error"]["code"])
+    assert "tiny@space-1" == at.vector("tiny")[0]
+    answer = at.load("space-2", allow_new_embedding_space=True)
+    assert "another" == answer["model"]["embedding_space"]
+    assert answer["previous"]["embedding_space"] not in ("another", None)
+    assert ["tiny@space-2", "tiny@space-1"] == [
+        at.vector(model)[0] for model in ("tiny", "tiny@space-1")
+    ]
+    at.order("DELETE", "/admin/models/tiny@space-1")
+    assert 404 == at.ask("tiny@space-1").status
+    restored = at.load(at.save("space-3"), allow_new_embedding_space=True)
+    assert "tiny@space-3" == restored["model"]["id"]
+
+
+def test_models_can_be_dropped(at: Desk) -> None:
+    """Not the last one; the default is then the next."""
+    at.save("other", name="other")
+    at.load("other")
+    tiny = [state.split()[0] for state in at.states() if state.startswith("tiny")]
+    for model in reversed(tiny):
+        assert model == at.order("DELETE", f"/admin/models/{model}").json()["unloaded"]
+    assert ["other@other current"] == at.states()
+    assert "other@other" == at.vector(None)[0]
+    assert 404 == at.ask("tiny").status
+    last = at.order("DELETE", "/admin/models/other@other")
+    assert (409, "conflict") == (last.status, last.json()["error"]["code"])
+    assert 404 == at.order("DELETE", f"/admin/models/{tiny[0]}").status
+    at.load(at.save("again"))
+    assert ["other@other", "tiny@again"] == [at.vector(model)[0] for model in (None, "tiny")]
+
+
+def test_administration_needs_a_key_for_it(at: Desk) -> None:
+    """A client's key is none, and an administrator's is no client's."""
+    refused = at.server.send("GET", "/admin/models", None, at.client)
+    assert (403, "forbidden") == (refused.status, refused.json()["error"]["code"])
+    assert 401 == at.server.get("/admin/models").status
+
+
+def test_without_keys_or_directory_nothing_comes(tiny: Server, tiny_bundle: Path) -> None:
+    """Whoever runs the service says who may change it, and from where."""
+    assert 403 == tiny.post("/admin/models", {"path": "x"}).status
+    assert "state" in tiny.get("/models").json()["models"][0]
+
+
+@pytest.mark.promise("What is served outlives the process that computes it.")
+def test_a_lost_inference_process_serves_again_what_it_served(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """The swapped set, not that of the command line; without what has become unreadable meanwhile."""
+    with desk(tiny_bundle, tmp_path, workers=2) as at:
+        at.load(at.save("2"))
+        at.load(at.save("3"))
+        swapped = at.vector("tiny")
+        shutil.rmtree(at.models_dir / "2")
+        (inference,) = children(at.server)["inference"]
+        os.kill(inference, signal.SIGKILL)
+        until(lambda: readiness(at.server) == 503)
+        until(lambda: readiness(at.server) == 200, 60)
+        assert ["tiny@3 current"] == at.states()
+        assert all(swapped == at.vector("tiny") for _ in range(8))
+        assert any("not served again" in line and "tiny@2" in line for line in at.server.log)
+        at.load(at.save("4"))
+        assert "tiny@4" == at.vector(None)[0]
+
+
+def test_an_http_process_that_starts_later_serves_the_same(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Even what is on no disk any more."""
+    with desk(tiny_bundle, tmp_path) as at:
+        at.load(at.save("2"))
+        expected = [at.vector(model) for model in ("tiny", "tiny@1")]
+        shutil.rmtree(at.models_dir / "2")
+        (http,) = children(at.server)["http"]
+        os.kill(http, signal.SIGKILL)
+        until(lambda: sum('"serving"' in line for line in at.server.log) == 2, 60)
+        assert expected == [at.vector(model) for model in ("tiny", "tiny@1")]

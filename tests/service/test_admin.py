@@ -1,0 +1,99 @@
+"""What an administrator says over HTTP becomes an order, whole and checked, with the name of who gave it."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from service.errors import BadBundle, Conflict
+from service.keys import Key, digest, make_key
+from tests.service.fakes import FakeEngine, FakeEngines
+
+LOAD = {"keep_old": True, "allow_new_embedding_space": False, "by": "ops"}
+
+
+@pytest.fixture
+async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncClient]:
+    """Who has the key that is called ops."""
+    key = make_key()
+    async with client_with(keys={"ops": Key(sha256=digest(key).hex(), may=("admin",))}) as client:
+        client.headers["Authorization"] = f"Bearer {key}"
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "order"),
+    [
+        ("GET", "", None, ("show", {})),
+        ("POST", "", {"path": "a"}, ("load", {"path": "a", **LOAD})),
+        (
+            "POST",
+            "",
+            {"path": "a", "keep_old": False, "allow_new_embedding_space": True},
+            ("load", {"path": "a", **LOAD, "keep_old": False, "allow_new_embedding_space": True}),
+        ),
+        ("DELETE", "/a@1", None, ("unload", {"model": "a@1", "by": "ops"})),
+        ("POST", "/a@1/promote", None, ("promote", {"model": "a@1", **LOAD})),
+        (
+            "POST",
+            "/a@1/promote",
+            {"keep_old": False},
+            ("promote", {"model": "a@1", **LOAD, "keep_old": False}),
+        ),
+        ("POST", "/a/rollback", None, ("roll_back", {"name": "a", "by": "ops"})),
+    ],
+)
+async def test_orders(
+    admin: httpx.AsyncClient,
+    engines: FakeEngines,
+    method: str,
+    path: str,
+    body: object,
+    order: tuple[str, object],
+) -> None:
+    """Each is given as it was meant, and its answer is what came of it."""
+    said = {} if body is None else {"json": body}
+    response = await admin.request(method, f"/admin/models{path}", **said)
+    assert (200, {"did": order[0]}) == (response.status_code, response.json())
+    assert [order] == engines.orders
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {}, "path"),
+        ("", {"path": 3}, "path"),
+        ("", {"path": "a", "keep": True}, "keep"),
+        ("", {"path": "a", "keep_old": 1}, "keep_old"),
+        ("/a@1/promote", {"path": "a"}, "path"),
+        ("", [], None),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(
+    admin: httpx.AsyncClient, engines: FakeEngines, path: str, body: object, param: str | None
+) -> None:
+    """Nothing is done of what is not understood."""
+    response = await admin.post(f"/admin/models{path}", json=body)
+    error = response.json()["error"]
+    assert (422, "invalid", param) == (response.status_code, error["code"], error["param"])
+    assert [] == engines.orders
+
+
+@pytest.mark.parametrize("error", [Conflict("no"), BadBundle("no")], ids=["conflict", "bad"])
+async def test_refusals_come_through(
+    admin: httpx.AsyncClient, engine: FakeEngine, error: Conflict | BadBundle
+) -> None:
+    """With their status, code and reason."""
+    engine.error = error
+    response = await admin.post("/admin/models", json={"path": "a"})
+    assert (error.status, error.body) == (response.status_code, response.json())
+
+
+async def test_without_keys_nobody_administers(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """Who can reach a service may ask it, not change it."""
+    response = await client.post("/admin/models", json={"path": "a"})
+    assert (403, "forbidden") == (response.status_code, response.json()["error"]["code"])
+    assert [] == engines.orders
