@@ -26,9 +26,8 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(severity),
-        logger_factory=structlog.WriteLoggerFactory(
-            stream
-        ),  # a line at once: processes share the stream
+        # It writes a line at once, with its end: processes share the stream.
+        logger_factory=structlog.WriteLoggerFactory(stream),
     )
     adopt_foreign_lines(severity, stream, shared, renderer)
 
