@@ -27,6 +27,7 @@ from service.logs import log_bug
 from service.metrics import Recorder
 from service.routes import Route, router
 from service.settings import Settings
+from service.tracing import tracing
 
 OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
 
@@ -61,15 +62,6 @@ CORS: dict[str, Any] = {
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """The service as an ASGI application that holds `open_engines` open while it lives."""
     service = Service(settings, metrics)
-    app = FastAPI(
-        title="Quartet",
-        version=__version__,
-        description=DESCRIPTION,
-        lifespan=partial(lifespan, service, open_engines),
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
     routes = {
         route.path: "tasks" in route.tags for route in router.routes if isinstance(route, Route)
     }
@@ -79,6 +71,16 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         process=service,
         checks=[check_refusal, *gate(settings), Admission(service)],
         routes=routes,
+    )
+    app = FastAPI(
+        title="Quartet",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=partial(lifespan, service, reception, open_engines),
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # its spans hold the query
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
     app.state.reception = reception
@@ -96,9 +98,11 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
 
 
 @asynccontextmanager
-async def lifespan(service: Service, open_engines: OpenEngines, _: FastAPI) -> AsyncIterator[None]:
+async def lifespan(
+    service: Service, reception: Reception, open_engines: OpenEngines, _: FastAPI
+) -> AsyncIterator[None]:
     """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
-    async with open_engines(service.settings) as engines:
+    async with tracing() as reception.trace, open_engines(service.settings) as engines:
         service.engines = engines
         for engine in engines.all():
             log.info("opened", model=engine.id, runs=engine.fingerprint)

@@ -166,6 +166,8 @@ class Call(Generic[R]):
         reply = await answer_in_time(work, self.receive, self.ticket.deadline)
         timing = reply.timing
         self.exchange.tokens = reply.usage.tokens
+        self.exchange.batch_size = timing.batch_size
+        self.exchange.batch_tokens = timing.batch_tokens
         self.exchange.stages += (
             timing.encode_s,
             timing.queue_s,
@@ -200,7 +202,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     engine = engines.get(valid.model)
     engine.enter()
     exchange.settle.append(engine.leave)
-    exchange.model, exchange.inputs = engine.id, valid.size
+    exchange.model, exchange.task, exchange.inputs = engine.id, schema.task, valid.size
     exchange.stages = (exchange.seconds,)
     ticket = Ticket(
         request_id=exchange.request_id,

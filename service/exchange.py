@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.body import ClientDisconnected
 from service.errors import Draining, InternalError, Overloaded, QuartetError
-from service.logs import Sparing, log_request
+from service.logs import QUIET_ROUTES, Sparing, log_request
 from service.metrics import REFUSALS, Recorder
 from service.pace import Pace
 
@@ -34,13 +34,14 @@ TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say 
     r"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
 )
 CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
+OTHER = "other"  # the route of what has none
 
 
 @dataclass(slots=True)
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
-    trace_id: of the trace that the client says it is part of, or empty
+    trace_id: of the trace that the client says it is part of, or that was begun here; or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
     stages: seconds of each, as far in `metrics.STAGES` as it came
     """
@@ -52,8 +53,11 @@ class Exchange:
     priority: int = 0
     settle: list[Callable[[int], None]] = field(default_factory=list)
     model: str = ""
+    task: str = ""
     inputs: int = 0
     tokens: int = 0
+    batch_size: int = 0
+    batch_tokens: int = 0
     stages: tuple[float, ...] = ()
     status: int = 0
     code: str = ""
@@ -110,6 +114,10 @@ def check_refusal(scope: Scope, headers: Headers, exchange: Exchange) -> None:
         raise refusal
 
 
+# Is told of each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
+Trace = Callable[[str, str, Scope, Exchange], None]
+
+
 class Process(Protocol):
     """Whoever knows that this process is on its way out."""
 
@@ -126,8 +134,10 @@ def our_bug() -> InternalError:
 class Reception:
     """Where every request is named and checked when it comes, and recorded when it is over.
 
-    routes: the paths that the log and the metrics call by their name
+    routes: the paths that the log and the metrics call by their name; trace: makes their spans, while that is wanted
     """
+
+    trace: Trace | None = None
 
     def __init__(
         self,
@@ -168,7 +178,7 @@ class Reception:
         for settle in exchange.settle:
             settle(exchange.tokens)
         path = scope["path"]
-        route = path if path in self._routes else getattr(scope.get("route"), "path", "other")
+        route = path if path in self._routes else getattr(scope.get("route"), "path", OTHER)
         status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
         self._metrics.observe_request(route, exchange.model, status, seconds)
         if exchange.stages:
@@ -182,6 +192,8 @@ class Reception:
             if not self._refusals.may_tell():
                 return
             facts["untold"] = self._refusals.untold()
+        if self.trace is not None and route not in QUIET_ROUTES:
+            self.trace(method, route, scope, exchange)
         log_request(
             route,
             method=method,

@@ -80,21 +80,27 @@ def log_bug(error: Exception) -> None:
 
 
 class Sparing:
-    """Lets so many lines a second pass and counts the others, for lines that come when there is no time for them."""
+    """Lets so many lines a second, or in each period, pass and counts the others.
 
-    def __init__(self, per_s: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
+    For lines that come when there is no time for them.
+    """
+
+    def __init__(
+        self, most: int = 10, period_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most = most
+        self._period_s = period_s
         self._clock = clock
-        self._second = 0
+        self._period = -1
         self._told = 0
         self._untold = 0
 
     def may_tell(self) -> bool:
-        second = int(self._clock())
-        if second != self._second:
-            self._second, self._told = second, 0
+        period = int(self._clock() / self._period_s)
+        if period != self._period:
+            self._period, self._told = period, 0
         self._told += 1
-        if self._told > self._per_s:
+        if self._told > self._most:
             self._untold += 1
             return False
         return True

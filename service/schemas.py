@@ -6,11 +6,12 @@ their models are for the OpenAPI document.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from service.bundle import Task
 from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
 
@@ -52,6 +53,8 @@ class _Strict(BaseModel):
 class Request(_Strict):
     """What every task's request may say."""
 
+    task: ClassVar[Task]
+
     model: Name | None = Field(
         None, description="`name` or `name@version`; the first bundle served when absent"
     )
@@ -90,6 +93,8 @@ class TextRequest(Request):
 
 
 class ClassifyRequest(TextRequest):
+    task = "classification"
+
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
     top_k: int | None = Field(None, ge=1, description="labels to return; all of them when absent")
     truncate: Truncate = Field(
@@ -110,6 +115,8 @@ class ClassifyRequest(TextRequest):
 
 
 class NerRequest(TextRequest):
+    task = "ner"
+
     aggregation_strategy: Aggregation = Field(
         "first", description="how a word's tokens, and an entity's words, become one entity"
     )
@@ -119,6 +126,8 @@ class NerRequest(TextRequest):
 
 
 class EmbedRequest(TextRequest):
+    task = "embedding"
+
     normalize: bool | None = Field(
         None, description="scale vectors to length 1; as the head says when absent"
     )
@@ -140,6 +149,8 @@ class Question(_Strict):
 
 class QaRequest(Request):
     """One question as `question` and `context`, or several as `inputs`; not both."""
+
+    task = "qa"
 
     question: NotBlank | None = Field(None, description="what is asked of the context")
     context: NotBlank | None = Field(None, description="the text that the answer is a span of")

@@ -73,7 +73,8 @@ def test_service_knows_nothing_of_training(trainer):
 
 def test_service_imports_only_what_serving_installs():
     """Every library that the service imports is a declared serving dependency."""
-    # FastAPI and pydantic each hand on their foundation, and choose its version themselves.
+    # FastAPI and pydantic each hand on their foundation, and choose its version themselves. What the extra for
+    # spans brings shares its name with the API, and is imported only where spans are asked for.
     handed_on = {"starlette", "pydantic_core"}
     known = {"service"} | handed_on | declared("cpu") | sys.stdlib_module_names
     used = {

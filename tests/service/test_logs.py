@@ -104,7 +104,7 @@ def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
 def test_lines_of_one_kind_may_be_spared() -> None:
     """Two in a second are told; the first of the next says how many were not."""
     now = 0.0
-    lines = logs.Sparing(per_s=2, clock=lambda: now)
+    lines = logs.Sparing(2, clock=lambda: now)
     assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]
     now = 1.2
     assert lines.may_tell()
