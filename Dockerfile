@@ -5,7 +5,7 @@
 #     docker build -t quartet:gpu --target gpu --build-arg DEVICE=gpu .
 #
 # PYTHON_IMAGE may be any Debian-based image with Python 3.11 or newer as python3, BUNDLE any directory
-# under bundles/. Nothing here is known to only one of BuildKit and the classic builder.
+# under bundles/, EXTRAS=otel adds what traces requests. Nothing here is known to only one of BuildKit and the classic builder.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -26,10 +26,11 @@ FROM build AS build-gpu
 ARG PIP_INDEX_URL
 ARG TARGETARCH
 ARG DEVICE
+ARG EXTRAS
 # The classic builder runs every stage above its target, and it alone leaves TARGETARCH empty: there, only
 # DEVICE=gpu fills this environment, so that a CPU image does not wait for gigabytes of CUDA.
 RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
-        python3 deploy/requirements.py gpu > requirements.txt \
+        python3 deploy/requirements.py gpu ${EXTRAS} > requirements.txt \
         && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
             --only-binary :all: --constraint constraints.txt --requirement requirements.txt; \
     else \
@@ -38,7 +39,8 @@ RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
 
 FROM build AS build-cpu
 ARG PIP_INDEX_URL
-RUN python3 deploy/requirements.py cpu > requirements.txt \
+ARG EXTRAS
+RUN python3 deploy/requirements.py cpu ${EXTRAS} > requirements.txt \
     && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
         --only-binary :all: --constraint constraints.txt --requirement requirements.txt
 

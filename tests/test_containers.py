@@ -106,7 +106,9 @@ def test_compose_hands_on_every_setting(name):
     fixed = {"bundles", "host", "port"}
     settings = {f"QUARTET_{field.upper()}" for field in Settings.model_fields.keys() - fixed}
 
-    assert dict.fromkeys(settings) == COMPOSE["services"][name]["environment"]
+    given = COMPOSE["services"][name]["environment"]
+    assert set(given.values()) == {None}
+    assert settings == {variable for variable in given if not variable.startswith("OTEL_")}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -191,6 +193,22 @@ def test_image_installs_nothing_of_training(target):
 
     assert set() == set(requirements([target])) & set(requirements(["train", "test"])[base:])
     assert not any(line.startswith("torch") for line in requirements([target]))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_extra_is_installed_where_it_is_asked_for(tmp_path, target):
+    """What the stage hands to pip are the requirements of the device and of EXTRAS."""
+    (script,) = STAGES[f"build-{target}"].all("RUN")
+    called = tmp_path / "python3"
+    called.write_text('#!/bin/sh\nshift\necho "$@"\n')
+    called.chmod(0o755)
+    script = script.replace("python3", str(called)).replace("/opt/pip/bin/pip", ":")
+    asked = {"DEVICE": "gpu", "EXTRAS": "otel"}
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, env=asked, check=True)
+
+    assert [target, "otel"] == (tmp_path / "requirements.txt").read_text().split()
+    assert "EXTRAS" in STAGES[f"build-{target}"].all("ARG")
+    assert len(requirements([target, "otel"])) > len(requirements([target]))
 
 
 @pytest.mark.parametrize("target", TARGETS)
