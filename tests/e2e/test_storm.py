@@ -1,86 +1,94 @@
-"""Everything at once: all tasks and lengths, clients that leave, processes that die. Nothing is lost or wrong."""
+"""Everything at once: all tasks and lengths, clients that leave, processes that die, models that are swapped."""
 
-import json
+import itertools
 import os
-import random
 import signal
-import socket
-import threading
+import statistics
 import time
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.calls import calls, close
+from benchmarks.processes import resident_mb
+from tests.e2e.clients import asking, lone_answers, seen_by, wrong_of
 from tests.e2e.conftest import Server, children, serving, until
+from tests.e2e.test_models import Desk, desk
 
 pytestmark = pytest.mark.e2e
 
 CLIENTS = 6
 KILL_EVERY_S = 4.0
+REFUSALS = {"replica_lost", "not_ready"}  # while nobody computes
+
+LOAD = 0.8  # of what the clients get when they wait for nothing
+LONG_S, MINUTE_S = 240.0, 60.0
+MEMORY = 0.05
 
 
-class Client(threading.Thread):
-    """Asks one thing after the other, sometimes leaves too soon, and compares every answer with the lone one."""
-
-    def __init__(self, server: Server, expected: list[object], end: float, seed: int) -> None:
-        super().__init__(daemon=True)
-        self.server, self.expected, self.end = server, expected, end
-        self.chance = random.Random(seed)
-        self.seen: Counter[object] = Counter()
-        self.wrong: list[object] = []
-
-    def run(self) -> None:
-        asked = calls()
-        while time.monotonic() < self.end:
-            number = self.chance.randrange(len(asked))
-            path, body = asked[number]
-            if self.chance.random() < 0.1:
-                self.leave(path, json.dumps(body).encode())
-                continue
-            reply = self.server.post(path, body)
-            said = reply.json()
-            if reply.status == 200:
-                self.seen["answered"] += 1
-                if not close(self.expected[number], said):
-                    self.wrong.append((path, body, said))
-            else:
-                self.seen[said["error"]["code"]] += 1
-                time.sleep(0.05)
-
-    def leave(self, path: str, body: bytes) -> None:
-        """Send a request, or a part of it, and go."""
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        with socket.create_connection(("127.0.0.1", self.server.port)) as wire:
-            wire.sendall(request[: self.chance.randrange(1, len(request) + 1)])
-            time.sleep(self.chance.random() * 0.02)
-        self.seen["left"] += 1
+def kill_inference(server: Server) -> None:
+    """Kill the process that computes, and wait until there is another."""
+    os.kill(children(server)["inference"][0], signal.SIGKILL)
+    until(lambda: server.get("/health/ready").status == 503)
+    until(lambda: server.get("/health/ready").status == 200, 60)
 
 
 @pytest.mark.promise("Nothing accepted is lost, and nothing is answered differently in company.")
 def test_answers_are_right_while_processes_die(tiny_bundle: Path, seconds: float) -> None:
     """The inference process is killed again and again: what comes while there is none is refused, all else right."""
     with serving(tiny_bundle) as server:
-        expected = [server.answer(*call) for call in calls()]
+        expected = {"tiny@1": lone_answers(server, "tiny@1")}
         end = time.monotonic() + max(seconds, 2 * KILL_EVERY_S)
-        clients = [Client(server, expected, end, seed) for seed in range(CLIENTS)]
-        for client in clients:
-            client.start()
-        kills = 0
-        while time.monotonic() + KILL_EVERY_S / 2 < end:
-            time.sleep(KILL_EVERY_S / 2)
-            os.kill(children(server)["inference"][0], signal.SIGKILL)
-            kills += 1
-            until(lambda: server.get("/health/ready").status == 503)
-            until(lambda: server.get("/health/ready").status == 200, 60)
-            time.sleep(KILL_EVERY_S / 2)
-        for client in clients:
-            client.join(60)
-        seen = sum((client.seen for client in clients), Counter[object]())
-        assert not [one for client in clients for one in client.wrong]
-        assert set(seen) <= {"answered", "left", "replica_lost", "not_ready"}
-        assert seen["answered"] > 10 * kills
+        with asking(server, expected, CLIENTS) as clients:
+            kills = 0
+            while time.monotonic() + KILL_EVERY_S / 2 < end:
+                time.sleep(KILL_EVERY_S / 2)
+                kill_inference(server)
+                kills += 1
+                time.sleep(KILL_EVERY_S / 2)
+        seen = seen_by(clients)
+        assert not wrong_of(clients)
+        assert set(seen) <= {"tiny@1", "left", *REFUSALS}
+        assert seen["tiny@1"] > 10 * kills
         assert kills
-        assert expected[0] == server.answer(*calls()[0])
+        assert expected["tiny@1"] == lone_answers(server, "tiny@1")
+
+
+def swaps(at: Desk) -> Iterator[str]:
+    """The version that does not answer is dropped and loaded again, and so answers; its name, each time."""
+    for version in itertools.cycle("12"):
+        dropped = at.order("DELETE", f"/admin/models/tiny@{version}")
+        assert 200 == dropped.status, dropped.body
+        yield at.load(version)["model"]["id"]
+
+
+@pytest.mark.promise("Hours of load, swaps, lost clients and lost processes leave no trace.")
+def test_a_soak(tiny_bundle: Path, tmp_path: Path, seconds: float) -> None:
+    """Answers are right, each as its version gives it alone, and memory is where it was after the first minute."""
+    with desk(tiny_bundle, tmp_path) as at:
+        at.save("1")
+        at.load(at.save("2"))
+        expected = {f"tiny@{n}": lone_answers(at.server, f"tiny@{n}", at.client) for n in "12"}
+        with asking(at.server, expected, CLIENTS, headers=at.client) as clients:
+            time.sleep(2.0)
+        rate = LOAD * sum(seen_by(clients).values()) / 2.0
+        resident: list[tuple[float, float]] = []  # when, and how many MB
+        swapping = swaps(at)
+        began = time.monotonic()
+        with asking(at.server, expected, CLIENTS, headers=at.client, rate=rate) as clients:
+            while (past_s := time.monotonic() - began) < max(seconds, KILL_EVERY_S):
+                if len(resident) % 8 == 7:
+                    kill_inference(at.server)
+                answering = next(swapping)
+                assert answering == at.vector("tiny")[0]
+                resident.append((past_s, resident_mb(at.server.process.pid)))
+                time.sleep(min(MINUTE_S / 12, seconds / 8))
+        seen = seen_by(clients)
+        print(f"{rate:.0f} requests/s, {dict(seen)}, {resident[0]} to {resident[-1]} MB")
+        assert not wrong_of(clients)
+        assert set(seen) <= {*expected, "left", *REFUSALS}
+        assert min(seen[model] for model in expected) > 0
+        if seconds >= LONG_S:
+            early = [mb for past_s, mb in resident if MINUTE_S <= past_s < 2 * MINUTE_S]
+            late = [mb for past_s, mb in resident if past_s > seconds - MINUTE_S]
+            assert abs(statistics.median(late) / statistics.median(early) - 1) <= MEMORY
