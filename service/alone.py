@@ -28,7 +28,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     Raises BundleError or ProviderError when a bundle must not be served.
     """
     async with open_device(settings, metrics) as device:
-        curator = Curator(device, settings)
+        curator = Curator(device, settings, metrics)
         curator.open()
         engines = Engines(device, curator.perform)
         try:

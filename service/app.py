@@ -62,9 +62,8 @@ CORS: dict[str, Any] = {
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """The service as an ASGI application that holds `open_engines` open while it lives."""
     service = Service(settings, metrics)
-    routes = {
-        route.path: "tasks" in route.tags for route in router.routes if isinstance(route, Route)
-    }
+    served = [*router.routes, *admin.router.routes]
+    routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
     reception = Reception(
         metrics=metrics,
@@ -91,7 +90,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     # Included, the routes would be matched and wrapped twice.
-    app.router.routes.extend([*router.routes, *admin.router.routes])
+    app.router.routes.extend(served)
     add_pages(app)
     app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
     return app

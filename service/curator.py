@@ -29,7 +29,8 @@ from service.errors import (
     NewEmbeddingSpace,
     UnknownModel,
 )
-from service.local import LocalDevice, Opened
+from service.local import LocalDevice, Opened, trim
+from service.metrics import ORDERS, Metrics
 from service.orders import Report
 from service.settings import Settings
 
@@ -52,6 +53,7 @@ class Curator:
         self,
         device: LocalDevice,
         settings: Settings,
+        metrics: Metrics,
         report: Callable[[Report], Awaitable[None]] = tell_nobody,
     ) -> None:
         self.models: Models = ()
@@ -64,6 +66,8 @@ class Curator:
         self._opening = asyncio.Lock()
         self._deciding = asyncio.Lock()
         self._orders: set[asyncio.Task[Answer]] = set()
+        self._metrics = metrics
+        metrics.watch(device.load, self.facts, settings.max_queue_tokens)
 
     # -- at start ---------------------------------------------------------------------------------
 
@@ -137,7 +141,10 @@ class Curator:
 
     def _performed(self, what: str, order: Mapping[str, Any], task: asyncio.Task[Answer]) -> None:
         self._orders.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        error = None if task.cancelled() else task.exception()
+        if what in ORDERS:
+            self._metrics.observe_order(what, not (error or task.cancelled()))
+        if error:
             log.warning("refused", order=what, **order, reason=str(error))
 
     async def show(self) -> Answer:
@@ -199,6 +206,12 @@ class Curator:
         await gone
         return {"unloaded": leaving.id, "current": now}
 
+    def facts(self) -> dict[str, dict[str, str]]:
+        """What the metrics say of each bundle."""
+        states = {model.id: model.state for model in self.models}
+        facts = self._device.facts()
+        return {name: {**facts[name], "state": states.get(name, "draining")} for name in facts}
+
     # -- how they are done ------------------------------------------------------------------------
 
     async def _introduce(self, what: str, new: Model, by: str, *, keep_old: bool = True) -> Answer:
@@ -239,6 +252,8 @@ class Curator:
         await self._follower.left(name)
         await self._device.drop(name)
         del self._going[name]
+        self._metrics.forget_others(self._device.texts)
+        await asyncio.to_thread(trim)
         log.info("unloaded", model=name)
 
     # -- what they need ---------------------------------------------------------------------------

@@ -268,7 +268,7 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
-            curator = Curator(device, settings, orders.report)
+            curator = Curator(device, settings, metrics, orders.report)
             curator.open(resume)
         except Exception as error:
             raise CannotStart(error) from error

@@ -1,9 +1,10 @@
 """The device of this process: the bundles' sessions, and the batcher that they share."""
 
 import asyncio
+import ctypes
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -102,6 +103,12 @@ class Opened:
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
     canary: Canary
+
+
+def trim() -> None:
+    """Let the system have what is free: the C library would keep most of it, in pieces that no other bundle fits in."""
+    with suppress(AttributeError):  # glibc's own
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class LocalDevice:
@@ -237,7 +244,6 @@ async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[Loc
     slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
     device = LocalDevice(settings, slots, metrics)
     await device.batcher.start()
-    metrics.watch(device.load, device.facts, settings.max_queue_tokens)
     watching = asyncio.create_task(device.watch())
     try:
         yield device

@@ -6,7 +6,7 @@ be known of them before anybody asks is on the page from the start, at zero: a r
 told of the first refusal, too.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import (
@@ -31,6 +31,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double 
 STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
 REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
 OUTCOMES = ("failed", "ok")
+ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200
 
 STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
@@ -66,6 +67,8 @@ class Metrics:
         self._routes: dict[str, bool] = {}
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
+        self._of_models: list[Histogram | Counter] = []
+        self._told: set[str] = set()  # models that there are series of
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
@@ -102,9 +105,10 @@ class Metrics:
         )
         self._info = self._gauge(
             "quartet_model_info",
-            "1 for each model that is served, and how it is computed.",
+            "1 for each model that is loaded, whose requests it gets, and how it is computed.",
             "model",
             "sha256",
+            "state",
             "precision",
             "provider",
             "runtime",
@@ -131,27 +135,44 @@ class Metrics:
             "model",
             "outcome",
         )
+        self._orders = self._counter(
+            "quartet_model_orders_total",
+            "Changes of which models are served that were asked for.",
+            "order",
+            "outcome",
+        )
         for reason in REFUSALS:
             self._rejected.labels(reason)
+        for order in ORDERS:
+            for outcome in OUTCOMES:
+                self._orders.labels(order, outcome)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        made = Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        if "model" in labels:
+            self._of_models.append(made)
+        return made
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+        made = Counter(name, text, labels, registry=self.registry)
+        if "model" in labels:
+            self._of_models.append(made)
+        return made
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+        self._told.add(model)
         self._duration.labels(route, model, str(status)).observe(seconds)
 
     def observe_rejection(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._told.add(model)
         self._tokens.labels(model, tenant).inc(tokens)
         for stage, seconds in zip(self._stages_at(model), stages, strict=False):
             stage.observe(seconds)
@@ -164,10 +185,15 @@ class Metrics:
         return found
 
     def observe_canary(self, model: str, well: bool) -> None:
+        self._told.add(model)
         self._canaries.labels(model, OUTCOMES[well]).inc()
+
+    def observe_order(self, order: str, well: bool) -> None:
+        self._orders.labels(order, OUTCOMES[well]).inc()
 
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle
+        self._told.add(model)
         wait = self._queue_wait.labels(model)
         for seconds in stats.queue_s:
             wait.observe(seconds)
@@ -196,6 +222,7 @@ class Metrics:
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
         models = self._models()
+        self.forget_others(models)
         self._info.clear()
         for model, facts in models.items():
             self._info.labels(model=model, **facts).set(1)
@@ -205,8 +232,18 @@ class Metrics:
                 self._duration.labels(route, model, str(OK))
         return generate_latest(self.registry)
 
+    def forget_others(self, models: Collection[str]) -> None:
+        """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""
+        gone = self._told - {"", *models} if models else set()
+        for model in gone:
+            self._stages_of.pop(model, None)
+            for family in self._of_models:
+                family.remove_by_labels({"model": model})
+        self._told -= gone
+
     def _begin(self, model: str) -> None:
         """Have all that will be told of a model on the page."""
+        self._told.add(model)
         self._stages_at(model)
         batches = (self._queue_wait, self._inference, self._batch_tokens, self._size, self._padding)
         for family in batches:

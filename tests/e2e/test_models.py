@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -135,6 +136,52 @@ def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps
 
 def alike(one: list[float], other: list[float]) -> bool:
     return bool(np.allclose(one, other, rtol=0, atol=1e-5))
+
+
+SWAPS = 50
+MARGIN = 10  # MB, threads or files more after fifty swaps, by chance: what each left would be five times as many
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server's processes hold together."""
+
+    memory_mb: float  # that none shares
+    threads: int
+    files: int
+
+    @classmethod
+    def by(cls, server: Server) -> "Held":
+        pids = [server.process.pid, *(pid for found in children(server).values() for pid in found)]
+        maps = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+        private = [re.findall(r"Private_Dirty: +(\d+) kB", text)[0] for text in maps]
+        threads, files = (
+            sum(len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids) for kind in ("task", "fd")
+        )
+        return cls(sum(map(int, private)) / 1024, threads, files)
+
+
+@pytest.mark.promise("Memory is after fifty swaps what it was before.")
+@pytest.mark.parametrize("workers", [1, 0])
+def test_swaps_take_no_memory(tiny_bundle: Path, tmp_path: Path, workers: int) -> None:
+    """Nor threads, nor files: fifty later there are as many as when the first two versions were there."""
+    with desk(tiny_bundle, tmp_path, workers=workers) as at:
+
+        def swap(version: int) -> None:
+            at.load(at.save(str(version)))
+            assert f"tiny@{version}" == at.vector("tiny")[0]
+            until(lambda: len(at.states()) == 2)
+            shutil.rmtree(at.models_dir / str(version))
+
+        for version in range(2, 5):
+            swap(version)
+        before = Held.by(at.server)
+        for version in range(5, 5 + SWAPS):
+            swap(version)
+        after = Held.by(at.server)
+    assert after.memory_mb < before.memory_mb + MARGIN
+    assert after.threads < before.threads + MARGIN
+    assert after.files < before.files + MARGIN
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import shutil
 import time
 import weakref
@@ -58,14 +59,22 @@ class FakeFollower:
 class Curated:
     """A curator of a directory of versions, the first of which is served."""
 
-    def __init__(self, full: Path, models_dir: Path, device: LocalDevice, settings: Settings):
+    def __init__(
+        self,
+        full: Path,
+        models_dir: Path,
+        device: LocalDevice,
+        settings: Settings,
+        metrics: Metrics,
+    ):
         self.full = full
         self.models_dir = models_dir
         self.device = device
         self.settings = settings
         self.reports: list[Mapping[str, Any]] = []
         self.follower = FakeFollower()
-        self.curator = Curator(device, settings, self.report)
+        self.metrics = metrics
+        self.curator = Curator(device, settings, metrics, self.report)
 
     async def report(self, report: Mapping[str, Any]) -> None:
         self.reports.append(report)
@@ -102,8 +111,9 @@ async def curated(
     models_dir = tmp_path / "models"
     models_dir.mkdir()
     settings = Settings(bundles=(first,), provider="cpu", threads=1, models_dir=models_dir)
-    async with open_device(settings, Metrics()) as device:
-        made = Curated(tiny_bundle, models_dir, device, settings)
+    metrics = Metrics()
+    async with open_device(settings, metrics) as device:
+        made = Curated(tiny_bundle, models_dir, device, settings, metrics)
         made.curator.open()
         await made.curator.follow(made.follower)
         yield made
@@ -345,6 +355,38 @@ async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
     assert ["tiny@1"] == [*curated.device.load().rates]
 
 
+async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
+    """Each bundle has its state; of one that has gone there is no series, whatever HTTP processes still tell of it."""
+    curated.save("2")
+    await curated.load("2")
+    page = curated.metrics.render().decode()
+    for labels in ('model="tiny@1"', 'model="tiny@2"'):
+        assert f"quartet_batch_size_count{{{labels}}} 0.0" in page
+    infos = [line for line in page.splitlines() if line.startswith("quartet_model_info{")]
+    assert ["previous", "current"] == [re.findall('state="(.*?)"', info)[0] for info in infos]
+    curated.metrics.observe_request("/embed", "tiny@1", 200, 0.5)
+    await curated.unload("tiny@1")
+    told = [sample for family in curated.metrics.registry.collect() for sample in family.samples]
+    of_models = [sample for sample in told if sample.name != "quartet_model_info"]
+    assert not any("tiny@1" in str(sample) for sample in of_models)
+    curated.metrics.observe_request("/embed", "tiny@1", 200, 0.5)
+    assert b"tiny@1" not in curated.metrics.render()
+
+
+async def test_orders_are_counted(curated: Curated) -> None:
+    """Those that were done and those that were refused; to be shown what is there changes nothing."""
+    curated.save("2")
+    await curated.load("2")
+    with pytest.raises(BadBundle):
+        await curated.load("3")
+    await curated.shown()
+    page = curated.metrics.render().decode()
+    counted = re.findall(r'quartet_model_orders_total{order="(\w+)",outcome="(\w+)"} (\S+)', page)
+    assert [("load", "failed", "1.0"), ("load", "ok", "1.0")] == sorted(
+        count for count in counted if count[2] != "0.0"
+    )
+
+
 # -- embedding spaces ---------------------------------------------------------------------------------
 
 
@@ -420,8 +462,9 @@ def test_without_a_directory_nothing_comes() -> None:
 
 async def again(curated: Curated, stack: AsyncExitStack) -> Curated:
     """What a process that starts now makes of what this one reported."""
-    device = await stack.enter_async_context(open_device(curated.settings, Metrics()))
-    made = Curated(curated.full, curated.models_dir, device, curated.settings)
+    metrics = Metrics()
+    device = await stack.enter_async_context(open_device(curated.settings, metrics))
+    made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
     made.curator.open(curated.reports[-1]["resume"])
     return made
 

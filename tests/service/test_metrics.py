@@ -12,7 +12,7 @@ from service.batcher import BatchStats
 from service.errors import Overloaded
 from service.keys import Key, digest
 from service.load import Backlog, Flow, Left, Load
-from service.metrics import STAGES, Metrics
+from service.metrics import ORDERS, OUTCOMES, STAGES, Metrics
 from service.settings import Settings
 from tests.service.conftest import living
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -21,7 +21,13 @@ STATS = BatchStats(
     bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
 )
 
-FACTS = {"sha256": "00ff", "precision": "int8", "provider": "CPU", "runtime": "ort 1"}
+FACTS = {
+    "sha256": "00ff",
+    "state": "current",
+    "precision": "int8",
+    "provider": "CPU",
+    "runtime": "ort 1",
+}
 BATCHES = ["queue_wait_seconds", "inference_seconds", "batch_tokens", "batch_size", "padding_ratio"]
 REFUSED = "quartet_requests_rejected_total"
 IN_LINES = {"Accept": "application/x-ndjson"}
@@ -65,7 +71,7 @@ def test_the_device_is_asked_when_read() -> None:
     assert [first[name, ()] for name in gauges] == [0.0, 0.0, 1000.0]
     assert [then[name, ()] for name in gauges] == [1.0, 42.0, 1000.0]
     info = [labels for name, labels in then if name == "quartet_model_info"]
-    assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff")]
+    assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
 
 
 def test_each_process_has_its_own() -> None:
@@ -164,7 +170,7 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
         found = await scrape(client)
     codes = {kind.code for kind in errors.kinds() if kind.status != 500}
     tasks = [(("tiny@1", f"/{task}", "200")) for task in ("classify", "ner", "qa", "embed")]
-    pages = ["/models", "/health/live", "/health/ready", "/metrics"]
+    pages = ["/models", "/health/live", "/health/ready", "/metrics", "/admin/models/{model}"]
     count = "quartet_request_duration_seconds_count"
     expected = {
         *((REFUSED, (code,)) for code in codes),
@@ -173,6 +179,7 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
         *(("quartet_stage_seconds_count", ("tiny@1", stage)) for stage in STAGES),
         *((f"quartet_{name}_count", ("tiny@1",)) for name in BATCHES),
         *(("quartet_canary_runs_total", ("tiny@1", outcome)) for outcome in ("ok", "failed")),
+        *(("quartet_model_orders_total", (order, o)) for order in ORDERS for o in OUTCOMES),
         ("quartet_poison_inputs_total", ("tiny@1",)),
         ("quartet_tokens_total", ("tiny@1", "ann")),
     }
