@@ -221,10 +221,8 @@ def attributes(
 
 def failed(exchange: Exchange) -> bool:
     """Whether the service failed: what the client did wrong is no error of a server's span."""
-    half = exchange.status == OK and bool(
-        exchange.code
-    )  # an answer in lines that ended with an error
-    return half or exchange.status >= InternalError.status
+    broken = exchange.status == OK and bool(exchange.code)  # in lines that ended with an error
+    return broken or exchange.status >= InternalError.status
 
 
 def nanoseconds(seconds: float) -> int:
