@@ -13,7 +13,8 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test fuzz check chaos format audit bench bench-goals bench-limit bench-peers bench-gpu tune clean
+.PHONY: help serve setup test fuzz check chaos format audit clean
+.PHONY: bench bench-goals bench-faults bench-limit bench-peers bench-gpu tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +56,9 @@ bench: $(VENV)/.test ## Measure the service beside the bare session: tables, the
 
 bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory, likewise
 	@$(RUN) -m benchmarks.goals $(ARGS)
+
+bench-faults: $(VENV)/.test ## Overload Quartet and a peer, kill and stop them, and send them what is bad (half an hour)
+	@$(RUN) -m benchmarks.underfire $(ARGS)
 
 bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
 	@$(RUN) -m benchmarks.limit $(ARGS)

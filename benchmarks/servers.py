@@ -67,6 +67,7 @@ class Server:
     environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
     binary: what must be on the PATH.
     prepare: from interpreter, checkpoint and scratch folder to the form of the model that this server reads.
+    computes: a word among the arguments of its process that computes, if it has one apart from the first.
     measures_itself: it is told a load instead of being put under it, and answers with its figures (`benchmarks.bare`).
     """
 
@@ -79,6 +80,7 @@ class Server:
     prepare: Callable[[Path, Path, Path], Path] = as_it_is
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    computes: str = ""
     measures_itself: bool = False
 
     def python(self) -> Path:
@@ -364,6 +366,7 @@ def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
         command=command,
         ready="/health/ready",
         prepare=to_bundle,
+        computes="inference",
         calls={
             "embed": Call("/embed", quartet_body, lambda said: said["embeddings"][0]),
             "classify": Call("/classify", quartet_body, lambda said: scores(said["results"][0])),

@@ -78,3 +78,12 @@ def test_nobody():
     processes.rest(ended.pid)
     assert [] == [*processes.members(ended.pid)]
     assert processes.cpu_s(ended.pid) == processes.resident_mb(ended.pid) == 0
+
+
+def test_a_process_is_found_by_its_arguments(root):
+    """The first below the root that was called with a word; the root's own arguments count."""
+    pids = [pid for pid, _ in processes.members(root)]
+
+    assert [pids[0], pids[1], pids[2]] == [processes.called(root, depth) for depth in "210"]
+    with pytest.raises(LookupError, match="'nowhere'"):
+        processes.called(root, "nowhere")
