@@ -1,5 +1,6 @@
 """HTTP and inference in one process."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from service.local import open_device
 from service.metrics import Metrics
 from service.server import Server
 from service.settings import Settings
+from service.watch import watch
 
 
 def serve_alone(settings: Settings, listeners: Sequence[socket.socket]) -> None:
@@ -33,6 +35,10 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
         engines = Engines(device, curator.perform)
         try:
             await curator.follow(engines)
-            yield engines
+            watching = asyncio.create_task(watch(curator, settings))
+            try:
+                yield engines
+            finally:
+                watching.cancel()
         finally:
             engines.close()

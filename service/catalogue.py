@@ -1,6 +1,6 @@
 """Which bundles are served, and whose requests each of them gets: a value, and the ways in which it changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -74,19 +74,33 @@ def settled(models: Sequence[Model], now: float) -> Models:
     return found
 
 
-def introduced(models: Models, new: Model, now: float, *, keep_old: bool = True) -> Models:
+def introduced(
+    models: Models,
+    new: Model,
+    now: float,
+    *,
+    keep_old: bool = True,
+    resident: Collection[str] = (),
+) -> Models:
     """Let a bundle answer for its name from now on; who did stays as the previous one, if it is to be kept.
 
-    Whoever was the previous one goes, unless it is the new one itself.
+    Whoever was the previous one goes, unless it is the new one itself, or one of the resident, by their hashes: these
+    stay, pinned.
     """
-    old = current(models, new.name)
+    old, former = current(models, new.name), previous(models, new.name)
     new = _turned(new, "current", now)
     if old is None:
         return (*models, new)
-    rest = [m for m in models if m.id != new.id and m is not previous(models, new.name)]
+    rest = [m for m in models if m.id != new.id and (m is not former or m.sha256 in resident)]
+    rest = [_turned(m, "pinned", now) if m is former else m for m in rest]
     place = rest.index(old)
     rest[place : place + 1] = [new, _turned(old, "previous", now)] if keep_old else [new]
     return tuple(rest)
+
+
+def added(models: Models, new: Model, now: float) -> Models:
+    """Let a bundle answer who names it in full, and for its name if nobody does."""
+    return settled((*models, new), now)
 
 
 def without(models: Models, model_id: str, now: float) -> Models:

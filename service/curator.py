@@ -7,7 +7,7 @@ first, and is let go of when the last that it had is answered.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -65,6 +65,7 @@ class Curator:
         self._going: dict[str, tuple[Model, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
         self._deciding = asyncio.Lock()
+        self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
         self._orders: set[asyncio.Task[Answer]] = set()
         self._metrics = metrics
         metrics.watch(device.load, self.facts, settings.max_queue_tokens)
@@ -157,20 +158,29 @@ class Curator:
         return {"models": [*map(self._told, self.models), *going, *coming]}
 
     async def load(
-        self, *, path: str, keep_old: bool, allow_new_embedding_space: bool, by: str
+        self,
+        *,
+        path: str,
+        keep_old: bool,
+        allow_new_embedding_space: bool,
+        promote: bool,
+        by: str,
     ) -> Answer:
-        """Let a bundle of the operator's directory answer for its name."""
+        """Let a bundle of the operator's directory answer for its name or, if not to promote, who names it in full."""
+        allowed = allow_new_embedding_space or not promote
         folder = locate(self._settings.models_dir, path)
         async with self._opening:
             with self._listed(folder), refusing():
                 bundle = await asyncio.to_thread(bundles.load, folder)
                 known = self._known(bundle)
-                self._check_space(bundle.manifest, allow_new_embedding_space)
+                self._check_space(bundle.manifest, allowed)
                 opened = None if known else await asyncio.to_thread(self._device.open, bundle)
             async with self._deciding:
-                self._check_space(bundle.manifest, allow_new_embedding_space)
+                self._check_space(bundle.manifest, allowed)
                 new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
-                return await self._introduce("load", new, by, keep_old=keep_old)
+                if promote:
+                    return await self._introduce("load", new, by, keep_old=keep_old)
+                return await self._stand_by(new, by)
 
     async def promote(
         self, *, model: str, keep_old: bool, allow_new_embedding_space: bool, by: str
@@ -217,10 +227,23 @@ class Curator:
     async def _introduce(self, what: str, new: Model, by: str, *, keep_old: bool = True) -> Answer:
         old = catalogue.current(self.models, new.name)
         if new is not old:
-            later = catalogue.introduced(self.models, new, time.time(), keep_old=keep_old)
+            now, resident = time.time(), self.resident
+            later = catalogue.introduced(
+                self.models, new, now, keep_old=keep_old, resident=resident
+            )
             await self._serve(later)
             former = old.id if old else None
             log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
+        return self._introduced(new)
+
+    async def _stand_by(self, new: Model, by: str) -> Answer:
+        """Let a bundle answer who names it in full."""
+        if new not in self.models:
+            await self._serve(catalogue.added(self.models, new, time.time()))
+            log.info("load", model=new.id, sha256=new.sha256, by=by)
+        return self._introduced(new)
+
+    def _introduced(self, new: Model) -> Answer:
         kept = catalogue.previous(self.models, new.name)
         return {
             "model": self._told(self._find(new.id)),

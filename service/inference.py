@@ -25,6 +25,7 @@ from service.metrics import Metrics
 from service.orders import Orders
 from service.settings import Settings
 from service.waiting import Ended, Entry, Outcome
+from service.watch import watch
 
 log = structlog.get_logger()
 
@@ -279,9 +280,11 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         serving = asyncio.create_task(serve(fronts, orders))
         telling = asyncio.create_task(fronts.tell_load())
         beating = asyncio.create_task(orders.beat())
+        watching = asyncio.create_task(watch(curator, settings))
         await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
         telling.cancel()
         beating.cancel()
+        watching.cancel()
         if not serving.done():
             log.error("inference cannot go on", problem=device.load().problem)
             os._exit(1)  # any other way to end would wait for a thread that hangs

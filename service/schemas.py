@@ -215,6 +215,10 @@ class Order(_Strict):
 
 class LoadRequest(Order):
     path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
+    promote: bool = Field(
+        True,
+        description="let it answer for its name; else only who names its version, until it is promoted",
+    )
 
 
 R = TypeVar("R", bound=Request)

@@ -47,6 +47,11 @@ class Settings(BaseSettings):
         None,
         description="directory of bundles that may come while the service runs; unset, none may",
     )
+    watch_s: float | None = Field(
+        None,
+        gt=0,
+        description="look into models_dir every so many seconds and serve what is there; unset, bundles come by order",
+    )
     host: str = Field(
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )
@@ -177,6 +182,13 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return [*filter(None, value.split(os.pathsep))]
         return [value] if isinstance(value, Path) else value
+
+    @field_validator("watch_s")
+    @classmethod
+    def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("models_dir") is None:
+            raise ValueError("there is no models_dir to look into")
+        return value
 
     @field_validator("metrics_port")
     @classmethod

@@ -191,6 +191,7 @@ def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield made
 
 
+@pytest.mark.promise("Who names a version is answered by that one or by none.")
 def test_versions_can_be_pinned(at: Desk) -> None:
     """Who names a version is answered by that one, or by none."""
     at.load(at.save("pin-1"))
@@ -240,6 +241,7 @@ def break_the_tokenizer(folder: Path) -> None:
     restate(folder, vocabulary=vocabulary | bundle.describe_file(folder / "tokenizer.json"))
 
 
+@pytest.mark.promise("A bundle that must not be served takes the place of none.")
 @pytest.mark.parametrize(
     ("breaking", "said"),
     [
@@ -308,6 +310,24 @@ def test_without_keys_or_directory_nothing_comes(tiny: Server, tiny_bundle: Path
     """Whoever runs the service says who may change it, and from where."""
     assert 403 == tiny.post("/admin/models", {"path": "x"}).status
     assert "state" in tiny.get("/models").json()["models"][0]
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_what_lies_in_a_directory_is_served(
+    tiny_bundle: Path, tmp_path: Path, workers: int
+) -> None:
+    """It comes, is replaced and goes without an order, and without a failed request."""
+    with desk(tiny_bundle, tmp_path, "--watch-s", "0.05", workers=workers) as at:
+        with hammering(lambda: at.ask("tiny"), clients=1) as (client,):
+            at.save("2")
+            until(lambda: at.states() == ["tiny@2 current", "tiny@1 previous"])
+            (at.models_dir / at.save("3")).rename(tmp_path / "3")
+            bundle.swap(tmp_path / "3", at.models_dir / "2")
+            until(lambda: at.states() == ["tiny@3 current", "tiny@2 previous"])
+            assert "tiny@3" == at.vector("tiny")[0]
+            shutil.rmtree(at.models_dir / "2")
+            until(lambda: len(at.states()) == 1)
+        assert {200: len(client.replies)} == Counter(reply.status for reply in client.replies)
 
 
 @pytest.mark.promise("What is served outlives the process that computes it.")

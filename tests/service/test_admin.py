@@ -26,12 +26,21 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
     ("method", "path", "body", "order"),
     [
         ("GET", "", None, ("show", {})),
-        ("POST", "", {"path": "a"}, ("load", {"path": "a", **LOAD})),
+        ("POST", "", {"path": "a"}, ("load", {"path": "a", "promote": True, **LOAD})),
         (
             "POST",
             "",
-            {"path": "a", "keep_old": False, "allow_new_embedding_space": True},
-            ("load", {"path": "a", **LOAD, "keep_old": False, "allow_new_embedding_space": True}),
+            {"path": "a", "promote": False, "keep_old": False, "allow_new_embedding_space": True},
+            (
+                "load",
+                {
+                    "path": "a",
+                    "promote": False,
+                    "keep_old": False,
+                    "allow_new_embedding_space": True,
+                    "by": "ops",
+                },
+            ),
         ),
         ("DELETE", "/a@1", None, ("unload", {"model": "a@1", "by": "ops"})),
         ("POST", "/a@1/promote", None, ("promote", {"model": "a@1", **LOAD})),

@@ -2,7 +2,17 @@
 
 import pytest
 
-from service.catalogue import Model, Models, State, current, introduced, previous, settled, without
+from service.catalogue import (
+    Model,
+    Models,
+    State,
+    added,
+    current,
+    introduced,
+    previous,
+    settled,
+    without,
+)
 from service.device import RunsOn
 
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
@@ -53,6 +63,20 @@ def test_somebody_answers_for_every_name(found: list[str], then: list[str]) -> N
 def test_a_new_one_takes_the_place_of_the_old(before: list[str], new: str, then: list[str]) -> None:
     """The old one is kept, and who was kept before goes."""
     assert then == shown(introduced(served(*before), model(new), NOW))
+
+
+def test_a_resident_stays() -> None:
+    """Pinned, where another takes its place as the previous one."""
+    before = served("a@2 current", "a@1 previous")
+    later = introduced(before, model("a@3"), NOW, resident={"0123"})
+    assert ["a@3 current", "a@2 previous", "a@1 pinned"] == shown(later)
+
+
+def test_who_stands_by_answers_if_nobody_else_does() -> None:
+    """And else only who names its version."""
+    before = served("a@1 current")
+    later = added(added(before, model("a@2"), NOW), model("b@1"), NOW)
+    assert ["a@1 current", "a@2 pinned", "b@1 current"] == shown(later)
 
 
 def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:

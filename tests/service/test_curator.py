@@ -33,7 +33,7 @@ from service.settings import Settings
 from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
 
-LOAD = {"keep_old": True, "allow_new_embedding_space": False, "by": "ops"}
+LOAD = {"keep_old": True, "promote": True, "allow_new_embedding_space": False, "by": "ops"}
 
 
 class FakeFollower:
@@ -385,6 +385,24 @@ async def test_orders_are_counted(curated: Curated) -> None:
     assert [("load", "failed", "1.0"), ("load", "ok", "1.0")] == sorted(
         count for count in counted if count[2] != "0.0"
     )
+
+
+async def test_one_may_stand_by_first(curated: Curated) -> None:
+    """It answers who names it, whatever its embedding space, until it is promoted."""
+    curated.save("2", embedding_space="another")
+    answer = await curated.load("2", promote=False)
+    assert ("tiny@2", "pinned", None) == (
+        answer["model"]["id"],
+        answer["model"]["state"],
+        answer["previous"],
+    )
+    assert ["tiny@1 current", "tiny@2 pinned"] == await curated.shown()
+    await curated.load("2", promote=False)
+    assert 2 == len(curated.follower.adopted)
+    with pytest.raises(NewEmbeddingSpace):
+        await curated.load("2")
+    await curated.load("2", allow_new_embedding_space=True)
+    assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
 
 
 # -- embedding spaces ---------------------------------------------------------------------------------

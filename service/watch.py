@@ -1,0 +1,137 @@
+"""A directory of bundles, looked at again and again: what has come is loaded, what has gone is unloaded.
+
+It is looked at, for many file systems of networks and containers tell nobody of changes. What lies there is loaded when
+it was the same at two looks, so that a copy that is under way is left alone; what must not be served is tried again
+when it has changed, and told of no sooner. The orders are an administrator's own, done by the `Curator`.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from service.catalogue import Model
+from service.curator import Curator
+from service.errors import QuartetError
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+BY = "models_dir"  # who asks, for the log
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A bundle as it lies there.
+
+    files: name, size and time of change of each; sha256: of the manifest; name: the model's, if it can be read;
+    came: when the manifest came to be here, in nanoseconds
+    """
+
+    files: tuple[tuple[str, int, int], ...]
+    sha256: str
+    name: str | None
+    came: int
+
+
+Look = Mapping[Path, Seen]
+
+
+def look(root: Path) -> dict[Path, Seen]:
+    """All that lies there and has a manifest, but for links and what is hidden. Raises OSError."""
+    found: dict[Path, Seen] = {}
+    for folder in root.iterdir():
+        if not folder.name.startswith(".") and not folder.is_symlink():
+            with suppress(OSError):  # no bundle, or one that is just going
+                found[folder] = examine(folder)
+    return found
+
+
+def examine(folder: Path) -> Seen:
+    manifest = folder / MANIFEST
+    text, came = manifest.read_bytes(), manifest.stat().st_ctime_ns
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return Seen(files, hashlib.sha256(text).hexdigest(), read_name(text), came)
+
+
+def read_name(manifest: bytes) -> str | None:
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(manifest)["name"])
+    return None
+
+
+class Watcher:
+    """Has a curator serve what lies in a directory."""
+
+    def __init__(self, root: Path, curator: Curator) -> None:
+        self._root = root.absolute()
+        self._curator = curator
+        self._last: Look = {}
+        self._known: dict[Path, Seen] = {}  # what was loaded, or refused, as it was then
+        self._blind = False
+
+    async def run(self, every_s: float) -> None:
+        """Look so often."""
+        while True:
+            try:
+                await self.heed(await asyncio.to_thread(look, self._root))
+                self._blind = False
+            except OSError as error:
+                self._tell(error)
+            except Exception:
+                log.exception("unexpected error")
+            await asyncio.sleep(every_s)
+
+    async def heed(self, now: Look) -> None:
+        """Have that served which lies there now."""
+        before, self._last = self._last, now
+        self._curator.resident = {seen.sha256 for seen in now.values()}
+        for folder in self._known.keys() - now.keys() - before.keys():
+            await self._unload(folder)
+        for folder, seen in sorted(now.items(), key=lambda item: (item[1].came, item[0])):
+            if before.get(folder) == seen != self._known.get(folder):
+                self._known[folder] = seen
+                await self._load(folder, seen, now)
+
+    async def _load(self, folder: Path, seen: Seen, now: Look) -> None:
+        """Let it answer for its name, if no other of that name came later."""
+        if any(model.sha256 == seen.sha256 for model in self._curator.models):
+            return  # by the command line, an administrator, or the process before this one
+        rivals = [other.came for other in now.values() if other.name == seen.name]
+        order = {
+            "path": str(folder),
+            "keep_old": True,
+            "allow_new_embedding_space": False,
+            "promote": seen.came >= max(rivals),
+        }
+        with suppress(QuartetError):  # which the curator has told of
+            await self._curator.perform("load", {**order, "by": BY})
+
+    async def _unload(self, folder: Path) -> None:
+        """Whoever answers for its name goes last, lest another of them gets to."""
+        del self._known[folder]
+        for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
+            with suppress(QuartetError):
+                await self._curator.perform("unload", {"model": model.id, "by": BY})
+
+    def _of(self, folder: Path) -> Sequence[Model]:
+        return [model for model in self._curator.models if Path(model.path).absolute() == folder]
+
+    def _tell(self, error: OSError) -> None:
+        """A directory that cannot be read is told of once, and says nothing of what lies in it."""
+        if not self._blind:
+            log.error("models_dir cannot be read", problem=str(error))
+        self._blind = True
+
+
+async def watch(curator: Curator, settings: Settings) -> None:
+    """Watch the directory of the settings, if they want it."""
+    if settings.models_dir is not None and settings.watch_s is not None:
+        await Watcher(settings.models_dir, curator).run(settings.watch_s)
