@@ -112,7 +112,7 @@ def _old_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def read_max_length(folder: Path) -> int:
     """sentence-transformers' figure, else the tokenizer's; never more than the position table has rows."""
-    positions = read_config(folder).max_position_embeddings
+    positions = read_config(folder).max_length
     said = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
     if said is None:
         said = _optional(folder / "tokenizer_config.json").get("model_max_length")

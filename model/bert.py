@@ -6,12 +6,15 @@ Only `attention` knows where one sequence ends and the next begins.
 T tokens, B sequences, H hidden, I intermediate
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded, attention
 from model.config import BertConfig
+from model.family import Family
 
 
 class Embeddings(nn.Module):
@@ -74,23 +77,26 @@ class Layer(nn.Module):
 
 
 class Pooler(nn.Module):
-    """The first token's last hidden state, through a dense layer and tanh: what BERT classifies by."""
+    """The first token's last hidden state, through a dense layer and (in BERT) tanh: what BERT classifies by."""
 
-    def __init__(self, config: BertConfig):
+    def __init__(self, config: BertConfig, activation: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = activation
 
     def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
-        return torch.tanh(self.dense(first_tokens(hidden_states, layout)))  # [B, H]
+        return self.activation(self.dense(first_tokens(hidden_states, layout)))  # [B, H]
 
 
 class Bert(nn.Module):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
+    make_embeddings: type[nn.Module] = Embeddings  # other families have others
+
     def __init__(self, config: BertConfig, pooler: bool = True):
         super().__init__()
         self.config = config
-        self.embeddings = Embeddings(config)
+        self.embeddings = self.make_embeddings(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.pooler = Pooler(config) if pooler else None
         self.apply(self.init_weights)
@@ -127,3 +133,42 @@ def first_tokens(hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
         batch, longest = layout.attention_mask.shape
         return hidden_states.view(batch, longest, -1)[:, 0]
     return hidden_states.index_select(0, layout.firsts)
+
+
+# The names that the hub has for these parts.
+TRUNK = {
+    r"embeddings\.word": ["embeddings.word_embeddings"],
+    r"embeddings\.position": ["embeddings.position_embeddings"],
+    r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
+    r"embeddings\.norm": ["embeddings.LayerNorm"],
+    r"layers\.(\d+)\.attention\.qkv": [
+        r"encoder.layer.\1.attention.self.query",
+        r"encoder.layer.\1.attention.self.key",
+        r"encoder.layer.\1.attention.self.value",
+    ],
+    r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.output.dense"],
+    r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.output.LayerNorm"],
+    r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
+    r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
+    r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
+    r"pooler\.dense": ["pooler.dense"],
+}
+BERT = Family(
+    config=BertConfig,
+    encoder=Bert,
+    architecture="Bert",
+    prefix="bert.",
+    trunk=TRUNK,
+    heads={
+        "classification": {"pooler.dense": "bert.pooler.dense", "classifier": "classifier"},
+        "ner": {"classifier": "classifier"},
+        "qa": {"qa_outputs": "qa_outputs"},
+    },
+    objectives={
+        "masked_lm": "cls.predictions",
+        "masked_lm.dense": "cls.predictions.transform.dense",
+        "masked_lm.norm": "cls.predictions.transform.LayerNorm",
+        "next_sentence.pooler.dense": "bert.pooler.dense",
+        "next_sentence.classifier": "cls.seq_relationship",
+    },
+)

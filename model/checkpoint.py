@@ -1,6 +1,6 @@
 """Checkpoints in the hub's layout, both ways: `config.json`, `model.safetensors`, `tokenizer.json`.
 
-The files hold BERT's own names (`model/names.py`). A joint checkpoint has the trunk under them, heads as
+The files hold the hub's own names (`model/names.py`). A joint checkpoint has the trunk under them, heads as
 `heads.<name>.*`, and `heads.json`.
 """
 
@@ -15,9 +15,12 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from model.bert import Bert
 from model.config import BertConfig
+from model.families import family_named, family_of
+from model.family import SUFFIXES
 from model.heads import Model, Pretraining
 from model.names import (
     CheckpointError,
@@ -34,13 +37,6 @@ from model.names import (
 )
 from service import bundle
 
-ARCHITECTURES = {
-    "classification": "BertForSequenceClassification",
-    "ner": "BertForTokenClassification",
-    "qa": "BertForQuestionAnswering",
-    "embedding": "BertModel",
-}
-TASKS = {architecture: task for task, architecture in ARCHITECTURES.items()}
 # What the hub has no word for; kept in `config.json` where it differs from the default.
 OURS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
@@ -88,7 +84,8 @@ def read_json(path: Path) -> Any:
 def read_config(folder: Path) -> BertConfig:
     document = read_json(folder / "config.json")
     try:
-        return BertConfig.from_dict(document)
+        family = family_named(document.get("model_type", "bert"))
+        return family.config.from_dict(document)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
@@ -114,12 +111,14 @@ def read_heads(folder: Path) -> dict[str, bundle.Head]:
         described = read_json(folder / "heads.json")
         return {name: _describe(folder / "heads.json", **head) for name, head in described.items()}
     config = read_json(folder / "config.json")
-    architecture = (config.get("architectures") or ["BertModel"])[0]
-    if architecture not in TASKS:
+    family = family_of(read_config(folder))
+    tasks = {family.architecture_of(task): task for task in SUFFIXES}
+    architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
+    if architecture not in tasks:
         raise CheckpointError(
-            f"{folder}: architecture {architecture} is none of {', '.join(TASKS)}"
+            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}"
         )
-    return {TASKS[architecture]: _head(TASKS[architecture], config, folder)}
+    return {tasks[architecture]: _head(tasks[architecture], config, folder)}
 
 
 def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
@@ -135,7 +134,7 @@ def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
     if task == "embedding":
         pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
         return _describe(
-            where, task=task, pooling=pooling, dimensions=config["hidden_size"], **ours
+            where, task=task, pooling=pooling, dimensions=read_config(folder).hidden_size, **ours
         )
     return _describe(where, task=task, **ours)
 
@@ -169,16 +168,29 @@ def load_model(source: str | Path) -> Model:
     """The encoder and heads of a checkpoint, joint or of one of the hub's architectures."""
     folder = locate(source)
     model = Model(read_config(folder), read_heads(folder))
-    names = joint_names if (folder / "heads.json").is_file() else single_names
-    from_hub(model, read_weights(folder), names, str(folder))
+    fill(model, read_weights(folder), model_names(model, folder), folder)
     return model.eval()
+
+
+def model_names(model: Model, folder: Path) -> Names:
+    family = family_of(model.config)
+    if (folder / "heads.json").is_file():
+        return joint_names(family)
+    (head,) = model.described.values()
+    return single_names(family, head.task)
+
+
+def fill(module: nn.Module, weights: State, names: Names, folder: Path) -> None:
+    """Fill a module that has a `config`, or a part of one, from a checkpoint's weights. Raises CheckpointError."""
+    from_hub(module, weights, names, str(folder), family_of(read_config(folder)).prefix)
 
 
 def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
     """The bare encoder of any checkpoint."""
     folder = locate(source)
-    encoder = Bert(read_config(folder), pooler=pooler)
-    from_hub(encoder, read_weights(folder), trunk_names, str(folder))
+    config = read_config(folder)
+    encoder = family_of(config).encoder(config, pooler=pooler)
+    fill(encoder, read_weights(folder), trunk_names(family_of(config)), folder)
     return encoder.eval()
 
 
@@ -186,17 +198,18 @@ def load_pretraining(source: str | Path) -> Pretraining:
     """A checkpoint with the masked LM, and with next sentence prediction when it has that."""
     folder = locate(source)
     weights = read_weights(folder)
-    if "cls.predictions.transform.dense.weight" not in weights:
+    config = read_config(folder)
+    family = family_of(config)
+    objectives = {ours: f"{theirs}.weight" for ours, theirs in family.objectives.items()}
+    if objectives.get("masked_lm.dense") not in weights:
         raise CheckpointError(f"{folder} has no masked language model")
-    model = Pretraining(read_config(folder), next_sentence="cls.seq_relationship.weight" in weights)
-    from_hub(model, weights, pretraining_names, str(folder))
-    decoder = weights.get("cls.predictions.decoder.weight")
-    if decoder is not None and not torch.equal(
-        decoder.float(), model.encoder.embeddings.word.weight
+    model = Pretraining(config, objectives.get("next_sentence.classifier") in weights)
+    fill(model, weights, pretraining_names(family), folder)
+    decoder = f"{family.objectives['masked_lm']}.decoder.weight"
+    if decoder in weights and not torch.equal(
+        weights[decoder].float(), model.encoder.embeddings.word.weight
     ):
-        raise CheckpointError(
-            f"{folder}: cls.predictions.decoder.weight is not tied to the word embeddings"
-        )
+        raise CheckpointError(f"{folder}: {decoder} is not tied to the word embeddings")
     return model.eval()
 
 
@@ -204,50 +217,57 @@ def init_from(model: Model, source: str | Path) -> None:
     """Start a model from another checkpoint's encoder; its classification heads from that one's pooler, if any."""
     folder = locate(source)
     weights = read_weights(folder)
-    from_hub(model.encoder, weights, trunk_names, str(folder))
-    has_pooler = any(
-        name in weights for name in ("pooler.dense.weight", "bert.pooler.dense.weight")
-    )
+    family = family_of(model.config)
+    fill(model.encoder, weights, trunk_names(family), folder)
+    has_pooler = any(f"{prefix}pooler.dense.weight" in weights for prefix in ("", family.prefix))
     for name, head in model.described.items():
         if head.task == "classification" and has_pooler:
-            from_hub(model.heads[name].pooler, weights, pooler_names, str(folder))
+            fill(model.heads[name].pooler, weights, pooler_names, folder)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:
-    _write(Path(path), encoder.config, to_hub(encoder, trunk_names), tokenizer, ["BertModel"])
+    family = family_of(encoder.config)
+    state = to_hub(encoder, trunk_names(family))
+    _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
 
 
 def save_pretraining(path: str | Path, model: Pretraining, tokenizer: Path) -> None:
-    """As `BertForPreTraining`, or `BertForMaskedLM` when there is no next sentence prediction."""
-    architecture = "BertForMaskedLM" if model.next_sentence is None else "BertForPreTraining"
-    _write(Path(path), model.config, to_hub(model, pretraining_names), tokenizer, [architecture])
+    """As `ForPreTraining`, or `ForMaskedLM` when there is no next sentence prediction."""
+    family = family_of(model.config)
+    kind = "ForMaskedLM" if model.next_sentence is None else "ForPreTraining"
+    state = to_hub(model, pretraining_names(family))
+    _write(Path(path), model.config, state, tokenizer, family.architecture + kind)
 
 
 def save_joint(path: str | Path, model: Model, tokenizer: Path) -> None:
-    """The trunk under BERT's names, every head under its own, and what each head is in `heads.json`."""
+    """The trunk under the hub's names, every head under its own, and what each head is in `heads.json`."""
     heads = {name: head.model_dump(exclude_defaults=True) for name, head in model.described.items()}
-    state = to_hub(model, joint_names)
-    _write(Path(path), model.config, state, tokenizer, ["BertModel"], {"heads.json": heads})
+    family = family_of(model.config)
+    state = to_hub(model, joint_names(family))
+    files = {"heads.json": heads}
+    _write(Path(path), model.config, state, tokenizer, family.architecture_of("embedding"), files)
 
 
 def save_head(path: str | Path, model: Model, name: str, tokenizer: Path) -> None:
     """One head of a model with its encoder, as an ordinary checkpoint of the hub's architecture for its task."""
     head = model.described[name]
+    family = family_of(model.config)
     alone = Model(model.config, {name: head})
     alone.encoder, alone.heads[name] = model.encoder, model.heads[name]
-    names: Names = joint_names if head.task == "embedding" else single_names
+    is_embedding = head.task == "embedding"
+    names = joint_names(family) if is_embedding else single_names(family, head.task)
     extra: dict[str, Any] = head.model_dump(include=OURS, exclude_defaults=True)
     if head.labels:
         extra["id2label"] = {str(index): label for index, label in enumerate(head.labels)}
         extra["label2id"] = {label: index for index, label in enumerate(head.labels)}
     if head.problem_type:
         extra["problem_type"] = head.problem_type
-    files = _sentence_modules(model.config, head) if head.task == "embedding" else {}
-    state = to_hub(alone, names)
-    _write(Path(path), model.config, state, tokenizer, [ARCHITECTURES[head.task]], files, extra)
+    files = _sentence_modules(model.config, head) if is_embedding else {}
+    architecture = family.architecture_of(head.task)
+    _write(Path(path), model.config, to_hub(alone, names), tokenizer, architecture, files, extra)
 
 
 def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
@@ -274,23 +294,25 @@ def _write(
     shape: BertConfig,
     state: State,
     tokenizer: Path,
-    architectures: list[str],
+    architecture: str,
     files: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
+    special_tokens = family_of(shape).special_tokens
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     documents = {
-        "config.json": {**shape.to_dict(), "architectures": architectures, **(config or {})},
+        "config.json": {**shape.to_dict(), "architectures": [architecture], **(config or {})},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": shape.max_position_embeddings,
-            # Without these names transformers leaves the segments of a pair out, and its logits are others.
-            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-            **{
-                f"{kind}_token": f"[{kind.upper()}]"
-                for kind in ("unk", "cls", "sep", "pad", "mask")
-            },
+            "model_max_length": shape.max_length,
+            # Where segments are not named transformers leaves those of a pair out, and its logits are others.
+            "model_input_names": [
+                "input_ids",
+                *(["token_type_ids"] if shape.type_vocab_size > 1 else []),
+                "attention_mask",
+            ],
+            **{f"{kind}_token": token for kind, token in special_tokens.items()},
         },
         **(files or {}),
     }

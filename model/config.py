@@ -1,12 +1,23 @@
-"""The shape of a BERT encoder, in the words of its `config.json`, and the presets that have a name."""
+"""The shape of a BERT encoder, in the words of its `config.json`, and the presets that have a name.
 
+Other families' configurations derive from it, each in its own file: they differ in defaults and in some words.
+"""
+
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Self
 
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Field names and defaults are those of the hub's `config.json` for `model_type: bert`."""
+    """Field names and defaults are those of the hub's `config.json` for `model_type: bert`.
+
+    model_type: the family, in the words of `config.json`
+    words: fields that it has another word for, or none
+    """
+
+    model_type: ClassVar[str] = "bert"
+    words: ClassVar[Mapping[str, str | None]] = {}
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -32,11 +43,16 @@ class BertConfig:
                 f"hidden_act {self.hidden_act!r}: only the erf form, 'gelu', is BERT's"
             )
 
+    @property
+    def max_length(self) -> int:
+        """The longest sequence it has positions for, in tokens."""
+        return self.max_position_embeddings
+
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "BertConfig":
+    def from_dict(cls, config: dict[str, Any]) -> Self:
         """Read a hub `config.json`. Raises ValueError for what this encoder would compute differently."""
-        if config.get("model_type", "bert") != "bert":
-            raise ValueError(f"model_type {config['model_type']!r} is not 'bert'")
+        if config.get("model_type", cls.model_type) != cls.model_type:
+            raise ValueError(f"model_type {config['model_type']!r} is not {cls.model_type!r}")
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ValueError(
                 f"position_embedding_type {config['position_embedding_type']!r} is not 'absolute'"
@@ -45,13 +61,18 @@ class BertConfig:
             raise ValueError(
                 "a decoder is not an encoder: is_decoder and add_cross_attention must be false"
             )
-        known = {field.name for field in fields(cls)}
-        return cls(
-            **{key: value for key, value in config.items() if key in known and value is not None}
-        )
+        said = {
+            field.name: config.get(cls.words.get(field.name, field.name)) for field in fields(cls)
+        }
+        return cls(**{name: value for name, value in said.items() if value is not None})
 
     def to_dict(self) -> dict[str, Any]:
-        return {"model_type": "bert", "position_embedding_type": "absolute", **asdict(self)}
+        named = {self.words.get(name, name): value for name, value in asdict(self).items()}
+        return {
+            "model_type": self.model_type,
+            "position_embedding_type": "absolute",
+            **{word: value for word, value in named.items() if word is not None},
+        }
 
 
 def _shape(layers: int, hidden: int) -> dict[str, int]:

@@ -359,7 +359,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = checkpoint.locate(arguments.checkpoint)
     model = checkpoint.load_model(folder).to(optim.pick_device())
-    longest = min(arguments.max_length, model.config.max_position_embeddings)
+    longest = min(arguments.max_length, model.config.max_length)
     encoder = Encoder.from_file(folder / "tokenizer.json", longest)
 
     metrics: dict[str, dict[str, float]] = {}

@@ -37,7 +37,7 @@ def read_encoder(folder: Path) -> Encoder:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise checkpoint.CheckpointError(f"{path} is missing")
-    return Encoder.from_file(path, checkpoint.read_config(folder).max_position_embeddings)
+    return Encoder.from_file(path, checkpoint.read_config(folder).max_length)
 
 
 @torch.no_grad()

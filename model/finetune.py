@@ -112,7 +112,7 @@ def finetune(s: Settings) -> dict[str, Any]:
     fresh = functools.partial(config.preset, s.preset, vocab_size=tokenizer.get_vocab_size())
     shape = checkpoint.read_config(source) if source else fresh()
     longest = max(encoder.max_length for encoder in encoders.values())
-    positions, vocabulary = shape.max_position_embeddings, shape.vocab_size
+    positions, vocabulary = shape.max_length, shape.vocab_size
     if longest > positions or tokenizer.get_vocab_size() > vocabulary:
         raise checkpoint.CheckpointError(
             f"{s.init_from or s.preset}: {positions} positions and a vocabulary of {vocabulary} "

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import Bert, Pooler, first_tokens
+from model.bert import Pooler, first_tokens
 from model.config import BertConfig
+from model.families import family_of
 from service import bundle
 
 IGNORE_INDEX = -100
@@ -54,7 +55,7 @@ class SequenceClassification(nn.Module):
 
     def __init__(self, config: BertConfig, num_labels: int):
         super().__init__()
-        self.pooler = Pooler(config)
+        self.pooler = Pooler(config, family_of(config).activation)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
@@ -133,7 +134,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.described = dict(heads)
-        self.encoder = Bert(config, pooler=False)
+        self.encoder = family_of(config).encoder(config, pooler=False)
         self.heads = nn.ModuleDict()
         for name, head in heads.items():
             try:
@@ -162,7 +163,7 @@ class Pretraining(nn.Module):
     def __init__(self, config: BertConfig, next_sentence: bool = True):
         super().__init__()
         self.config = config
-        self.encoder = Bert(config, pooler=False)
+        self.encoder = family_of(config).encoder(config, pooler=False)
         self.masked_lm = MaskedLM(config)
         self.next_sentence = NextSentence(config) if next_sentence else None
         for head in (self.masked_lm, self.next_sentence):

@@ -1,4 +1,4 @@
-"""BERT's parameter names on the hub, and ours: one function each way.
+"""Parameter names on the hub, and ours: one function each way.
 
 Each kind of checkpoint is one function from our parameter name to the hub's names for it: three for the fused
 query-key-value projection, one for all else. Saving splits a tensor over its names, loading joins them, and both go
@@ -11,73 +11,63 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from model.family import Family
+
 State = dict[str, Tensor]
 Names = Callable[[str], list[str]]
-
-# Our parameter's stem (what stands before `.weight` or `.bias`) -> the hub's.
-TRUNK = {
-    r"embeddings\.word": ["embeddings.word_embeddings"],
-    r"embeddings\.position": ["embeddings.position_embeddings"],
-    r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
-    r"embeddings\.norm": ["embeddings.LayerNorm"],
-    r"layers\.(\d+)\.attention\.qkv": [
-        r"encoder.layer.\1.attention.self.query",
-        r"encoder.layer.\1.attention.self.key",
-        r"encoder.layer.\1.attention.self.value",
-    ],
-    r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.output.dense"],
-    r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.output.LayerNorm"],
-    r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
-    r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
-    r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
-    r"pooler\.dense": ["pooler.dense"],
-}
-HEADS = {
-    "pooler.dense": "bert.pooler.dense",
-    "classifier": "classifier",
-    "qa_outputs": "qa_outputs",
-}
-OBJECTIVES = {
-    "masked_lm": "cls.predictions",
-    "masked_lm.dense": "cls.predictions.transform.dense",
-    "masked_lm.norm": "cls.predictions.transform.LayerNorm",
-    "next_sentence.pooler.dense": "bert.pooler.dense",
-    "next_sentence.classifier": "cls.seq_relationship",
-}
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read as asked; the message names the file and what is wrong."""
 
 
-def trunk_names(name: str, prefix: str = "") -> list[str]:
-    """The hub's names for a parameter of `Bert`."""
-    stem, _, kind = name.rpartition(".")
-    for ours, theirs in TRUNK.items():
-        if match := re.fullmatch(ours, stem):
-            return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
-    raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
+def trunk_names(family: Family, prefix: str = "") -> Names:
+    """The hub's names for a parameter of the encoder."""
+
+    def names(name: str) -> list[str]:
+        stem, _, kind = name.rpartition(".")
+        for ours, theirs in family.trunk.items():
+            if match := re.fullmatch(ours, stem):
+                return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
+        raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
+
+    return names
 
 
-def single_names(name: str) -> list[str]:
-    """The hub's names for a parameter of a `Model` with one head."""
-    if name.startswith("encoder."):
-        return trunk_names(name.removeprefix("encoder."), prefix="bert.")
-    _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
-    stem, _, kind = rest.rpartition(".")
-    return [f"{HEADS[stem]}.{kind}"]
+def beside(encoder: Names, others: Names) -> Names:
+    """The names for a module that has an encoder and other parts."""
+
+    def names(name: str) -> list[str]:
+        of_encoder = name.startswith("encoder.")
+        return encoder(name.removeprefix("encoder.")) if of_encoder else others(name)
+
+    return names
 
 
-def joint_names(name: str) -> list[str]:
+def single_names(family: Family, task: str) -> Names:
+    """The hub's names for a parameter of a `Model` with one head, for this task."""
+
+    def of_head(name: str) -> list[str]:
+        _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
+        stem, _, kind = rest.rpartition(".")
+        return [f"{family.heads[task][stem]}.{kind}"]
+
+    return beside(trunk_names(family, family.prefix), of_head)
+
+
+def joint_names(family: Family) -> Names:
     """The names in a joint checkpoint: a bare trunk's, and the heads' own."""
-    return trunk_names(name.removeprefix("encoder.")) if name.startswith("encoder.") else [name]
+    return beside(trunk_names(family), lambda name: [name])
 
 
-def pretraining_names(name: str) -> list[str]:
-    if name.startswith("encoder."):
-        return trunk_names(name.removeprefix("encoder."), prefix="bert.")
-    stem, _, kind = name.rpartition(".")
-    return [f"{OBJECTIVES[stem]}.{kind}"]
+def pretraining_names(family: Family) -> Names:
+    """The hub's names for a parameter of `Pretraining`."""
+
+    def of_objective(name: str) -> list[str]:
+        stem, _, kind = name.rpartition(".")
+        return [f"{family.objectives[stem]}.{kind}"]
+
+    return beside(trunk_names(family, family.prefix), of_objective)
 
 
 def pooler_names(name: str) -> list[str]:
@@ -95,13 +85,15 @@ def to_hub(module: nn.Module, names: Names) -> State:
     return hub
 
 
-def from_hub(module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str) -> None:
-    """Fill a module from a state under the hub's names; the `bert.` prefix may be absent.
+def from_hub(
+    module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str, prefix: str = ""
+) -> None:
+    """Fill a module from a state under the hub's names; the encoder's prefix may be absent.
 
     Raises CheckpointError naming missing and misshapen tensors.
     """
-    found = {name.removeprefix("bert."): tensor for name, tensor in hub.items()}
-    wanted = {name.removeprefix("bert."): tensor for name, tensor in to_hub(module, names).items()}
+    found = {name.removeprefix(prefix): tensor for name, tensor in hub.items()}
+    wanted = {name.removeprefix(prefix): tensor for name, tensor in to_hub(module, names).items()}
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise CheckpointError(
@@ -112,7 +104,7 @@ def from_hub(module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: 
             shapes = f"{tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
             raise CheckpointError(f"{where}: {name} has shape {shapes}")
     parts = {
-        ours: [found[name.removeprefix("bert.")] for name in names(ours)]
+        ours: [found[name.removeprefix(prefix)] for name in names(ours)]
         for ours in module.state_dict()
     }
     module.load_state_dict({ours: torch.cat(tensors) for ours, tensors in parts.items()})

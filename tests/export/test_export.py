@@ -314,9 +314,9 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "architecture BertForMaskedLM is none of BertForSequenceClassification, ",
     ),
     "another encoder": (
-        change("config.json", model_type="roberta"),
+        change("config.json", model_type="gpt2"),
         [],
-        "config.json: model_type 'roberta' is not 'bert'",
+        "config.json: model_type 'gpt2' is none of bert",
     ),
     "gelu_new": (change("config.json", hidden_act="gelu_new"), [], "hidden_act 'gelu_new': only"),
     "no config": (drop("config.json"), [], "config.json is missing"),

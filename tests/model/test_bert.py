@@ -12,7 +12,7 @@ from torch import Tensor
 
 import model
 from model import checkpoint, names
-from model.bert import Bert
+from model.bert import BERT, Bert
 from model.config import BertConfig, preset
 from service import packing
 from service.encode import Encoder
@@ -74,7 +74,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
     encoder = Bert(config).eval()
-    names.from_hub(encoder, peer.state_dict(), names.trunk_names, "transformers")
+    names.from_hub(encoder, peer.state_dict(), names.trunk_names(BERT), "transformers")
 
     for seed, lengths in enumerate(LENGTHS.values()):
         assert_parity(encoder, peer, batch(lengths, seed=seed))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import checkpoint, names
-from model.bert import Bert
+from model.bert import BERT, Bert
 from model.heads import Model, Pretraining
 from model.names import CheckpointError
 from service import packing
@@ -269,7 +269,7 @@ class TestWhatTransformersSaves:
 
         encoder = checkpoint.load_encoder(tmp_path)
 
-        state = names.to_hub(encoder, names.trunk_names)
+        state = names.to_hub(encoder, names.trunk_names(BERT))
         expected = {n: t for n, t in trunk.state_dict().items() if not n.endswith("position_ids")}
         assert state.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
@@ -450,7 +450,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"model_type": "roberta"}, "config.json: model_type 'roberta' is not 'bert'"),
+            ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is none of bert, roberta"),
             ({"hidden_act": "relu"}, "config.json: hidden_act 'relu'"),
             ({"hidden_size": "wide"}, "config.json: "),
         ],

@@ -1,0 +1,21 @@
+"""The families of encoders that are written here: a row each."""
+
+from model.bert import BERT
+from model.config import BertConfig
+from model.family import Family
+from model.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT)
+}
+
+
+def family_of(config: BertConfig) -> Family:
+    return FAMILIES[config.model_type]
+
+
+def family_named(model_type: str) -> Family:
+    """Raises ValueError naming those that there are."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

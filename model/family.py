@@ -1,0 +1,60 @@
+"""What sets one kind of encoder apart from another, for all who need not know which one it is.
+
+A family's own file has its configuration, its encoder and one `Family` that says how the hub calls its parts; the table
+in `families.py` has a row for each.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from model.config import BertConfig
+
+# Our parameter's stem (what stands before `.weight` or `.bias`), as a pattern -> the hub's, three for a fused one.
+Stems = Mapping[str, list[str]]
+
+SUFFIXES = {
+    "classification": "ForSequenceClassification",
+    "ner": "ForTokenClassification",
+    "qa": "ForQuestionAnswering",
+    "embedding": "Model",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of encoder.
+
+    architecture: how the names of the hub's classes begin
+    prefix: of the encoder's parameters where heads stand beside it
+    trunk: the hub's names for the encoder's parameters
+    heads: for the parameters of the heads, by task
+    objectives: for those of what it is pretrained with
+    activation: after the dense layer between the first token and the classes
+    special_tokens: as the tokenizer spells them
+    """
+
+    config: type[BertConfig]
+    encoder: type[nn.Module]
+    architecture: str
+    prefix: str
+    trunk: Stems
+    heads: Mapping[str, Mapping[str, str]]
+    objectives: Mapping[str, str] = field(default_factory=dict)
+    activation: Callable[[Tensor], Tensor] = torch.tanh
+    special_tokens: Mapping[str, str] = field(
+        default_factory=lambda: {
+            kind: f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")
+        }
+    )
+
+    @property
+    def model_type(self) -> str:
+        """What `config.json` calls it."""
+        return self.config.model_type
+
+    def architecture_of(self, task: str) -> str:
+        """The hub's class for a task."""
+        return self.architecture + SUFFIXES[task]

@@ -1,0 +1,115 @@
+"""RoBERTa (Liu et al. 2019), and XLM-R and CamemBERT, which are RoBERTa with other texts and tokens.
+
+BERT but for its embeddings: there is one segment, and positions begin after the padding token's id, as in fairseq. The
+tokenizer is of bytes (RoBERTa) or of pieces (the others), masking is drawn anew each time, and nothing is asked about
+the next sentence.
+
+T tokens, H hidden
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from model.bert import BERT, Bert
+from model.config import BertConfig
+
+
+@dataclass(frozen=True)
+class RobertaConfig(BertConfig):
+    """Defaults are those of `roberta-base`."""
+
+    model_type: ClassVar[str] = "roberta"
+
+    vocab_size: int = 50265
+    max_position_embeddings: int = 514
+    type_vocab_size: int = 1
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 1
+
+    @property
+    def first_position(self) -> int:
+        """The row of the position table for a sequence's first token."""
+        return self.pad_token_id + 1
+
+    @property
+    def max_length(self) -> int:
+        return self.max_position_embeddings - self.first_position
+
+
+class Embeddings(nn.Module):
+    """Token + the one segment + position, normalised."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.first_position = config.first_position
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.word(input_ids) + self.token_type.weight[0]
+        return self.dropout(
+            self.norm(x + self.position(position_ids + self.first_position))
+        )  # [T, H]
+
+
+class Roberta(Bert):
+    """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
+
+    make_embeddings = Embeddings
+
+
+ROBERTA = replace(
+    BERT,
+    config=RobertaConfig,
+    encoder=Roberta,
+    architecture="Roberta",
+    prefix="roberta.",
+    heads=BERT.heads
+    | {
+        "classification": {
+            "pooler.dense": "classifier.dense",
+            "classifier": "classifier.out_proj",
+        }
+    },
+    objectives={
+        "masked_lm": "lm_head",
+        "masked_lm.dense": "lm_head.dense",
+        "masked_lm.norm": "lm_head.layer_norm",
+    },
+    special_tokens={
+        "bos": "<s>",
+        "eos": "</s>",
+        "unk": "<unk>",
+        "cls": "<s>",
+        "sep": "</s>",
+        "pad": "<pad>",
+        "mask": "<mask>",
+    },
+)
+
+
+@dataclass(frozen=True)
+class XlmRobertaConfig(RobertaConfig):
+    """Defaults are those of `xlm-roberta-base`."""
+
+    model_type: ClassVar[str] = "xlm-roberta"
+
+    vocab_size: int = 250002
+
+
+@dataclass(frozen=True)
+class CamembertConfig(RobertaConfig):
+    """Defaults are those of `camembert-base`."""
+
+    model_type: ClassVar[str] = "camembert"
+
+    vocab_size: int = 32005
+
+
+XLM_ROBERTA = replace(ROBERTA, config=XlmRobertaConfig, architecture="XLMRoberta")
+CAMEMBERT = replace(ROBERTA, config=CamembertConfig, architecture="Camembert")
