@@ -1,6 +1,6 @@
 """Attention: one function with one contract, and the only place that has several lowerings.
 
-    attention(qkv, num_heads, layout, dropout) -> context        qkv [T, 3H] -> [T, H]
+    attention(qkv, num_heads, layout, dropout, bias) -> context        qkv [T, 3H] -> [T, H]
 
 Every other part of the model works on packed tokens `[T, H]` and never sees padding. Here the tokens are gathered
 into `[B, S]` slots and back, in the way that the device or the exported graph does best:
@@ -59,16 +59,31 @@ class Padded:
     attention_mask: Tensor  # [B, S] 1 = real token
 
 
-def attention(qkv: Tensor, num_heads: int, layout: Layout | Padded, dropout: float = 0.0) -> Tensor:
-    """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017): `[T, 3H]` -> `[T, H]`."""
+def attention(
+    qkv: Tensor,
+    num_heads: int,
+    layout: Layout | Padded,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017): `[T, 3H]` -> `[T, H]`.
+
+    bias: added to the scaled scores, `[1 or B, N, S, S]`
+    """
     if isinstance(layout, Padded):
-        return _padded(qkv, num_heads, layout)
+        return _padded(qkv, num_heads, layout, bias)
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
-        return lowering(qkv, num_heads, layout)
-    if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return lowering(qkv, num_heads, layout, bias)
+    half = qkv.dtype in (torch.float16, torch.bfloat16)
+    if qkv.is_cuda and half and not dropout and bias is None:
         return _varlen(qkv, num_heads, layout)
-    return _gathered(qkv, num_heads, layout, dropout)
+    return _gathered(qkv, num_heads, layout, dropout, bias)
+
+
+def slots(layout: Layout | Padded) -> int:
+    """S, the longest sequence of a batch."""
+    return (layout.attention_mask if isinstance(layout, Padded) else layout.unpack).shape[1]
 
 
 def _slots(qkv: Tensor, num_heads: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,9 +103,13 @@ def _key_mask(layout: Layout) -> Tensor | None:
     return (columns < layout.lengths[:, None])[:, None, None, :]
 
 
-def _gathered(qkv: Tensor, num_heads: int, layout: Layout, dropout: float) -> Tensor:
+def _gathered(
+    qkv: Tensor, num_heads: int, layout: Layout, dropout: float, bias: Tensor | None
+) -> Tensor:
     query, key, value = _slots(qkv, num_heads, layout)
     mask = _key_mask(layout)
+    if bias is not None:
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     context = context.transpose(1, 2).reshape(-1, qkv.shape[1] // 3)  # [B * S, H]
     return context if layout.full else context.index_select(0, layout.pack)
@@ -105,13 +124,13 @@ def _varlen(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
     return context.reshape(len(qkv), -1)
 
 
-def _onnx(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None) -> Tensor:
     batch, longest = layout.unpack.shape
     slots = qkv.index_select(0, layout.unpack.reshape(-1)).view(batch, longest, -1)  # [B, S, 3H]
     query, key, value = slots.chunk(3, dim=-1)
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
-        [query, key, value, None, layout.lengths.to(torch.int32)],
+        [query, key, value, None, layout.lengths.to(torch.int32), *_given(bias)],
         {"num_heads": num_heads},
         dtype=qkv.dtype,
         shape=query.shape,
@@ -120,11 +139,16 @@ def _onnx(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
     return context.reshape(batch * longest, -1).index_select(0, layout.pack)
 
 
-def _onnx_cuda(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+def _given(bias: Tensor | None) -> list[Tensor]:
+    """An operator's last input, which may be left out."""
+    return [] if bias is None else [bias]
+
+
+def _onnx_cuda(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None) -> Tensor:
     query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
     return torch.onnx.ops.symbolic(
         "com.microsoft::PackedMultiHeadAttention",
-        [query, key, value, None, layout.token_offset, layout.cu_seqlens],
+        [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_given(bias)],
         {"num_heads": num_heads},
         dtype=qkv.dtype,
         shape=query.shape,
@@ -132,14 +156,15 @@ def _onnx_cuda(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
     )
 
 
-def _padded(qkv: Tensor, num_heads: int, layout: Padded) -> Tensor:
+def _padded(qkv: Tensor, num_heads: int, layout: Padded, bias: Tensor | None) -> Tensor:
     # Written out, so that the graph holds standard operators only.
     batch, longest = layout.attention_mask.shape
     query, key, value = qkv.view(batch, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
-    bias = (1.0 - layout.attention_mask.to(qkv.dtype))[:, None, None, :] * torch.finfo(
-        qkv.dtype
-    ).min
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias  # [B, N, S, S]
+    mask = 1.0 - layout.attention_mask.to(qkv.dtype)[:, None, None, :]
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5  # [B, N, S, S]
+    if bias is not None:
+        scores = scores + bias
+    scores = scores + mask * torch.finfo(qkv.dtype).min
     context = torch.softmax(scores, dim=-1) @ value
     return context.transpose(1, 2).reshape(batch * longest, -1)
 

@@ -6,7 +6,8 @@ Only `attention` knows where one sequence ends and the next begins.
 T tokens, B sequences, H hidden, I intermediate
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +17,27 @@ from model.attention import Layout, Padded, attention
 from model.config import BertConfig
 from model.family import Family
 
+# The erf form is BERT's, the tanh form an approximation that some descendants kept (Hendrycks and Gimpel 2016).
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}
+
 
 class Embeddings(nn.Module):
     """Token + segment + position, normalised."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.word = nn.Embedding(config.vocab_size, config.embedding_width)
+        self.position = nn.Embedding(config.max_position_embeddings, config.embedding_width)
+        self.token_type = nn.Embedding(config.type_vocab_size, config.embedding_width)
+        self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = (
-            self.word(input_ids) + self.token_type(token_type_ids) + self.position(position_ids)
-        )  # [T, H]
-        return self.dropout(self.norm(x))
+        x = self.word(input_ids) + self.token_type(token_type_ids) + self.position(position_ids)
+        return self.dropout(self.norm(x))  # [T, H]
 
 
 class SelfAttention(nn.Module):
@@ -45,9 +50,9 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout | Padded, bias: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return self.output(attention(self.qkv(x), self.num_heads, layout, dropout))  # [T, H]
+        return self.output(attention(self.qkv(x), self.num_heads, layout, dropout, bias))  # [T, H]
 
 
 class FeedForward(nn.Module):
@@ -55,9 +60,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))  # [T, H] -> [T, I] -> [T, H]
+        return self.down(self.activation(self.up(x)))  # [T, H] -> [T, I] -> [T, H]
 
 
 class Layer(nn.Module):
@@ -71,8 +77,8 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layout: Layout | Padded) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, layout)))
+    def forward(self, x: Tensor, layout: Layout | Padded, bias: Tensor | None = None) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, layout, bias)))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
 
@@ -91,14 +97,16 @@ class Pooler(nn.Module):
 class Bert(nn.Module):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings: type[nn.Module] = Embeddings  # other families have others
+    # Where other families differ.
+    make_embeddings: type[nn.Module] = Embeddings
+    has_pooler = True
 
     def __init__(self, config: BertConfig, pooler: bool = True):
         super().__init__()
         self.config = config
         self.embeddings = self.make_embeddings(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.pooler = Pooler(config) if pooler else None
+        self.layers = self.make_layers(config)
+        self.pooler = Pooler(config) if pooler and self.has_pooler else None
         self.apply(self.init_weights)
 
     def init_weights(self, module: nn.Module) -> None:
@@ -118,13 +126,25 @@ class Bert(nn.Module):
     ) -> Tensor:
         """`keep`, when given, collects the embeddings' and each layer's hidden states."""
         x = self.embeddings(input_ids, token_type_ids, position_ids)
-        for layer in self.layers:
+        bias = self.attention_bias(layout)
+        for layer in self.in_order():
             if keep is not None:
                 keep.append(x)
-            x = layer(x, layout)
+            x = layer(x, layout, bias)
         if keep is not None:
             keep.append(x)
         return x
+
+    def make_layers(self, config: BertConfig) -> nn.ModuleList:
+        return nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+
+    def in_order(self) -> Iterable[nn.Module]:
+        """The layers as they are passed through."""
+        return self.layers
+
+    def attention_bias(self, layout: Layout | Padded) -> Tensor | None:
+        """What is added to all layers' attention scores, `[1, N, S, S]`."""
+        return None
 
 
 def first_tokens(hidden_states: Tensor, layout: Layout | Padded) -> Tensor:

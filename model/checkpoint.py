@@ -205,7 +205,7 @@ def load_pretraining(source: str | Path) -> Pretraining:
         raise CheckpointError(f"{folder} has no masked language model")
     model = Pretraining(config, objectives.get("next_sentence.classifier") in weights)
     fill(model, weights, pretraining_names(family), folder)
-    decoder = f"{family.objectives['masked_lm']}.decoder.weight"
+    decoder = f"{family.decoder}.weight"
     if decoder in weights and not torch.equal(
         weights[decoder].float(), model.encoder.embeddings.word.weight
     ):

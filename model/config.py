@@ -14,10 +14,12 @@ class BertConfig:
 
     model_type: the family, in the words of `config.json`
     words: fields that it has another word for, or none
+    activations: what it may compute between the halves of its feed-forward
     """
 
     model_type: ClassVar[str] = "bert"
     words: ClassVar[Mapping[str, str | None]] = {}
+    activations: ClassVar[tuple[str, ...]] = ("gelu",)
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -38,15 +40,19 @@ class BertConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
-        if self.hidden_act != "gelu":
-            raise ValueError(
-                f"hidden_act {self.hidden_act!r}: only the erf form, 'gelu', is BERT's"
-            )
+        if self.hidden_act not in self.activations:
+            known = " or ".join(map(repr, self.activations))
+            raise ValueError(f"hidden_act {self.hidden_act!r}: only {known} is {self.model_type}'s")
 
     @property
     def max_length(self) -> int:
         """The longest sequence it has positions for, in tokens."""
         return self.max_position_embeddings
+
+    @property
+    def embedding_width(self) -> int:
+        """Of the rows of the embedding tables."""
+        return self.hidden_size
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:

@@ -1,12 +1,17 @@
 """The families of encoders that are written here: a row each."""
 
+from model.albert import ALBERT
 from model.bert import BERT
 from model.config import BertConfig
+from model.distilbert import DISTILBERT
+from model.electra import ELECTRA
 from model.family import Family
+from model.mpnet import MPNET
 from model.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT)
+    family.model_type: family
+    for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT, ALBERT, ELECTRA, MPNET)
 }
 
 

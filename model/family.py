@@ -32,6 +32,7 @@ class Family:
     trunk: the hub's names for the encoder's parameters
     heads: for the parameters of the heads, by task
     objectives: for those of what it is pretrained with
+    decoder: the output matrix of its masked language model, which is the word embeddings'
     activation: after the dense layer between the first token and the classes
     special_tokens: as the tokenizer spells them
     """
@@ -43,6 +44,7 @@ class Family:
     trunk: Stems
     heads: Mapping[str, Mapping[str, str]]
     objectives: Mapping[str, str] = field(default_factory=dict)
+    decoder: str = "cls.predictions.decoder"
     activation: Callable[[Tensor], Tensor] = torch.tanh
     special_tokens: Mapping[str, str] = field(
         default_factory=lambda: {

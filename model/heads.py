@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import Pooler, first_tokens
+from model.bert import ACTIVATIONS, Pooler, first_tokens
 from model.config import BertConfig
 from model.families import family_of
 from service import bundle
@@ -28,14 +28,14 @@ class MaskedLM(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
-        return F.linear(
-            self.norm(F.gelu(self.dense(hidden_states))), word_embeddings, self.bias
-        )  # [M, V]
+        guess = self.norm(self.activation(self.dense(hidden_states)))
+        return F.linear(guess, word_embeddings, self.bias)  # [M, V]
 
 
 class NextSentence(nn.Module):

@@ -150,10 +150,7 @@ def pretrain(s: Settings) -> None:
     model = Pretraining(dataclasses.replace(shape, **rates), next_sentence=s.next_sentence)
     if begun:
         model.load_state_dict(begun.state_dict(), strict=False)  # it may have a head more or less
-    if (
-        longest > model.config.max_length
-        or specials.vocab_size > model.config.vocab_size
-    ):
+    if longest > model.config.max_length or specials.vocab_size > model.config.vocab_size:
         raise SystemExit(
             f"{specials.vocab_size} tokens and samples of {longest} do not fit the model's vocabulary of "
             f"{model.config.vocab_size} and {model.config.max_length} positions"

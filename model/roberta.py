@@ -81,6 +81,7 @@ ROBERTA = replace(
         "masked_lm.dense": "lm_head.dense",
         "masked_lm.norm": "lm_head.layer_norm",
     },
+    decoder="lm_head.decoder",
     special_tokens={
         "bos": "<s>",
         "eos": "</s>",

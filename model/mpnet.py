@@ -1,0 +1,107 @@
+"""MPNet (Song et al. 2020): RoBERTa without segments, whose attention also knows how far apart two tokens are.
+
+The distance is put into a bucket, exact when near and on a logarithmic scale when far (as in T5, Raffel et al. 2020),
+and each bucket adds a number of its own to every head's scores, the same in all layers.
+
+T tokens, H hidden, N heads, S longest sequence
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import Layout, Padded, slots
+from model.bert import Bert
+from model.roberta import ROBERTA, RobertaConfig
+
+FARTHEST = 128  # tokens; beyond it all is equally far
+
+
+@dataclass(frozen=True)
+class MPNetConfig(RobertaConfig):
+    """Defaults are those of `microsoft/mpnet-base`."""
+
+    model_type: ClassVar[str] = "mpnet"
+
+    vocab_size: int = 30527
+    type_vocab_size: int = 0
+    relative_attention_num_buckets: int = 32
+
+    @property
+    def first_position(self) -> int:
+        return 2  # whatever the padding token's id
+
+
+class Embeddings(nn.Module):
+    """Token + position, normalised."""
+
+    def __init__(self, config: MPNetConfig):
+        super().__init__()
+        self.first_position = config.first_position
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.word(input_ids) + self.position(position_ids + self.first_position)
+        return self.dropout(self.norm(x))  # [T, H]
+
+
+class MPNet(Bert):
+    """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
+
+    make_embeddings = Embeddings
+
+    def __init__(self, config: MPNetConfig, pooler: bool = True):
+        super().__init__(config, pooler)
+        buckets = config.relative_attention_num_buckets
+        self.distances = nn.Embedding(buckets, config.num_attention_heads)
+        self.init_weights(self.distances)
+
+    def attention_bias(self, layout: Layout | Padded) -> Tensor:
+        places = torch.arange(slots(layout), device=self.distances.weight.device)
+        buckets = bucket(places[None, :] - places[:, None], self.distances.num_embeddings)
+        return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]
+
+
+def bucket(distance: Tensor, count: int) -> Tensor:
+    """Which of `count` buckets a key is in that stands `distance` tokens after the query.
+
+    Half of them are for keys before (and at) the query, half for those after it; half of each are exact.
+    """
+    half, exact = count // 2, count // 4
+    far = distance.abs()
+    scale = (half - exact) / math.log(FARTHEST / exact)
+    steps = torch.log(far.clamp(min=1).float() / exact) * scale
+    coarse = (exact + steps.to(torch.int64)).clamp(max=half - 1)
+    return torch.where(far < exact, far, coarse) + half * (distance > 0)
+
+
+MPNET = replace(
+    ROBERTA,
+    config=MPNetConfig,
+    encoder=MPNet,
+    architecture="MPNet",
+    prefix="mpnet.",
+    trunk={
+        r"embeddings\.word": ["embeddings.word_embeddings"],
+        r"embeddings\.position": ["embeddings.position_embeddings"],
+        r"embeddings\.norm": ["embeddings.LayerNorm"],
+        r"distances": ["encoder.relative_attention_bias"],
+        r"layers\.(\d+)\.attention\.qkv": [
+            r"encoder.layer.\1.attention.attn.q",
+            r"encoder.layer.\1.attention.attn.k",
+            r"encoder.layer.\1.attention.attn.v",
+        ],
+        r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.attn.o"],
+        r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.LayerNorm"],
+        r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
+        r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
+        r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
+        r"pooler\.dense": ["pooler.dense"],
+    },
+)
