@@ -105,4 +105,12 @@ ALBERT = replace(
         "next_sentence.classifier": "sop_classifier.classifier",
     },
     decoder="predictions.decoder",
+    tokenizer="unigram",
+    special_tokens={
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "cls": "[CLS]",
+        "sep": "[SEP]",
+        "mask": "[MASK]",
+    },
 )

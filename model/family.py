@@ -6,6 +6,7 @@ in `families.py` has a row for each.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,9 @@ class Family:
     objectives: for those of what it is pretrained with
     decoder: the output matrix of its masked language model, which is the word embeddings'
     activation: after the dense layer between the first token and the classes
-    special_tokens: as the tokenizer spells them
+    tokenizer: how its tokenizer cuts: words by their pieces, or bytes, or whole texts by the likeliest pieces
+    special_tokens: as the tokenizer spells them, in the order of their ids
+    frame: how they stand around a text, and around a pair; `:1` is for the second segment
     """
 
     config: type[BertConfig]
@@ -46,11 +49,13 @@ class Family:
     objectives: Mapping[str, str] = field(default_factory=dict)
     decoder: str = "cls.predictions.decoder"
     activation: Callable[[Tensor], Tensor] = torch.tanh
+    tokenizer: Literal["wordpiece", "byte-level BPE", "unigram"] = "wordpiece"
     special_tokens: Mapping[str, str] = field(
         default_factory=lambda: {
-            kind: f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")
+            kind: f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")
         }
     )
+    frame: tuple[str, str] = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
 
     @property
     def model_type(self) -> str:

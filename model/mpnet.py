@@ -86,6 +86,7 @@ MPNET = replace(
     config=MPNetConfig,
     encoder=MPNet,
     architecture="MPNet",
+    tokenizer="wordpiece",
     prefix="mpnet.",
     trunk={
         r"embeddings\.word": ["embeddings.word_embeddings"],

@@ -82,15 +82,17 @@ ROBERTA = replace(
         "masked_lm.norm": "lm_head.layer_norm",
     },
     decoder="lm_head.decoder",
+    tokenizer="byte-level BPE",
     special_tokens={
+        "cls": "<s>",
+        "pad": "<pad>",
+        "sep": "</s>",
+        "unk": "<unk>",
+        "mask": "<mask>",
         "bos": "<s>",
         "eos": "</s>",
-        "unk": "<unk>",
-        "cls": "<s>",
-        "sep": "</s>",
-        "pad": "<pad>",
-        "mask": "<mask>",
     },
+    frame=("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
 )
 
 
@@ -112,5 +114,7 @@ class CamembertConfig(RobertaConfig):
     vocab_size: int = 32005
 
 
-XLM_ROBERTA = replace(ROBERTA, config=XlmRobertaConfig, architecture="XLMRoberta")
-CAMEMBERT = replace(ROBERTA, config=CamembertConfig, architecture="Camembert")
+XLM_ROBERTA = replace(
+    ROBERTA, config=XlmRobertaConfig, architecture="XLMRoberta", tokenizer="unigram"
+)
+CAMEMBERT = replace(ROBERTA, config=CamembertConfig, architecture="Camembert", tokenizer="unigram")

@@ -1,4 +1,8 @@
-"""Train a WordPiece tokenizer on a corpus: `python -m model.tokenizer OUT/tokenizer.json FILE... [--vocab-size N]`."""
+"""Train a tokenizer on a corpus: `python -m model.tokenizer OUT/tokenizer.json FILE... [--family F] [--vocab-size N]`.
+
+Which kind, with which special tokens, is the family's matter: pieces of words (WordPiece, Schuster and Nakajima 2012),
+merged bytes (BPE, Sennrich et al. 2016, as in GPT-2), or the likeliest pieces of a whole text (unigram, Kudo 2018).
+"""
 
 import argparse
 from collections.abc import Iterable
@@ -7,52 +11,86 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+from model.bert import BERT
+from model.families import FAMILIES
+from model.family import Family
 
 
 def train(
-    texts: Iterable[str], vocab_size: int = 30522, lowercase: bool = True
+    texts: Iterable[str], vocab_size: int = 30522, lowercase: bool = True, family: Family = BERT
 ) -> tokenizers.Tokenizer:
-    """A BERT tokenizer (WordPiece with `##` continuations) learnt from texts.
+    """A family's tokenizer, learnt from texts. Its special tokens take the first ids.
 
-    lowercase: also strips accents, as BERT's uncased models do. Special tokens take the first five ids.
+    lowercase: WordPiece and unigram; it also strips accents, as BERT's uncased models do
     """
-    tokenizer = _around(models.WordPiece(unk_token="[UNK]"), lowercase)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        limit_alphabet=400,
-        show_progress=False,
-    )
+    tokenizer = _untrained(family, lowercase)
+    settings = {
+        "vocab_size": vocab_size,
+        "special_tokens": _specials(family),
+        "show_progress": False,
+    }
+    match family.tokenizer:
+        case "wordpiece":
+            trainer = trainers.WordPieceTrainer(limit_alphabet=400, **settings)
+        case "byte-level BPE":
+            alphabet = pre_tokenizers.ByteLevel.alphabet()
+            trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
+        case "unigram":
+            trainer = trainers.UnigramTrainer(unk_token=family.special_tokens["unk"], **settings)
     tokenizer.train_from_iterator(texts, trainer)
-    _frame(tokenizer)
+    _frame(tokenizer, family)
     return tokenizer
 
 
 def wordpiece(vocabulary: str, lowercase: bool = True) -> tokenizers.Tokenizer:
     """The tokenizer that an older checkpoint's `vocab.txt` stands for: one token a line, in order of their ids."""
-    tokenizer = _around(models.WordPiece.from_file(vocabulary, unk_token="[UNK]"), lowercase)
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    _frame(tokenizer)
+    tokenizer = _untrained(BERT, lowercase)
+    tokenizer.model = models.WordPiece.from_file(vocabulary, unk_token="[UNK]")
+    tokenizer.add_special_tokens(_specials(BERT))
+    _frame(tokenizer, BERT)
     return tokenizer
 
 
-def _around(model: models.WordPiece, lowercase: bool) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
+def _specials(family: Family) -> list[str]:
+    return list(dict.fromkeys(family.special_tokens.values()))
+
+
+def _untrained(family: Family, lowercase: bool) -> tokenizers.Tokenizer:
+    """How texts are cleaned and split before a model looks at them, and put together again."""
+    match family.tokenizer:
+        case "wordpiece":
+            tokenizer = tokenizers.Tokenizer(
+                models.WordPiece(unk_token=family.special_tokens["unk"])
+            )
+            tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+            tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            tokenizer.decoder = decoders.WordPiece(prefix="##")
+        case "byte-level BPE":
+            tokenizer = tokenizers.Tokenizer(models.BPE())
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+        case "unigram":
+            tokenizer = tokenizers.Tokenizer(models.Unigram())
+            cased = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+            tokenizer.normalizer = normalizers.Sequence(
+                cased if lowercase else [normalizers.NFKC()]
+            )
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+            tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
 
-def _frame(tokenizer: tokenizers.Tokenizer) -> None:
-    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP] with segment 1 from B on."""
-    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+def _frame(tokenizer: tokenizers.Tokenizer, family: Family) -> None:
+    """Put the special tokens around a text, and around a pair."""
+    single, pair = family.frame
+    framing = processors.TemplateProcessing(
+        single=single,
+        pair=pair,
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in _specials(family)],
     )
+    if family.tokenizer == "byte-level BPE":  # a word's space stands before it, and is not of it
+        framing = processors.Sequence([processors.ByteLevel(trim_offsets=True), framing])
+    tokenizer.post_processor = framing
 
 
 def main() -> None:
@@ -63,9 +101,12 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--vocab-size", type=int, default=30522)
     parser.add_argument("--cased", action="store_true", help="keep case and accents")
+    parser.add_argument("--family", choices=FAMILIES, default=BERT.model_type)
     arguments = parser.parse_args()
     paragraphs = (paragraph for document in documents(arguments.files) for paragraph in document)
-    tokenizer = train(paragraphs, arguments.vocab_size, lowercase=not arguments.cased)
+    tokenizer = train(
+        paragraphs, arguments.vocab_size, not arguments.cased, FAMILIES[arguments.family]
+    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(arguments.out))
     print(f"{arguments.out}: {tokenizer.get_vocab_size()} tokens")

@@ -7,16 +7,46 @@ import pytest
 from tokenizers import Tokenizer
 
 from model import tokenizer
-from model.tokenizer import SPECIAL_TOKENS, train
+from model.families import FAMILIES
+from model.tokenizer import train
 
 TEXTS = ["the unaffable river affected the café", "The river is unaffected, unlike the Café"] * 10
 
 
 def test_special_tokens_come_first() -> None:
-    """The special tokens have the first five ids, in the order that is documented."""
+    """The special tokens have the first five ids, in the order that is Google's."""
     trained = train(TEXTS, vocab_size=60)
 
-    assert [trained.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert [trained.token_to_id(token) for token in special] == [0, 1, 2, 3, 4]
+
+
+FRAMED = {
+    "bert": ("[CLS] {0} [SEP]", "[CLS] {0} [SEP] {1} [SEP]"),
+    "distilbert": ("[CLS] {0} [SEP]", "[CLS] {0} [SEP] {1} [SEP]"),
+    "electra": ("[CLS] {0} [SEP]", "[CLS] {0} [SEP] {1} [SEP]"),
+    "albert": ("[CLS] {0} [SEP]", "[CLS] {0} [SEP] {1} [SEP]"),
+    "roberta": ("<s> {0} </s>", "<s> {0} </s> </s> {1} </s>"),
+    "xlm-roberta": ("<s> {0} </s>", "<s> {0} </s> </s> {1} </s>"),
+    "camembert": ("<s> {0} </s>", "<s> {0} </s> </s> {1} </s>"),
+    "mpnet": ("<s> {0} </s>", "<s> {0} </s> </s> {1} </s>"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_its_own(name: str) -> None:
+    """Its special tokens come first, stand where they should, and texts come back as they were."""
+    family = FAMILIES[name]
+    trained = train(TEXTS, vocab_size=400, family=family)
+    special = dict.fromkeys(family.special_tokens.values())
+    assert [*map(trained.token_to_id, special)] == [*range(5)]
+    assert trained.token_to_id(family.special_tokens["pad"]) == family.config().pad_token_id
+
+    text, pair = "the river", "the cafe"
+    single, both = (" ".join(trained.encode(*texts).tokens) for texts in ((text,), (text, pair)))
+    pieces = [" ".join(trained.encode(t, add_special_tokens=False).tokens) for t in (text, pair)]
+    assert [single, both] == [framed.format(*pieces) for framed in FRAMED[name]]
+    assert trained.decode(trained.encode(text).ids) == text
 
 
 def test_word_pieces() -> None:
