@@ -40,13 +40,15 @@ NOOP = Server(
 class Flooded:
     """What one server did, and how it was asked; rates in answers per second.
 
-    recovery_s: from the end of the stream until a lone text takes at most twice what it took before
+    late_s: from the end of the stream until its last answer, or until patience with it ended
+    recovery_s: from then until a lone text takes at most twice what it took before
     crowds: by the number of connections that insist; of one that the server ended, a lost connection and no answer
     """
 
     capacity: float
     stream: Measured
     memory_mb: tuple[float, float]
+    late_s: float
     recovery_s: float
     crowds: dict[int, Measured]
 
@@ -65,6 +67,7 @@ class Flooded:
             "p99_ms": self.stream.percentile(99),
             "others": dict(self.stream.others),
             "memory_mb": self.memory_mb,
+            "late_s": self.late_s,
             "recovery_s": self.recovery_s,
             "crowds": {
                 count: {
@@ -133,7 +136,7 @@ def flood(
     ):
         port = running.port
         alone_s = lone(port, requests)
-        guess = uvloop.run(closed_loop(port, requests, CONNECTIONS, seconds)).rate
+        guess = uvloop.run(closed_loop(port, requests, CONNECTIONS, seconds, insist=True)).rate
         rate = TIMES * guess
         capacity = uvloop.run(beside(port, noop.port, requests, rate, 3 * seconds)).rate
         uvloop.run(
@@ -141,20 +144,22 @@ def flood(
         )  # memory that any flood takes
         rounds.settle(running)
         before = processes.resident_mb(running.process.pid)
+        began = time.perf_counter()
         stream = uvloop.run(open_loop(port, requests, rate, stream_s, patience_s=PATIENCE_S))
+        late_s = max(time.perf_counter() - began - stream.lasted, 0.0)
         recovery_s = recovery(port, requests, alone_s)
         rounds.settle(running)
         memory_mb = before, processes.resident_mb(running.process.pid)
         crowds = {count: insisting(port, requests, count, 3 * seconds) for count in CROWDS}
-        return Flooded(capacity, stream, memory_mb, recovery_s, crowds)
+        return Flooded(capacity, stream, memory_mb, late_s, recovery_s, crowds)
 
 
 async def beside(
     port: int, noop: int, requests: Sequence[bytes], rate: float, seconds: float
 ) -> Measured:
-    """What a server answers while the stream goes elsewhere."""
+    """What a server answers while the stream goes elsewhere; what it refuses on a busy machine is asked again."""
     stream = asyncio.create_task(open_loop(noop, requests, rate, seconds + 2.0, warm_s=0.0))
-    found = await closed_loop(port, requests, CONNECTIONS, seconds)
+    found = await closed_loop(port, requests, CONNECTIONS, seconds, insist=True)
     await stream
     return found
 

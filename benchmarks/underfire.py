@@ -400,15 +400,19 @@ def flooded(
     return {
         "capacity, per s": found.capacity,
         "offered, of capacity": (found.stream.offered or 0) / found.capacity,
-        "answered, of capacity": found.stream.rate / found.capacity,
-        f"within {overload.DEADLINE_MS / 1000:g} s, of capacity": found.useful / found.capacity,
+        f"answered within {overload.DEADLINE_MS / 1000:g} s, of capacity": found.useful
+        / found.capacity,
+        "answered ever, of offered": found.stream.rate / (found.stream.offered or math.nan),
         "p99 of answers, ms": found.stream.percentile(99),
         "refused (429)": others[429],
         "5xx": sum(count for status, count in others.items() if status >= 500),
         "cut off or not answered": others[REFUSED],
         "memory before, MB": before,
         "memory after, MB": after,
-        "recovered after, s": found.recovery_s if found.recovery_s < math.inf else "not recovered",
+        "last answer after its end, s": found.late_s,
+        "then recovered after, s": found.recovery_s
+        if found.recovery_s < math.inf
+        else "not recovered",
         **{
             f"{count} that insist, of capacity": crowd.rate / found.capacity
             for count, crowd in found.crowds.items()

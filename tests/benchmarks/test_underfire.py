@@ -185,7 +185,7 @@ def test_answers_in_time_are_counted_apart():
     """What came after the deadline is no use to who waited for it."""
     late = overload.DEADLINE_MS / 1000 + 1
     stream = Measured(1, 2.0, np.array([0.1, 0.2, late]), 10.0, Counter())
-    found = overload.Flooded(1.0, stream, (1.0, 1.0), 0.0, {})
+    found = overload.Flooded(1.0, stream, (1.0, 1.0), 0.0, 0.0, {})
 
     assert (1.5, 1.0) == (found.figures()["goodput"], found.figures()["goodput_in_time"])
 
