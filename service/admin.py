@@ -16,6 +16,7 @@ from service.schemas import (
     IntroducedResponse,
     LoadRequest,
     Order,
+    PromoteRequest,
     UnloadedResponse,
     validate,
 )
@@ -46,11 +47,11 @@ async def unload_model(request: Request) -> Response:
 
 
 @router.post(
-    "/admin/models/{model}/promote", **openapi.admin(IntroducedResponse, Order, of="model")
+    "/admin/models/{model}/promote", **openapi.admin(IntroducedResponse, PromoteRequest, of="model")
 )
 async def promote_model(request: Request) -> Response:
     """Let a bundle that is loaded answer for its name."""
-    body = await read_order(request, Order)
+    body = await read_order(request, PromoteRequest)
     order = {**body.model_dump(), "model": request.path_params["model"], "by": by(request)}
     return await answer(request, "promote", order)
 

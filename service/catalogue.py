@@ -1,7 +1,7 @@
 """Which bundles are served, and whose requests each of them gets: a value, and the ways in which it changes."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from service.bundle import Texts
@@ -15,7 +15,8 @@ class Kept:
     """What has to be known of a bundle to serve it again as it was.
 
     id: `name@version`; sha256: of its manifest; since: when it got its state, in seconds of `time.time`. State:
-    *current* answers for its name, *previous* did so before it, and it and *pinned* ones answer who names them in full
+    *current* answers for its name, *previous* did so before it, and it and *pinned* ones answer who names them in full;
+    shadow: the share of the current one's requests that it gets copies of
     """
 
     id: str
@@ -23,6 +24,7 @@ class Kept:
     sha256: str
     state: State
     since: float
+    shadow: float = field(default=0.0, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -99,8 +101,12 @@ def introduced(
 
 
 def added(models: Models, new: Model, now: float) -> Models:
-    """Let a bundle answer who names it in full, and for its name if nobody does."""
-    return settled((*models, new), now)
+    """Let a bundle answer who names it in full, and for its name if nobody does; one of a name gets copies."""
+    alone = new.shadow > 0
+    rest = [replace(m, shadow=0.0) if alone and m.name == new.name else m for m in models]
+    if any(model.id == new.id for model in rest):
+        return tuple(new if model.id == new.id else model for model in rest)
+    return settled((*rest, new), now)
 
 
 def without(models: Models, model_id: str, now: float) -> Models:
@@ -109,4 +115,4 @@ def without(models: Models, model_id: str, now: float) -> Models:
 
 
 def _turned(model: Model, state: State, now: float) -> Model:
-    return model if model.state == state else replace(model, state=state, since=now)
+    return model if model.state == state else replace(model, state=state, since=now, shadow=0.0)

@@ -57,11 +57,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What HTTP processes tell the metrics, by what it is: requests answered and refused, and what they took."""
+    """What HTTP processes tell the metrics, by what it is: requests answered, refused, what they took, and copies."""
 
     requests: list[tuple[str, str, int, float]]
     rejections: list[str]
     answers: list[tuple[str, str, int, Sequence[float]]]
+    comparisons: list[tuple[str, str, str, int]]
 
 
 @dataclass(frozen=True, slots=True)

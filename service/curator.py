@@ -23,6 +23,7 @@ from service.bundle import Bundle, BundleError, Manifest
 from service.catalogue import Follower, Kept, Model, Models
 from service.errors import (
     BadBundle,
+    ChangedAnswers,
     Conflict,
     Forbidden,
     InvalidInput,
@@ -30,7 +31,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.local import LocalDevice, Opened, trim
-from service.metrics import ORDERS, Metrics
+from service.metrics import ORDERS, Counts, Metrics
 from service.orders import Report
 from service.settings import Settings
 
@@ -102,7 +103,7 @@ class Curator:
                 problems.append(error)
                 continue
             if model.sha256 == kept.sha256:
-                model = replace(model, state=kept.state, since=kept.since)
+                model = replace(model, state=kept.state, since=kept.since, shadow=kept.shadow)
             else:
                 log.error("changed since it was served", model=kept.id, now=model.id)
             opened.append(model)
@@ -164,9 +165,11 @@ class Curator:
         keep_old: bool,
         allow_new_embedding_space: bool,
         promote: bool,
+        shadow: float,
         by: str,
     ) -> Answer:
         """Let a bundle of the operator's directory answer for its name or, if not to promote, who names it in full."""
+        promote = promote and not shadow
         allowed = allow_new_embedding_space or not promote
         folder = locate(self._settings.models_dir, path)
         async with self._opening:
@@ -180,14 +183,23 @@ class Curator:
                 new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
                 if promote:
                     return await self._introduce("load", new, by, keep_old=keep_old)
-                return await self._stand_by(new, by)
+                return await self._stand_by(new, shadow, by)
 
     async def promote(
-        self, *, model: str, keep_old: bool, allow_new_embedding_space: bool, by: str
+        self,
+        *,
+        model: str,
+        keep_old: bool,
+        allow_new_embedding_space: bool,
+        max_changed: float | None,
+        min_compared: int,
+        by: str,
     ) -> Answer:
         """Let a bundle that is there answer for its name."""
         async with self._deciding:
             new = self._find(model)
+            if max_changed is not None:
+                check_answers(model, self._compared(new), max_changed, min_compared)
             self._check_space(self._manifest(new), allow_new_embedding_space)
             return await self._introduce("promote", new, by, keep_old=keep_old)
 
@@ -236,11 +248,14 @@ class Curator:
             log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
         return self._introduced(new)
 
-    async def _stand_by(self, new: Model, by: str) -> Answer:
-        """Let a bundle answer who names it in full."""
+    async def _stand_by(self, new: Model, shadow: float, by: str) -> Answer:
+        """Let a bundle answer who names it in full, and copies of requests for its name."""
+        if new.state == "current" and shadow:
+            raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
+        new = replace(new, shadow=shadow)
         if new not in self.models:
             await self._serve(catalogue.added(self.models, new, time.time()))
-            log.info("load", model=new.id, sha256=new.sha256, by=by)
+            log.info("load", model=new.id, sha256=new.sha256, shadow=shadow, by=by)
         return self._introduced(new)
 
     def _introduced(self, new: Model) -> Answer:
@@ -334,7 +349,12 @@ class Curator:
             "since": moment(model.since),
             "embedding_space": self._manifest(model).embedding_space,
             "requests": self._device.batcher.requests(model.id),
+            "shadow": model.shadow,
+            "compared": self._compared(model),
         }
+
+    def _compared(self, model: Model) -> Counts:
+        return self._metrics.compared.get(model.id, {})
 
 
 @contextmanager
@@ -347,6 +367,24 @@ def refusing() -> Iterator[None]:
     except Exception as error:  # the runtime's own have no type
         log.debug("cannot open", exc_info=True)
         raise BadBundle(" ".join(str(error).split())) from None
+
+
+def check_answers(model: str, compared: Counts, max_changed: float, min_compared: int) -> None:
+    """Raises ChangedAnswers when too few answers to copies are known, or too many of a head's differ."""
+    known = {head: (at.get("changed", 0), at.get("same", 0)) for head, at in compared.items()}
+    number = sum(map(sum, known.values()))
+    if number < min_compared:
+        raise ChangedAnswers(
+            f"{model}: {number} answers were compared, and {min_compared} are wanted",
+            param="min_compared",
+        )
+    for head, (changed, same) in known.items():
+        if changed > max_changed * (changed + same):
+            raise ChangedAnswers(
+                f"{model}: of {changed + same} answers of {head}, {changed} changed"
+                f" ({changed / (changed + same):.2%}), and {max_changed:.2%} may",
+                param="max_changed",
+            )
 
 
 def embeds(manifest: Manifest) -> bool:

@@ -5,11 +5,11 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from service.waiting import Ended, Entry, Outcome
 T = TypeVar("T")
 W = TypeVar("W")
 C = TypeVar("C", bound=Cut)
+P = ParamSpec("P")
 Floats = NDArray[np.float32]
 Decode = Callable[
     [int, C, list[Floats]], T
@@ -141,6 +142,24 @@ class _Arrivals(Generic[C, T]):
         self._tell(index, result)
 
 
+Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
+# Is given a task, what it was asked, and its reply.
+Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
+
+
+def copied(task: Method[P, T]) -> Method[P, T]:
+    """Hand requests that were answered, all at once, to whoever wants copies."""
+
+    @wraps(task)
+    async def answer(self: "Engine", /, *args: P.args, **options: P.kwargs) -> Reply[T]:
+        reply = await task(self, *args, **options)
+        if self.copies is not None and options.get("tell") is None:
+            self.copies(task, args, options, reply)
+        return reply
+
+    return answer
+
+
 class Engine:
     """A bundle in front of the device that computes it; `model` tells how it is served just now."""
 
@@ -150,6 +169,7 @@ class Engine:
         self.sha256 = texts.sha256
         self.encoder = encoder
         self.model = model
+        self.copies: Copies | None = None
         self._device = device
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
         self._users = 0
@@ -157,6 +177,7 @@ class Engine:
 
     # -- the four tasks ---------------------------------------------------------------------------
 
+    @copied
     async def classify(
         self,
         texts: list[str],
@@ -192,6 +213,7 @@ class Engine:
         sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
         return await self._answer(name, ticket, encode, labels, sizes, tell)
 
+    @copied
     async def ner(
         self,
         texts: list[str],
@@ -221,6 +243,7 @@ class Engine:
 
         return await self._answer(name, ticket, encode, entities, _characters(texts), tell)
 
+    @copied
     async def qa(
         self,
         questions: list[str],
@@ -261,6 +284,7 @@ class Engine:
         sizes = _characters(questions, contexts)
         return await self._answer(name, ticket, encode, answers, sizes, tell)
 
+    @copied
     async def embed(
         self,
         texts: list[str],

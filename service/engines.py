@@ -7,11 +7,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from service.bundle import Texts
-from service.catalogue import Model, Models
+from service.catalogue import Model, Models, current
 from service.device import Device
 from service.encode import Encoder, parse_tokenizer
 from service.engine import Engine
 from service.errors import UnknownModel
+from service.shadow import Compared, Shadow
 
 Administer = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
@@ -19,10 +20,10 @@ Administer = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 class Engines:
     """An engine for each bundle that is served. They come and go while requests are answered.
 
-    administer: as `Curator.perform`
+    administer: as `Curator.perform`; compared: is told of answers to copies
     """
 
-    def __init__(self, device: Device, administer: Administer) -> None:
+    def __init__(self, device: Device, administer: Administer, compared: Compared) -> None:
         self.load = device.load
         self.alive = device.alive
         self.administer = administer
@@ -30,6 +31,7 @@ class Engines:
             str
         ] = []  # who is asked; who is kept for a rollback is idle all the time
         self._device = device
+        self._compared = compared
         self._by_id: dict[str, Engine] = {}
         self._by_name: dict[str | None, Engine] = {}  # names, ids, and None for the default
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
@@ -44,14 +46,21 @@ class Engines:
             model.id: self._known(model) or await self._open(texts[model.id], model)
             for model in models
         }
+        for engine in self._by_id.values():
+            engine.copies = None
         for model in models:
             engines[model.id].model = model
+            if model.shadow and (answering := current(models, model.name)):
+                shadow = Shadow(engines[model.id], model.shadow, self.load, self._compared)
+                engines[answering.id].copies = shadow
         kept = set(engines.values())
         for engine in set(self._by_id.values()) - kept:
             self._leaving[engine] = asyncio.create_task(self._end(engine))
         self._by_id = engines
         self._by_name = by_name(models, engines)
-        self.expected = [model.id for model in models if model.state != "previous"]
+        self.expected = [
+            model.id for model in models if model.state != "previous" and not model.shadow
+        ]
 
     def _known(self, model: Model) -> Engine | None:
         engine = self._by_id.get(model.id)

@@ -12,6 +12,7 @@
         SlowHeaders 408 slow_headers          nor did the headers
       Conflict 409 conflict                   what is served does not allow it
         NewEmbeddingSpace 409 new_embedding_space
+        ChangedAnswers 409 changed_answers
       TooLarge 413 too_large                  could not be served even by an empty queue
       UnsupportedMediaType 415 unsupported_media_type
         UnsupportedEncoding 415 unsupported_encoding
@@ -158,6 +159,10 @@ class Conflict(QuartetError):
 
 class NewEmbeddingSpace(Conflict):
     code = "new_embedding_space"
+
+
+class ChangedAnswers(Conflict):
+    code = "changed_answers"
 
 
 class TooLarge(QuartetError):

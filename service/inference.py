@@ -78,13 +78,15 @@ class Front:
                 self._begin(number, self._answer(message, arrays))
             case channel.Cancel(id=number) if number in self._tasks:
                 self._tasks[number].cancel()
-            case channel.Observed(requests, rejections, answers):
+            case channel.Observed(requests, rejections, answers, comparisons):
                 for request in requests:
                     self._metrics.observe_request(*request)
                 for reason in rejections:
                     self._metrics.observe_rejection(reason)
                 for answer in answers:
                     self._metrics.observe_answer(*answer)
+                for comparison in comparisons:
+                    self._metrics.observe_comparison(*comparison)
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
                 self.channel.send(channel.Page(number), self._metrics.render())

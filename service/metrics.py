@@ -40,6 +40,8 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATIOS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
+Counts = dict[str, dict[str, int]]  # of answers to copies, by head and outcome
+
 
 class Recorder(Protocol):
     """Metrics as an HTTP process needs them, wherever they are kept."""
@@ -141,6 +143,14 @@ class Metrics:
             "order",
             "outcome",
         )
+        self._compared = self._counter(
+            "quartet_shadow_answers_total",
+            "Answers that a version to come gave to copies of requests, by whether they are the same.",
+            "model",
+            "head",
+            "outcome",
+        )
+        self.compared: dict[str, Counts] = {}
         for reason in REFUSALS:
             self._rejected.labels(reason)
         for order in ORDERS:
@@ -191,6 +201,12 @@ class Metrics:
     def observe_order(self, order: str, well: bool) -> None:
         self._orders.labels(order, OUTCOMES[well]).inc()
 
+    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
+        self._told.add(model)
+        self._compared.labels(model, head, outcome).inc(number)
+        counts = self.compared.setdefault(model, {}).setdefault(head, {})
+        counts[outcome] = counts.get(outcome, 0) + number
+
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle
         self._told.add(model)
@@ -237,6 +253,7 @@ class Metrics:
         gone = self._told - {"", *models} if models else set()
         for model in gone:
             self._stages_of.pop(model, None)
+            self.compared.pop(model, None)
             for family in self._of_models:
                 family.remove_by_labels({"model": model})
         self._told -= gone

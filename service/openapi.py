@@ -23,6 +23,7 @@ from service.schemas import (
     LoadRequest,
     NerRequest,
     Order,
+    PromoteRequest,
     QaRequest,
     Request,
 )
@@ -31,7 +32,7 @@ Object = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
-ORDERS: tuple[type[Order], ...] = (LoadRequest, Order)
+ORDERS: tuple[type[Order], ...] = (LoadRequest, PromoteRequest)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (
     errors.BadRequest,
@@ -64,6 +65,7 @@ ADMIN: tuple[type[QuartetError], ...] = (
     errors.UnknownModel,
     errors.Conflict,
     errors.NewEmbeddingSpace,
+    errors.ChangedAnswers,
     errors.RequestTimeout,
     errors.TooLarge,
     errors.UnsupportedMediaType,

@@ -317,6 +317,7 @@ class RemoteMetrics:
         self._requests: deque[tuple[str, str, int, float]] = deque(maxlen=KEPT)
         self._rejections: deque[str] = deque(maxlen=KEPT)
         self._answers: deque[tuple[str, str, int, Sequence[float]]] = deque(maxlen=KEPT)
+        self._comparisons: deque[tuple[str, str, str, int]] = deque(maxlen=KEPT)
         self._routes: dict[str, bool] = {}
         self._pushing = False
 
@@ -330,6 +331,10 @@ class RemoteMetrics:
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         self._answers.append((model, tenant, tokens, stages))
+        self._push_soon()
+
+    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
+        self._comparisons.append((model, head, outcome, number))
         self._push_soon()
 
     def expect(self, routes: Mapping[str, bool]) -> None:
@@ -347,16 +352,23 @@ class RemoteMetrics:
 
     def _push(self) -> None:
         self._pushing = False
-        kept: tuple[deque[Any], ...] = (self._requests, self._rejections, self._answers)
+        kept: tuple[deque[Any], ...] = (
+            self._requests,
+            self._rejections,
+            self._answers,
+            self._comparisons,
+        )
         if any(kept) and self._device.push(channel.Observed(*map(list, kept))):
             for seen in kept:
                 seen.clear()
 
 
 @asynccontextmanager
-async def open_remote_engines(device: RemoteDevice, _: Settings) -> AsyncIterator[Engines]:
+async def open_remote_engines(
+    device: RemoteDevice, metrics: RemoteMetrics, _: Settings
+) -> AsyncIterator[Engines]:
     """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.administer)
+    engines = Engines(device, device.administer, metrics.observe_comparison)
     watching = asyncio.create_task(device.watch())
     try:
         await device.follow(engines)

@@ -219,6 +219,25 @@ class LoadRequest(Order):
         True,
         description="let it answer for its name; else only who names its version, until it is promoted",
     )
+    shadow: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the requests for its name that it gets copies of, to compare its answers; above 0 it is"
+        " not promoted",
+    )
+
+
+class PromoteRequest(Order):
+    max_changed: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of the answers to copies, of each head, that may have changed; unset, none were needed",
+    )
+    min_compared: int = Field(
+        100, ge=1, description="answers that must have been compared, where `max_changed` is set"
+    )
 
 
 R = TypeVar("R", bound=Request)
@@ -409,6 +428,10 @@ class Model(BaseModel):
     since: str = Field(description="when it got its state")
     embedding_space: str | None
     requests: int = Field(description="that wait for it or are computed")
+    shadow: float = Field(description="the share of requests that it gets copies of")
+    compared: dict[str, dict[str, int]] = Field(
+        description="its answers to copies, by head: same, changed, failed, dropped"
+    )
 
 
 class AdminModelsResponse(BaseModel):

@@ -110,6 +110,7 @@ class Watcher:
             "keep_old": True,
             "allow_new_embedding_space": False,
             "promote": seen.came >= max(rivals),
+            "shadow": 0.0,
         }
         with suppress(QuartetError):  # which the curator has told of
             await self._curator.perform("load", {**order, "by": BY})

@@ -22,7 +22,8 @@ class Worker(Server):
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
         super().__init__(
-            create_app(settings, partial(open_remote_engines, self.device), metrics), settings
+            create_app(settings, partial(open_remote_engines, self.device, metrics), metrics),
+            settings,
         )
 
     @contextmanager

@@ -21,7 +21,7 @@ from service import bundle
 from service.keys import make_key, record
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
-from tests.versions import read_manifest, restate, save_version
+from tests.versions import answer_goldens, read_manifest, restate, save_version
 
 pytestmark = pytest.mark.e2e
 
@@ -53,9 +53,13 @@ class Desk:
         assert 200 == reply.status, reply.body
         return reply.json()
 
-    def states(self) -> list[str]:
+    def models(self) -> dict[str, Any]:
+        """What administrators are told of each, by its id."""
         models = self.order("GET", "/admin/models").json()["models"]
-        return [f"{model['id']} {model['state']}" for model in models]
+        return {model["id"]: model for model in models}
+
+    def states(self) -> list[str]:
+        return [f"{model} {told['state']}" for model, told in self.models().items()]
 
     def ask(self, model: str | None) -> Reply:
         return self.server.post("/embed", {"inputs": TEXT, "model": model}, self.client)
@@ -328,6 +332,52 @@ def test_what_lies_in_a_directory_is_served(
             shutil.rmtree(at.models_dir / "2")
             until(lambda: len(at.states()) == 1)
         assert {200: len(client.replies)} == Counter(reply.status for reply in client.replies)
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_version_is_compared_before_it_is_promoted(
+    tiny_bundle: Path, tmp_path: Path, workers: int
+) -> None:
+    """It gets copies, whose answers nobody sees; how many changed decides whether it may answer for its name."""
+    with desk(tiny_bundle, tmp_path, workers=workers) as at:
+        at.save("same")
+        shutil.copy(tmp_path / "first" / "weights.bin", at.models_dir / "same")
+        weights = {"weights": bundle.describe_file(at.models_dir / "same" / "weights.bin")}
+        graphs = [graph | weights for graph in read_manifest(at.models_dir / "same")["graphs"]]
+        restate(at.models_dir / "same", graphs=graphs)
+        answer_goldens(at.models_dir / "same")
+        at.save("other")
+
+        def shadow(version: str) -> Any:
+            """What the figures are when it has got copies of some requests."""
+            at.load(version, shadow=1.0)
+            before = at.vector("tiny@1")
+            until(lambda: before == at.vector("tiny") and compared(version) >= 5)
+            return at.models()[f"tiny@{version}"]
+
+        def compared(version: str) -> int:
+            counts = at.models()[f"tiny@{version}"]["compared"].get("embeddings", {})
+            return int(counts.get("same", 0) + counts.get("changed", 0))
+
+        def promote(version: str, **said: object) -> Reply:
+            return at.order("POST", f"/admin/models/tiny@{version}/promote", said)
+
+        told = shadow("other")
+        assert ("pinned", 1.0) == (told["state"], told["shadow"])
+        assert "same" not in told["compared"]["embeddings"]
+        few = promote("other", max_changed=1.0, min_compared=10_000)
+        changed = promote("other", max_changed=0.5, min_compared=5)
+        for reply, said in (few, "answers were compared"), (changed, "of embeddings"):
+            assert (409, "changed_answers") == (reply.status, reply.json()["error"]["code"])
+            assert said in reply.json()["error"]["message"]
+        assert "tiny@1" == at.vector("tiny")[0]
+        assert "changed" not in shadow("same")["compared"]["embeddings"]
+        assert 0.0 == at.models()["tiny@other"]["shadow"]
+        assert 200 == promote("same", max_changed=0.0, min_compared=5).status
+        assert ("tiny@same", 0.0) == (at.vector("tiny")[0], at.models()["tiny@same"]["shadow"])
+        page = at.server.send("GET", "/metrics", None, at.admin).body.decode()
+        name = "quartet_shadow_answers_total"
+        assert f'{name}{{head="embeddings",model="tiny@other",outcome="changed"}}' in page
 
 
 @pytest.mark.promise("What is served outlives the process that computes it.")

@@ -11,6 +11,7 @@ from service.keys import Key, digest, make_key
 from tests.service.fakes import FakeEngine, FakeEngines
 
 LOAD = {"keep_old": True, "allow_new_embedding_space": False, "by": "ops"}
+ANY = {"max_changed": None, "min_compared": 100}  # answers, whether they changed or not
 
 
 @pytest.fixture
@@ -26,7 +27,12 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
     ("method", "path", "body", "order"),
     [
         ("GET", "", None, ("show", {})),
-        ("POST", "", {"path": "a"}, ("load", {"path": "a", "promote": True, **LOAD})),
+        (
+            "POST",
+            "",
+            {"path": "a"},
+            ("load", {"path": "a", "promote": True, "shadow": 0.0, **LOAD}),
+        ),
         (
             "POST",
             "",
@@ -36,6 +42,7 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
                 {
                     "path": "a",
                     "promote": False,
+                    "shadow": 0.0,
                     "keep_old": False,
                     "allow_new_embedding_space": True,
                     "by": "ops",
@@ -43,12 +50,12 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
             ),
         ),
         ("DELETE", "/a@1", None, ("unload", {"model": "a@1", "by": "ops"})),
-        ("POST", "/a@1/promote", None, ("promote", {"model": "a@1", **LOAD})),
+        ("POST", "/a@1/promote", None, ("promote", {"model": "a@1", **ANY, **LOAD})),
         (
             "POST",
             "/a@1/promote",
             {"keep_old": False},
-            ("promote", {"model": "a@1", **LOAD, "keep_old": False}),
+            ("promote", {"model": "a@1", **ANY, **LOAD, "keep_old": False}),
         ),
         ("POST", "/a/rollback", None, ("roll_back", {"name": "a", "by": "ops"})),
     ],

@@ -1,5 +1,7 @@
 """What becomes of those that are served when others come and go."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.catalogue import (
@@ -77,6 +79,16 @@ def test_who_stands_by_answers_if_nobody_else_does() -> None:
     before = served("a@1 current")
     later = added(added(before, model("a@2"), NOW), model("b@1"), NOW)
     assert ["a@1 current", "a@2 pinned", "b@1 current"] == shown(later)
+
+
+def test_one_of_a_name_gets_copies() -> None:
+    """The last that is to; none does who answers for the name, or did."""
+    models = added(served("a@1 current"), replace(model("a@2"), shadow=0.5), NOW)
+    models = added(models, replace(model("a@3"), shadow=0.1), NOW)
+    assert [0.0, 0.0, 0.1] == [each.shadow for each in models]
+    models = introduced(added(models, replace(models[2], shadow=0.2), NOW), models[2], NOW)
+    assert ["a@3 current", "a@1 previous", "a@2 pinned"] == shown(models)
+    assert not any(each.shadow for each in models)
 
 
 def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:

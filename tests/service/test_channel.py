@@ -97,7 +97,7 @@ async def test_much_goes_through_at_once() -> None:
 def test_a_message_of_no_kind_is_our_bug() -> None:
     """Both ends are one version: what is unknown is not passed over."""
     channel = Channel(lambda *_: None, lambda: None)
-    data = bytearray(frame(Observed([], [], [])))
+    data = bytearray(frame(Observed([], [], [], [])))
     data[8:10] = b'["'
     with pytest.raises((KeyError, ValueError)):
         channel.data_received(bytes(data).replace(b"Observed", b"Obverted"))

@@ -33,7 +33,13 @@ from service.settings import Settings
 from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
 
-LOAD = {"keep_old": True, "promote": True, "allow_new_embedding_space": False, "by": "ops"}
+LOAD = {
+    "keep_old": True,
+    "promote": True,
+    "shadow": 0.0,
+    "allow_new_embedding_space": False,
+    "by": "ops",
+}
 
 
 class FakeFollower:
