@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.attention import Layout, Padded, attention
 from model.config import BertConfig
 from model.family import Family
+from model.pooling import first_tokens
 
 # The erf form is BERT's, the tanh form an approximation that some descendants kept (Hendrycks and Gimpel 2016).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -145,14 +146,6 @@ class Bert(nn.Module):
     def attention_bias(self, layout: Layout | Padded) -> Tensor | None:
         """What is added to all layers' attention scores, `[1, N, S, S]`."""
         return None
-
-
-def first_tokens(hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
-    """The hidden state of each sequence's first token: `[T, H]` -> `[B, H]`."""
-    if isinstance(layout, Padded):
-        batch, longest = layout.attention_mask.shape
-        return hidden_states.view(batch, longest, -1)[:, 0]
-    return hidden_states.index_select(0, layout.firsts)
 
 
 # The names that the hub has for these parts.

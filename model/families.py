@@ -6,12 +6,23 @@ from model.config import BertConfig
 from model.distilbert import DISTILBERT
 from model.electra import ELECTRA
 from model.family import Family
+from model.modernbert import MODERNBERT
 from model.mpnet import MPNET
 from model.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT, ALBERT, ELECTRA, MPNET)
+    for family in (
+        BERT,
+        ROBERTA,
+        XLM_ROBERTA,
+        CAMEMBERT,
+        DISTILBERT,
+        ALBERT,
+        ELECTRA,
+        MPNET,
+        MODERNBERT,
+    )
 }
 
 

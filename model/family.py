@@ -32,6 +32,7 @@ class Family:
     prefix: of the encoder's parameters where heads stand beside it
     trunk: the hub's names for the encoder's parameters
     heads: for the parameters of the heads, by task
+    make_heads: makers of those that are not as in `heads.py`, by task: of the configuration and the number of labels
     objectives: for those of what it is pretrained with
     decoder: the output matrix of its masked language model, which is the word embeddings'
     activation: after the dense layer between the first token and the classes
@@ -46,6 +47,7 @@ class Family:
     prefix: str
     trunk: Stems
     heads: Mapping[str, Mapping[str, str]]
+    make_heads: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)
     decoder: str = "cls.predictions.decoder"
     activation: Callable[[Tensor], Tensor] = torch.tanh

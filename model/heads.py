@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import ACTIVATIONS, Pooler, first_tokens
+from model.bert import ACTIVATIONS, Pooler
 from model.config import BertConfig
 from model.families import family_of
+from model.pooling import first_tokens, mean_tokens
 from service import bundle
 
 IGNORE_INDEX = -100
@@ -99,23 +100,11 @@ class SentenceEmbedding(nn.Module):
         return self.dense(pooled(hidden_states, layout))  # [B, H]
 
 
-def mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-    """The mean over each sequence's tokens: `[T, H]` -> `[B, H]`."""
-    if isinstance(layout, Padded):
-        mask = layout.attention_mask.to(hidden_states.dtype)[:, :, None]
-        slots = hidden_states.view(*layout.attention_mask.shape, -1)
-        lengths = mask.sum(dim=1)
-    else:
-        batch, longest = layout.unpack.shape
-        columns = torch.arange(longest, device=layout.lengths.device)
-        mask = (columns < layout.lengths[:, None]).to(hidden_states.dtype)[:, :, None]
-        slots = hidden_states.index_select(0, layout.unpack.reshape(-1)).view(batch, longest, -1)
-        lengths = layout.lengths.to(hidden_states.dtype)[:, None]
-    return (slots * mask).sum(dim=1) / lengths
-
-
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
     """A fresh head for a manifest's description of it."""
+    own = family_of(config).make_heads.get(head.task)
+    if own is not None:
+        return own(config, len(head.labels) or 2)
     match head.task:
         case "classification":
             return SequenceClassification(config, len(head.labels))
@@ -164,7 +153,7 @@ class Pretraining(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = family_of(config).encoder(config, pooler=False)
-        self.masked_lm = MaskedLM(config)
+        self.masked_lm = family_of(config).make_heads.get("masked_lm", MaskedLM)(config)
         self.next_sentence = NextSentence(config) if next_sentence else None
         for head in (self.masked_lm, self.next_sentence):
             if head is not None:

@@ -67,6 +67,30 @@ CASES = {
     "electra, as wide": Case("electra", {"embedding_size": 32}),
     "mpnet": Case("mpnet", {"pad_token_id": 1}),
     "mpnet, far": Case("mpnet", {"pad_token_id": 1, "max_position_embeddings": 300}),
+    "modernbert": Case("modernbert", {"pad_token_id": 1}),
+    "modernbert, near": Case(
+        "modernbert",
+        {
+            "pad_token_id": 1,
+            "local_attention": 6,
+            "num_hidden_layers": 5,
+            "global_attn_every_n_layers": 2,
+            "classifier_pooling": "mean",
+            "max_position_embeddings": 80,
+        },
+    ),
+    "modernbert, biased": Case(
+        "modernbert",
+        {
+            "pad_token_id": 1,
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_bias": True,
+            "global_rope_theta": 500.0,
+            "local_attention": 4,
+        },
+    ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

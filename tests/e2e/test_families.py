@@ -34,7 +34,7 @@ def save(model_type: str, folder: Path) -> Path:
         "intermediate_size": 64,
         "max_position_embeddings": 258,
         "embedding_size": 16,
-        "pad_token_id": family.config().pad_token_id,
+        "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
         "id2label": dict(enumerate(LABELS)),
     }
     words = {family.config.words.get(name, name): value for name, value in shape.items()}
