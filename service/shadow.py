@@ -1,7 +1,8 @@
 """Copies of requests for a version that is to come: how its answers differ is counted, and nobody waits for them.
 
 A copy is made of a request that has its answer, of a sampled share of them, at bulk priority, one at a time, and only
-while nothing waits for the device. Whatever becomes of it, the request has been answered.
+where the request itself waited no longer than it was computed: else others wait now, which is known sooner from it than
+from the device's load. Whatever becomes of a copy, the request has been answered.
 """
 
 import asyncio
@@ -54,8 +55,9 @@ class Shadow:
         """Copy a request that was answered so, if it is its turn and there is room for it."""
         if self._draw() >= self._share:
             return
-        load = self._load()
-        if self.copying or load.problem or load.queue_tokens or reply.usage.tokens > INLINE_TOKENS:
+        waited = reply.timing.queue_s > reply.timing.inference_s
+        large = reply.usage.tokens > INLINE_TOKENS
+        if self.copying or waited or large or self._load().problem:
             self._compared(self._engine.id, reply.head, "dropped", len(reply.results))
             return
         self._engine.enter()

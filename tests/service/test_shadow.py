@@ -13,16 +13,15 @@ from structlog.testing import capture_logs
 from service.decode import Answer, Entity, Label
 from service.engine import Engine, Reply, Ticket, Timing, Usage
 from service.errors import InferenceFailed, InvalidInput
-from service.load import Backlog, Flow, Left, Load
+from service.load import Load
 from service.shadow import Shadow, alike
 
 SMALL = 7  # tokens
 GOOD, BAD = [Label("good", 0.75), Label("bad", 0.25)], [Label("bad", 0.6), Label("good", 0.4)]
-LOADED = Load({"a@1": 1.0}, {Flow("a@1"): Backlog.of(Left(1, 1))})
 
 
-def reply(*results: Any, tokens: int = SMALL) -> Reply[Any]:
-    timing = Timing(0.0, 0.0, 0.0, 0.0, 1, tokens)
+def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[Any]:
+    timing = Timing(0.0, queue_s, 0.002, 0.0, 1, tokens)
     return Reply("sentiment", [*results], Usage(tokens, 1, []), timing)
 
 
@@ -98,13 +97,13 @@ async def test_a_share_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "tokens"), [(LOADED, SMALL), (Load(problem="it starts"), SMALL), (Load(), 10_000)]
+    ("problem", "said"), [("", {"queue_s": 0.003}), ("it starts", {}), ("", {"tokens": 10_000})]
 )
-async def test_where_there_is_no_room_none_is_made(load: Load, tokens: int) -> None:
+async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> None:
     """While others wait, or of large requests; how many were left out is told."""
     copied = Copied()
-    copied.load = load
-    copied.hear(reply(GOOD, BAD, tokens=tokens))
+    copied.load = Load(problem=problem)
+    copied.hear(reply(GOOD, BAD, **said))
     assert ([], [("a@2", "sentiment", "dropped", 2)]) == (copied.asked, copied.told)
 
 
