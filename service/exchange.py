@@ -5,8 +5,8 @@ traceback, answered with our bug's code and nothing else.
 """
 
 import asyncio
+import random
 import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ def exchange_of(scope: Scope) -> Exchange:
 
 def new_exchange(headers: Headers) -> Exchange:
     given = headers.get("x-request-id", "")
-    request_id = given if SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id = given if SANE_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
     return Exchange(request_id, time.monotonic(), trace_id(headers.get("traceparent", "")))
 
 
@@ -162,7 +162,8 @@ class Reception:
             for check in self._checks:
                 check(scope, headers, exchange)
         except QuartetError as error:
-            exchange.refusal = error
+            # Its traceback has frames that know the exchange: a circle, which only the garbage collector would break.
+            exchange.refusal = error.with_traceback(None)
         except Exception:
             exchange.refusal = our_bug()
         return exchange

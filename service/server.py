@@ -26,6 +26,9 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 GRACE_S = 0.4  # for those who have connected and are about to ask
+GARBAGE = (
+    10_000  # new objects, after which those in circles are looked for: requests make next to none
+)
 OTHER_FILES = 256  # that a process has open beside its connections, and to spare
 
 
@@ -59,6 +62,7 @@ class Server(uvicorn.Server):
         await super().startup([listener.dup() for listener in sockets or []])
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
+        gc.set_threshold(GARBAGE)
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
             log.info("serving", **urls, pid=os.getpid())

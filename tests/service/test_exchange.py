@@ -1,13 +1,16 @@
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
-from service.exchange import CLIENT_GONE, ExchangeMiddleware, Reception
+from service.errors import Overloaded
+from service.exchange import CLIENT_GONE, Exchange, ExchangeMiddleware, Reception
 from service.metrics import Metrics
 from tests.service.fakes import FakeEngine
 
@@ -213,3 +216,22 @@ async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
     with pytest.raises(RuntimeError, match="torn"):
         await exchange(inner)
     assert lines[0]["event"] == "unexpected error"
+
+
+class Staying:
+    draining = False
+
+
+def test_a_refusal_leaves_no_garbage() -> None:
+    """Nothing that only the collector could free: in a flood it would have to all the time."""
+
+    def refuse(scope: Scope, headers: Headers, exchange: Exchange) -> None:
+        raise Overloaded("too much", retry_after_s=1.0)
+
+    reception = Reception(metrics=Metrics(), process=Staying(), checks=[refuse])
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
+    gc.collect()
+    refused = [reception.receive(scope) for _ in range(3)]
+    assert all(isinstance(exchange.refusal, Overloaded) for exchange in refused)
+    del refused
+    assert gc.collect() == 0
