@@ -4,6 +4,10 @@ The batcher's own answer is exact, but it comes when the texts are tokens; by th
 answer. So a request is first judged by the size of its body.
 """
 
+from collections import Counter
+from functools import partial
+from typing import NamedTuple
+
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -13,6 +17,21 @@ from service.gate import permission
 from service.load import Flow
 
 LEARNING = 0.05  # what a request weighs beside those before it
+# Of the time that is left, what an answer may be expected to take here. It is less than the batcher's own share, which
+# looks at what is left when the texts are tokens: or those that are let in here would be refused there, at full cost.
+PATIENCE = 0.5
+COMING_S = 0.5  # that a request is reckoned with which is not with the batcher yet: its body may be slow, or never end
+
+
+Who = tuple[int, str]  # a request's class and tenant
+
+
+class Coming(NamedTuple):
+    """A request that was let in, and so many tokens that are expected of it."""
+
+    since: float
+    who: Who
+    tokens: int
 
 
 class Admission:
@@ -21,6 +40,8 @@ class Admission:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tokens: dict[int, float] = {}  # by the bits of a body's size
+        self._coming: dict[int, Coming] = {}  # oldest first
+        self._coming_tokens = Counter[Who]()
 
     def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises Overloaded when even the bundle that is asked least would answer too late."""
@@ -37,14 +58,37 @@ class Admission:
             for bundle in engines.expected
             if bundle in load.rates
         ]
-        if not load.waiting or not flows:
-            return
         tokens = self.expect(size)
-        soonest = flows[0]
-        if len(flows) > 1:
-            soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
-        left_s = timeout_s(headers.get(TIMEOUT_HEADER), self._service.settings)
-        load.check_in_time(soonest, tokens, left_s)
+        if flows:
+            soonest = flows[0]
+            if len(flows) > 1:
+                soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
+            left_s = timeout_s(headers.get(TIMEOUT_HEADER), self._service.settings)
+            self._forget_slow(exchange.arrival)
+            coming = self._coming_tokens[exchange.priority, exchange.tenant]
+            load.check_in_time(soonest, tokens, left_s, PATIENCE, coming)
+        self._come(exchange, tokens)
+
+    def _come(self, exchange: Exchange, tokens: int) -> None:
+        """Reckon with a request until the batcher does, or it is over: many may come before one gets there."""
+        number, who = id(exchange), (exchange.priority, exchange.tenant)
+        self._coming[number] = Coming(exchange.arrival, who, tokens)
+        self._coming_tokens[who] += tokens
+        exchange.submitted = partial(self._arrive, number)
+        exchange.settle.append(lambda _: self._arrive(number))
+
+    def _arrive(self, number: int) -> None:
+        if number in self._coming:
+            _, who, tokens = self._coming.pop(number)
+            self._coming_tokens[who] -= tokens
+
+    def _forget_slow(self, now: float) -> None:
+        """Reckon no longer with who takes too long to come."""
+        while self._coming:
+            oldest = next(iter(self._coming))
+            if now - self._coming[oldest].since < COMING_S:
+                break
+            self._arrive(oldest)
 
     def expect(self, size: int) -> int:
         """The tokens of a body of so many bytes: those of the largest known that are no larger, or next to none."""

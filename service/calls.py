@@ -210,6 +210,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         priority=exchange.priority,
         tenant=exchange.tenant,
         spare=valid.on_error == "null",
+        submitted=exchange.submitted,
     )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)

@@ -43,6 +43,7 @@ class Exchange:
 
     trace_id: of the trace that the client says it is part of, or that was begun here; or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
+    submitted: is to be called when its texts go to the device;
     stages: seconds of each, as far in `metrics.STAGES` as it came
     """
 
@@ -52,6 +53,7 @@ class Exchange:
     tenant: str = ""
     priority: int = 0
     settle: list[Callable[[int], None]] = field(default_factory=list)
+    submitted: Callable[[], object] | None = None
     model: str = ""
     task: str = ""
     inputs: int = 0

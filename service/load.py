@@ -124,12 +124,15 @@ class Load:
             return
         self.waiting.setdefault(flow, Backlog()).change(Left(), request)
 
-    def wait_s(self, flow: Flow, tokens: int) -> float:
-        """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known."""
+    def wait_s(self, flow: Flow, tokens: int, coming: int = 0) -> float:
+        """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known.
+
+        coming: tokens of the flow that wait nowhere yet, and will be before it
+        """
         rate = self.rates.get(flow.bundle)
         if not rate:
             return 0.0
-        own = tokens
+        own = tokens + coming
         if flow in self.waiting:
             own += self.waiting[flow].ahead(tokens)
         work = {
@@ -143,14 +146,17 @@ class Load:
         span = work[flow] / shares[flow]  # of virtual time, in which each is served by its share
         return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
 
-    def check_in_time(self, flow: Flow, tokens: int, left_s: float) -> None:
+    def check_in_time(
+        self, flow: Flow, tokens: int, left_s: float, patience: float = PATIENCE, coming: int = 0
+    ) -> None:
         """Raises Overloaded when a request would be answered too late for who has so many seconds left.
 
         Where nothing waits, all is tried, whatever is expected: what runs corrects what is expected.
         """
-        wait_s = self.wait_s(flow, tokens) if self.queue_tokens else 0.0
-        if wait_s > PATIENCE * left_s:
+        idle = not self.queue_tokens and not coming
+        wait_s = 0.0 if idle else self.wait_s(flow, tokens, coming)
+        if wait_s > patience * left_s:
             raise Overloaded(
                 f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
-                retry_after_s=wait_s - PATIENCE * left_s,
+                retry_after_s=wait_s - patience * left_s,
             )

@@ -1,14 +1,18 @@
 """What would be answered too late is refused before its body is read, by what bodies of its size were."""
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from service.admission import Admission, content_length
+from service.admission import COMING_S, Admission, content_length
 from service.calls import Service
+from service.engines import Engines
+from service.errors import Overloaded
+from service.exchange import Exchange
 from service.keys import Key, digest, make_key
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
@@ -98,6 +102,64 @@ async def test_bulk_waits_for_its_own_class(
 
 def admission() -> Admission:
     return Admission(Service(Settings(), Metrics()))
+
+
+def come(made: Admission, at: float, **who: Any) -> Exchange:
+    """A request of 100 bytes and a second's time. Raises Overloaded."""
+    exchange = Exchange("a request", at, **who)
+    headers = Headers({"Content-Length": "100", **SECONDS})
+    made({"method": "POST", "path": "/embed"}, headers, exchange)
+    return exchange
+
+
+@pytest.fixture
+def door(engines: FakeEngines) -> Admission:
+    """Of a device that does 100 tokens a second and tells nothing new; bodies have ten."""
+    engines.told = waiting(1)
+    service = Service(Settings(), Metrics())
+    service.engines = cast(Engines, engines)
+    made = Admission(service)
+    made._learn(100, 10)
+    return made
+
+
+def let_in(door: Admission, at: float = 0.0, **who: Any) -> list[Exchange]:
+    """As many as come in together before one does not."""
+    came: list[Exchange] = []
+    with suppress(Overloaded):
+        while len(came) < 100:
+            came.append(come(door, at, **who))
+    return came
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_who_is_on_the_way_is_reckoned_with(door: Admission, priority: int) -> None:
+    """Half a second's work comes in at once, and no more: nobody waits until the device tells of it."""
+    assert len(let_in(door, priority=priority)) == 4
+
+
+def test_others_that_come_do_not_matter(door: Admission) -> None:
+    """What one floods with is not what another waits for."""
+    let_in(door, tenant="one")
+    assert len(let_in(door, tenant="another")) == 4
+
+
+def test_who_has_arrived_comes_no_more(door: Admission) -> None:
+    """The device tells of those whose texts it has; those that are over want nothing."""
+    first, second, *_ = let_in(door)
+    assert first.submitted is not None
+    first.submitted()
+    first.submitted()
+    for settle in first.settle + second.settle:
+        settle(0)
+    assert len(let_in(door)) == 2
+
+
+def test_who_is_slow_is_not_waited_for(door: Admission) -> None:
+    """A body that never ends does not hold the door shut."""
+    let_in(door, at=0.0)
+    assert not let_in(door, at=COMING_S - 0.1)
+    assert len(let_in(door, at=COMING_S)) == 4
 
 
 def learned(*seen: tuple[int, int]) -> Admission:

@@ -313,13 +313,18 @@ def zeros(entry: Entry) -> Outcome:
 async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
     submitted: list[Entry] = []
+    told_before: list[int] = []
 
     async def submit(entries: Sequence[Entry], _: Tell | None, spare: bool) -> list[Outcome]:
+        assert [0] == told_before
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
+    def tell() -> None:
+        told_before.append(len(submitted))
+
     engine = engine_of(tiny_bundle, device(submit))
-    asked = Ticket("r", deadline=12.5, priority=3, tenant="t")
+    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", submitted=tell)
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
