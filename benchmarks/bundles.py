@@ -1,21 +1,26 @@
 """Several bundles in one server: what those cost that nobody asks, and load that is spread over all."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import uvloop
 
-from benchmarks import bare, processes, rounds, servers
+from benchmarks import bare, bulk, processes, rounds, servers
 from benchmarks.checks import Check
-from benchmarks.load import request_bytes
+from benchmarks.load import Measured, closed_loop, request_bytes
 from service import bundle
 
 CONNECTIONS = 32
 KEPT = 0.9
+CROWD = 256
 ALONE = "one bundle alone"
 
 
@@ -48,6 +53,9 @@ def measure(
         turns = {ALONE: turn(alone, 1)}
         turns |= {f"{asked} of {len(copies)} asked": turn(running, asked) for asked in loaded}
         rates = rounds.take_turns(turns, rounds_)
+        apart = rounds.take_turns(
+            {"apart": (running, lambda: isolation(running.port, texts, ids, 4 * seconds))}, rounds_
+        )["apart"]
         threads = {
             "one": processes.threads(alone.process.pid),
             "many": processes.threads(running.process.pid),
@@ -63,7 +71,57 @@ def measure(
     ]
     what = f"threads of {len(copies)} bundles, beyond those of one"
     wanted.append(Check(what, [threads["many"] - threads["one"]], 0, at_most=True))
-    return wanted, {"texts_per_second": rates, "threads": threads}
+    wanted.append(
+        Check(
+            "a bundle while another has a crowd: p99 of the wait, by a batch",
+            [one.wait / one.batch for one in apart],
+            1.0,
+            at_most=True,
+        )
+    )
+    return wanted, {
+        "texts_per_second": rates,
+        "threads": threads,
+        "apart": [one._asdict() for one in apart],
+    }
+
+
+class Apart(NamedTuple):
+    """What one client of a bundle notices of a crowd that asks another one, in milliseconds.
+
+    wait: p99 of the time in the queue; batch: the longest of the crowd's batches that one of it saw; count: of answers
+    """
+
+    wait: float
+    batch: float
+    count: int
+
+
+def isolation(port: int, texts: Sequence[str], ids: Sequence[str], seconds: float) -> Apart:
+    """The first bundle has a crowd that insists, and one more client whose batches are watched; the second has one."""
+    crowd = closed_loop(port, encoded(texts, ids[:1]), CROWD, seconds, insist=True)
+    with ThreadPoolExecutor(3) as threads:
+        flooding = threads.submit(uvloop.run, crowd)
+        told = [threads.submit(ask_until, flooding, port, texts, one) for one in ids[:2]]
+        watched, lone = (one.result() for one in told)
+    waits = [stages["queue"] for stages in lone]
+    batches = [stages["inference"] for stages in watched]
+    return Apart(float(np.percentile(waits, 99)), max(batches), len(waits))
+
+
+def ask_until(
+    over: Future[Measured], port: int, texts: Sequence[str], model: str
+) -> list[dict[str, float]]:
+    """One text after the other; the stages that each answer tells of, where it is none of overload."""
+    told: list[dict[str, float]] = []
+    for text in itertools.cycle(texts):
+        if over.done():
+            return told
+        with suppress(RuntimeError):
+            body = {"inputs": text, "truncate": True, "model": model}
+            headers, _ = servers.post(port, "/embed", body)
+            told.append(bulk.stages(headers["Server-Timing"]))
+    return told
 
 
 def copy(model: Path, scratch: Path, version: str) -> Path:

@@ -52,15 +52,21 @@ def test_tasks(tiny_bundle, tmp_path):
 
 
 @pytest.mark.e2e
-def test_bundles(tiny_bundle, tmp_path):
-    """Copies are bundles of other versions, asked in turn, whose threads are counted."""
+def test_bundles(tiny_bundle, tmp_path, monkeypatch):
+    """Copies are bundles of other versions, asked in turn, whose threads are counted, and one is kept from another."""
+    monkeypatch.setattr(bundles, "CROWD", 8)
     wanted, figures = bundles.measure(tiny_bundle, TEXTS, tmp_path, loaded=(1, 2), **SHORT)
 
     assert {
         "bundles, 1 of 2 asked: of one alone": (2, 0.9),
         "bundles, 2 of 2 asked: of one alone": (2, 0.9),
         "threads of 2 bundles, beyond those of one": (1, 0),
+        "a bundle while another has a crowd: p99 of the wait, by a batch": (2, 1.0),
     } == limits(wanted)
+    for one in figures["apart"]:
+        assert one["count"] > 1
+        assert 0 <= one["wait"]
+        assert 0 < one["batch"]
     assert 1 < figures["threads"]["many"] <= figures["threads"]["one"]
 
 
