@@ -143,7 +143,8 @@ def alike(one: list[float], other: list[float]) -> bool:
 
 
 SWAPS = 50
-MARGIN = 10  # MB, threads or files more after fifty swaps, by chance: what each left would be five times as many
+MARGIN = 10  # threads or files more after fifty swaps, by chance: what each left would be five times as many
+MARGIN_MB = 25  # a thread that was not needed before has some of its own; versions that stayed would have a hundred
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def test_swaps_take_no_memory(tiny_bundle: Path, tmp_path: Path, workers: int) -
         for version in range(5, 5 + SWAPS):
             swap(version)
         after = Held.by(at.server)
-    assert after.memory_mb < before.memory_mb + MARGIN
+    assert after.memory_mb < before.memory_mb + MARGIN_MB
     assert after.threads < before.threads + MARGIN
     assert after.files < before.files + MARGIN
 
