@@ -65,7 +65,9 @@ class Admission:
                 soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
             left_s = timeout_s(headers.get(TIMEOUT_HEADER), self._service.settings)
             self._forget_slow(exchange.arrival)
-            coming = self._coming_tokens[exchange.priority, exchange.tenant]
+            # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
+            known = len(flows) == 1
+            coming = self._coming_tokens[exchange.priority, exchange.tenant] if known else 0
             load.check_in_time(soonest, tokens, left_s, PATIENCE, coming)
         self._come(exchange, tokens)
 

@@ -144,6 +144,14 @@ def test_others_that_come_do_not_matter(door: Admission) -> None:
     assert len(let_in(door, tenant="another")) == 4
 
 
+def test_what_comes_for_another_bundle_does_not_matter(
+    door: Admission, engines: FakeEngines
+) -> None:
+    """It may be for the one that is flooded: who asks the other one is let in."""
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(Left(1000, 1))})
+    assert len(let_in(door)) == 100
+
+
 def test_who_has_arrived_comes_no_more(door: Admission) -> None:
     """The device tells of those whose texts it has; those that are over want nothing."""
     first, second, *_ = let_in(door)
