@@ -78,10 +78,7 @@ ALBERT = replace(
     architecture="Albert",
     prefix="albert.",
     trunk={
-        r"embeddings\.word": ["embeddings.word_embeddings"],
-        r"embeddings\.position": ["embeddings.position_embeddings"],
-        r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
-        r"embeddings\.norm": ["embeddings.LayerNorm"],
+        **BERT.trunk,
         r"embeddings\.project": ["encoder.embedding_hidden_mapping_in"],
         rf"{GROUP}\.attention\.qkv": [
             f"{LAYER}.attention.query",

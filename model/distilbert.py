@@ -63,9 +63,7 @@ DISTILBERT = replace(
     architecture="DistilBert",
     prefix="distilbert.",
     trunk={
-        r"embeddings\.word": ["embeddings.word_embeddings"],
-        r"embeddings\.position": ["embeddings.position_embeddings"],
-        r"embeddings\.norm": ["embeddings.LayerNorm"],
+        **BERT.trunk,
         r"layers\.(\d+)\.attention\.qkv": [
             r"transformer.layer.\1.attention.q_lin",
             r"transformer.layer.\1.attention.k_lin",

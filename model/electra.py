@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.bert import BERT, Bert
 from model.bert import Embeddings as BertEmbeddings
 from model.config import BertConfig
+from model.roberta import ROBERTA
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,7 @@ ELECTRA = replace(
     architecture="Electra",
     prefix="electra.",
     trunk={**BERT.trunk, r"embeddings\.project": ["embeddings_project"]},
-    heads=BERT.heads
-    | {
-        "classification": {
-            "pooler.dense": "classifier.dense",
-            "classifier": "classifier.out_proj",
-        }
-    },
+    heads=ROBERTA.heads,
     objectives={
         "masked_lm": "generator_lm_head",
         "masked_lm.dense": "generator_predictions.dense",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded, slots
 from model.bert import Bert
+from model.distilbert import Embeddings as DistilBertEmbeddings
 from model.roberta import ROBERTA, RobertaConfig
 
 FARTHEST = 128  # tokens; beyond it all is equally far
@@ -35,20 +36,16 @@ class MPNetConfig(RobertaConfig):
         return 2  # whatever the padding token's id
 
 
-class Embeddings(nn.Module):
-    """Token + position, normalised."""
+class Embeddings(DistilBertEmbeddings):
+    """Token + position, normalised; the first positions are left out, as in RoBERTa."""
 
     def __init__(self, config: MPNetConfig):
-        super().__init__()
+        super().__init__(config)
         self.first_position = config.first_position
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.word(input_ids) + self.position(position_ids + self.first_position)
-        return self.dropout(self.norm(x))  # [T, H]
+        positions = position_ids + self.first_position
+        return super().forward(input_ids, token_type_ids, positions)  # [T, H]
 
 
 class MPNet(Bert):
@@ -89,9 +86,7 @@ MPNET = replace(
     tokenizer="wordpiece",
     prefix="mpnet.",
     trunk={
-        r"embeddings\.word": ["embeddings.word_embeddings"],
-        r"embeddings\.position": ["embeddings.position_embeddings"],
-        r"embeddings\.norm": ["embeddings.LayerNorm"],
+        **ROBERTA.trunk,
         r"distances": ["encoder.relative_attention_bias"],
         r"layers\.(\d+)\.attention\.qkv": [
             r"encoder.layer.\1.attention.attn.q",
@@ -100,9 +95,5 @@ MPNET = replace(
         ],
         r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.attn.o"],
         r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.LayerNorm"],
-        r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
-        r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
-        r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
-        r"pooler\.dense": ["pooler.dense"],
     },
 )

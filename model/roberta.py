@@ -10,9 +10,11 @@ T tokens, H hidden
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from model.bert import BERT, Bert
+from model.bert import Embeddings as BertEmbeddings
 from model.config import BertConfig
 
 
@@ -38,23 +40,16 @@ class RobertaConfig(BertConfig):
         return self.max_position_embeddings - self.first_position
 
 
-class Embeddings(nn.Module):
-    """Token + the one segment + position, normalised."""
+class Embeddings(BertEmbeddings):
+    """BERT's, of which there is one segment, and the first positions are left out."""
 
     def __init__(self, config: RobertaConfig):
-        super().__init__()
+        super().__init__(config)
         self.first_position = config.first_position
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.word(input_ids) + self.token_type.weight[0]
-        return self.dropout(
-            self.norm(x + self.position(position_ids + self.first_position))
-        )  # [T, H]
+        positions = position_ids + self.first_position
+        return super().forward(input_ids, torch.zeros_like(token_type_ids), positions)  # [T, H]
 
 
 class Roberta(Bert):

@@ -109,9 +109,7 @@ def sample(case: Case, lengths: Any = LENGTHS["mixed"], seed: int = 0) -> Packed
         [*lengths, config.max_length] if case.fields.get("max_position_embeddings") else lengths
     )
     packed = batch(lengths, seed=seed)
-    types = packed.token_type_ids if config.type_vocab_size else 0 * packed.token_type_ids
-    if config.type_vocab_size < 2:
-        types = 0 * types
+    types = packed.token_type_ids if config.type_vocab_size > 1 else 0 * packed.token_type_ids
     ids = np.where(packed.input_ids == config.pad_token_id, 5, packed.input_ids)
     return Packed(ids, types, packed.position_ids, packed.layout)
 
