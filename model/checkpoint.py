@@ -219,10 +219,13 @@ def init_from(model: Model, source: str | Path) -> None:
     weights = read_weights(folder)
     family = family_of(model.config)
     fill(model.encoder, weights, trunk_names(family), folder)
-    has_pooler = any(f"{prefix}pooler.dense.weight" in weights for prefix in ("", family.prefix))
+    if not family.encoder.has_pooler:
+        return
+    (dense,) = pooler_names(family)("dense.weight")
+    has_pooler = any(prefix + dense in weights for prefix in ("", family.prefix))
     for name, head in model.described.items():
         if head.task == "classification" and has_pooler:
-            fill(model.heads[name].pooler, weights, pooler_names, folder)
+            fill(model.heads[name].pooler, weights, pooler_names(family), folder)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

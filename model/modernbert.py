@@ -189,6 +189,7 @@ class ModernBert(nn.Module):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
     pooler = None
+    has_pooler = False
 
     def __init__(self, config: ModernBertConfig, pooler: bool = True):
         super().__init__()

@@ -70,9 +70,9 @@ def pretraining_names(family: Family) -> Names:
     return beside(trunk_names(family, family.prefix), of_objective)
 
 
-def pooler_names(name: str) -> list[str]:
+def pooler_names(family: Family) -> Names:
     """The hub's names for a parameter of `Pooler`, in an encoder's checkpoint."""
-    return [f"pooler.{name}"]
+    return lambda name: trunk_names(family)(f"pooler.{name}")
 
 
 def to_hub(module: nn.Module, names: Names) -> State:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from model import checkpoint
 from model.families import FAMILIES, family_of
-from model.heads import Pretraining
+from model.heads import Model, Pretraining
+from service.bundle import Head
 from service.packing import Packed
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, each, ours, padded, perturb, real, theirs
 
@@ -214,6 +215,24 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
     with torch.no_grad():
         repeated = real(again(**asked(case, packed)).logits, packed)
     torch.testing.assert_close(repeated, expected, **TOLERANCE)
+
+
+@every_case
+def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
+    """Where the family has one, and by whatever name."""
+    peer = perturb(transformers.AutoModel.from_config(case.config()))
+    peer.save_pretrained(tmp_path)
+    described = {"a": Head(task="classification", labels=("x", "y"))}
+    model = Model(family_config(case), described)
+    before = {name: tensor.clone() for name, tensor in model.heads.state_dict().items()}
+    checkpoint.init_from(model, tmp_path)
+    changed = {
+        name.removeprefix("a.")
+        for name, tensor in model.heads.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    }
+    pooler = {n for n, _ in peer.named_parameters() if n.startswith("pooler.")}
+    assert changed == ({"pooler.dense.weight", "pooler.dense.bias"} if pooler else set())
 
 
 @every_case
