@@ -292,7 +292,12 @@ class Lane:
         self._virtual = front[0].start
         first = self.longest.first()
         first.passed = self._batches - self.longest.seated
-        return [first, *front] if first.passed > MAX_PASSED else front
+        if first.passed <= MAX_PASSED:
+            return front
+        return [
+            first,
+            *(entry for entry in front if entry is not first),
+        ]  # each once: it has one seat
 
     def front(self, size: int) -> list[Entry]:
         """So many smallest starts, in order; costs as much, and O(log n) per entry new to it."""

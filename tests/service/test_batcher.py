@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import math
+import random
 import threading
 import weakref
 from collections import Counter
@@ -520,6 +521,24 @@ async def test_a_seat_starts_the_count_again() -> None:
         first, second, third = [order.index(number(entry)) for entry in entries]
         assert MAX_PASSED < second - first <= MAX_PASSED + 2
         assert MAX_PASSED < third - second <= MAX_PASSED + 2
+
+
+async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
+    """Whose turn comes by waiting may also be in line by its start, and has one seat all the same."""
+    gate = Gate()
+    rng = random.Random(0)
+    tasks, seats = [], []
+    async with serving(gate, FIXED, max_batch_size=4) as batcher:
+        for _ in range(6 * MAX_PASSED):
+            for tenant in "ab":
+                for size in rng.choices([1, 5], weights=[3, 1], k=2):
+                    entries = [text(rng.choice([5, 60]), tenant=tenant) for _ in range(size)]
+                    tasks.append(await submitted(batcher, entries))
+            seats += (await asyncio.wait_for(gate.batch(), 5)).numbers
+            gate.let()
+        assert len(seats) == len({*seats})
+        for task in tasks:
+            task.cancel()
 
 
 async def test_two_bundles_take_turns() -> None:
@@ -1238,6 +1257,7 @@ class Arrival(NamedTuple):
     """A request of a random script."""
 
     lengths: list[int]
+    tenant: str
     kind: str  # of its last text: good, poison (breaks the model), nan
     patience: int | None  # turns of the event loop until it is cancelled
     pause: int  # turns until the next request comes
@@ -1246,6 +1266,7 @@ class Arrival(NamedTuple):
 arrivals = st.builds(
     Arrival,
     st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.sampled_from("ab"),
     st.sampled_from(["good"] * 5 + ["poison", "nan"]),
     st.none() | st.integers(0, 20),
     st.integers(0, 6),
@@ -1267,7 +1288,8 @@ async def played(script: list[Arrival], batcher: Batcher, bundles: list[str]) ->
     """Play the script; check that every request got what is its own."""
     tasks: list[tuple[Arrival, list[Entry], Submitted]] = []
     for turn, arrival in enumerate(script):
-        entries = [text(tokens, bundle=bundles[turn % len(bundles)]) for tokens in arrival.lengths]
+        bundle = bundles[turn % len(bundles)]
+        entries = [text(n, bundle=bundle, tenant=arrival.tenant) for n in arrival.lengths]
         mood = ["good", "poison", "nan"].index(arrival.kind)
         entries[-1].window.token_type_ids[0] = mood
         tasks.append((arrival, entries, asyncio.create_task(batcher.submit(entries))))
