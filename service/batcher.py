@@ -40,10 +40,15 @@ CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times 
 
 
 class Budget(NamedTuple):
-    """What one batch may hold; a single entry of more tokens still runs, alone."""
+    """What one batch may hold; a single entry of more tokens still runs, alone.
+
+    tokens: that are computed, padding included where it is
+    share: of the tokens that wait
+    """
 
     tokens: int
     size: int
+    share: float = math.inf
 
 
 def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
@@ -70,12 +75,12 @@ def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
     for entry in others:
         if len(batch) >= budget.size:
             break
-        if tokens + entry.tokens > budget.tokens:
+        together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
+        if together[0] > budget.share or cost.computed(*together) > budget.tokens:
             continue
         batch.append(entry)
-        tokens += entry.tokens
-        longest = max(longest, entry.tokens)
-        prices.append(cost.seconds(tokens, len(batch), longest) / tokens)
+        tokens, _, longest = together
+        prices.append(cost.seconds(*together) / tokens)
     enough = CHEAP_ENOUGH * min(prices)
     size = next(size for size, price in enumerate(prices, 1) if price <= enough)
     return batch[:size]
@@ -128,9 +133,14 @@ class Batcher:
         self._probes: deque[Probe] = deque()
         self._probe_wide = False
 
-    def add_bundle(self, bundle: str, estimators: Mapping[int, Estimator]) -> None:
-        """Serve a bundle whose batches cost what the estimators say, by the slots that they take."""
-        self._line.queues[bundle] = Queue(estimators)
+    def add_bundle(
+        self, bundle: str, estimators: Mapping[int, Estimator], alone: bool = False
+    ) -> None:
+        """Serve a bundle whose batches cost what the estimators say, by the slots that they take.
+
+        alone: each of its entries gets a batch of its own
+        """
+        self._line.queues[bundle] = Queue(estimators, alone)
 
     def remove_bundle(self, bundle: str) -> None:
         """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
@@ -218,7 +228,7 @@ class Batcher:
         return self._drain.speed * self._expected_rate(queue)
 
     def _expected_rate(self, queue: Queue) -> float:
-        size = min(self._budget.size, self._budget.tokens // queue.mean_length)
+        size = min(self._size(queue), self._budget.tokens // queue.mean_length)
         lengths = [queue.mean_length] * max(size, 1)
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
@@ -311,7 +321,7 @@ class Batcher:
             queue, pool = self._line.pool()
             width = self._width(queue, pool)
             cost = queue.estimators[width].cost
-            batch = plan(pool, cost, self._share(width), now)
+            batch = plan(pool, cost, self._budget_of(queue, width), now)
             if not batch:
                 break  # all cancelled, and the messages that drop them are on their way
             if (hold := self._hold(queue, batch[0], cost, now)) > 0:
@@ -326,6 +336,7 @@ class Batcher:
         """
         if not self._line.size < self._wide <= self._idle:
             return 1
+        waiting = waiting[: self._size(queue)]
         longest = max(entry.tokens for entry in waiting)
         together = sum(entry.tokens for entry in waiting), len(waiting), longest
         wide = queue.estimators[self._wide].cost.seconds(*together)
@@ -334,13 +345,17 @@ class Batcher:
         other = self._choices % TRY_OTHER_EVERY == 0
         return self._wide if (wide < narrow) is not other else 1
 
-    def _share(self, width: int) -> Budget:
+    def _budget_of(self, queue: Queue, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot gets its part of what waits."""
         share = math.ceil(self._line.tokens * width / self._idle)
-        return self._budget._replace(tokens=min(self._budget.tokens, share))
+        return Budget(self._budget.tokens, self._size(queue), share)
+
+    def _size(self, queue: Queue) -> int:
+        """How many entries a batch of the bundle may hold."""
+        return 1 if queue.alone else self._budget.size
 
     def _hold(self, queue: Queue, head: Entry, cost: Cost, now: float) -> float:
-        full = queue.tokens >= self._budget.tokens or queue.size >= self._budget.size
+        full = queue.tokens >= self._budget.tokens or queue.size >= self._size(queue)
         if full or head.alone or self._state != "open":
             return 0.0
         if self._line.tokens > queue.tokens:

@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 
 Task = Literal["classification", "ner", "qa", "embedding"]
 Precision = Literal["fp32", "fp16", "int8"]
+GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa"})  # tasks with an output row per token
 
@@ -93,7 +94,7 @@ class Graph(File):
     """One ONNX graph; `weights` is the external weight file that it shares with others, if any."""
 
     precision: Precision
-    layout: Literal["packed", "portable"]
+    layout: GraphLayout
     provider: Literal["cpu", "cuda", "any"]
     opset: int
     weights: File | None = None
@@ -106,7 +107,7 @@ class Vocabulary(File):
 
 
 class Goldens(File):
-    """Inputs with PyTorch's outputs.
+    """Inputs with the outputs of PyTorch, or of a graph that was given.
 
     tolerance: per precision, the largest absolute difference (`max_difference`) or the smallest cosine per head
     (`min_cosine`) that the served outputs may show against them.

@@ -3,14 +3,15 @@
     seconds = per_run + per_token * T + per_slot * B * S * S
 
 for B sequences of T real tokens together, the longest of S tokens. The middle term is every layer
-that works on packed tokens; the last one is attention, which on a CPU also works on padding. This
-one line plans batches, predicts how fast the queue drains, and fills `Retry-After`.
+that works on packed tokens; the last one is attention, which on a CPU also works on padding. A graph
+that takes padded batches works on padding everywhere: its T is B * S. This one line plans batches,
+predicts how fast the queue drains, and fills `Retry-After`.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -39,16 +40,25 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per run, per token and per attention slot (B * S * S of them in a batch)."""
+    """Seconds per run, per computed token and per attention slot (B * S * S of them in a batch).
+
+    padded: whether padding is computed as tokens are
+    """
 
     per_run: float
     per_token: float
     per_slot: float
+    padded: bool = False
 
     def seconds(self, tokens: int, size: int, longest: int) -> float:
         """Predict the time of a batch of `size` sequences, `tokens` in all, none over `longest`."""
         slots = size * longest * longest
-        return self.per_run + self.per_token * tokens + self.per_slot * slots
+        computed = self.computed(tokens, size, longest)
+        return self.per_run + self.per_token * computed + self.per_slot * slots
+
+    def computed(self, tokens: int, size: int, longest: int) -> int:
+        """The tokens that such a batch computes, padding included where it is padded."""
+        return size * longest if self.padded else tokens
 
     def tokens_per_second(self, lengths: Sequence[int]) -> float:
         """Predict the speed of one replica that runs batches of these lengths, back to back."""
@@ -75,12 +85,19 @@ class Estimator:
     stay known. The state is two 3 x 4 matrices, however long it learns.
     """
 
-    def __init__(self, samples: Iterable[Sample] = (), *, refit_every: int = REFIT_EVERY) -> None:
+    def __init__(
+        self,
+        samples: Iterable[Sample] = (),
+        *,
+        padded: bool = False,
+        refit_every: int = REFIT_EVERY,
+    ) -> None:
+        self._padded = padded
         self._refit_every = refit_every
         self._warm = _evidence(samples)
         self._recent = np.zeros_like(self._warm)
         self._new: list[Sample] = []  # since the last fit
-        self.cost = _solve(self._warm)
+        self.cost = self._fit(self._warm)
 
     def refine(self, sample: Sample) -> None:
         """Learn from a real batch; one from a machine that stalled, or far too fast, counts little.
@@ -88,10 +105,14 @@ class Estimator:
         That is because an error is relative to the longer of the measured and the expected time.
         """
         if sample.seconds > 0:
-            self._new.append(sample)
+            computed = self.cost.computed(sample.tokens, sample.size, sample.longest)
+            self._new.append(sample._replace(tokens=computed))
         if len(self._new) == self._refit_every:
             self._fold()
-            self.cost = _solve(WARM_UP * self._warm + self._recent)
+            self.cost = self._fit(WARM_UP * self._warm + self._recent)
+
+    def _fit(self, evidence: Matrix) -> Cost:
+        return replace(_solve(evidence), padded=self._padded)
 
     def _fold(self) -> None:
         """Add the new samples to what is known, the older the less."""
@@ -129,17 +150,19 @@ def measure(
     build: Callable[[int], T],
     *,
     max_length: int,
+    max_size: int = 8,
     budget_s: float = 0.3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sample]:
     """Time a model on at most five shapes, small ones first, and stop before `budget_s` is over.
 
-    `build` makes an input of so many tokens, `run` takes a batch of them. A shape counts with the
-    faster of two runs, because the first one allocates; the smallest runs once whatever it takes.
+    `build` makes an input of so many tokens, `run` takes a batch of them, `max_size` at most. A shape
+    counts with the faster of two runs, because the first one allocates; the smallest runs once
+    whatever it takes.
     """
     samples: list[Sample] = []
     end = clock() + budget_s
-    shapes = dict.fromkeys((size, min(length, max_length)) for size, length in SHAPES)
+    shapes = dict.fromkeys((min(n, max_size), min(length, max_length)) for n, length in SHAPES)
     for size, length in shapes:
         tokens = size * length
         if samples and clock() + samples[-1].seconds * tokens / samples[-1].tokens > end:

@@ -14,7 +14,7 @@ import structlog
 from service.batcher import Batcher, BatchStats
 from service.bundle import Bundle, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
-from service.cost import Estimator, measure
+from service.cost import REFIT_EVERY, Estimator, measure
 from service.device import RunsOn
 from service.encode import Window
 from service.errors import InferenceFailed
@@ -69,9 +69,16 @@ class Runner:
         def estimator(width: int) -> Estimator:
             run = partial(self.run, width)
             budget_s = WARM_UP_S / len(self._sessions)
-            samples = measure(run, build, max_length=max_length, budget_s=budget_s)
+            samples = measure(
+                run,
+                build,
+                max_length=max_length,
+                max_size=1 if self.alone else 8,
+                budget_s=budget_s,
+            )
             # Wide batches are rare where they are not chosen: each must count, or a wrong choice would last.
-            return Estimator(samples) if width == 1 else Estimator(samples, refit_every=1)
+            refit_every = REFIT_EVERY if width == 1 else 1
+            return Estimator(samples, padded=self.padded, refit_every=refit_every)
 
         return {width: estimator(width) for width in self._sessions}
 
@@ -81,6 +88,16 @@ class Runner:
         (expected,) = self.run(1, [window])
         tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
         return Canary(window, expected, tolerance)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each window is a run of its own."""
+        return self._sessions[1].graph.layout == "alone"
+
+    @property
+    def padded(self) -> bool:
+        """Whether padding is computed as tokens are."""
+        return self._sessions[1].graph.layout in ("portable", "padded")
 
     @property
     def runs_on(self) -> RunsOn:
@@ -160,7 +177,7 @@ class LocalDevice:
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
         self._runners[name] = opened.runner
-        self.batcher.add_bundle(name, opened.estimators)
+        self.batcher.add_bundle(name, opened.estimators, opened.runner.alone)
         self._canaries.add(name, opened.canary)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)

@@ -5,8 +5,9 @@ A batch of B sequences with T tokens in all is never a padded rectangle. Everyth
 from the lengths alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,18 @@ def pack(windows: Sequence[Window]) -> Packed:
         positions(layout),
         layout,
     )
+
+
+def each(packed: Packed) -> Iterator[Packed]:
+    """Each sequence as a batch of its own."""
+    for start, end in pairwise(packed.layout.cu_seqlens.tolist()):
+        own = slice(start, end)
+        yield Packed(
+            packed.input_ids[own],
+            packed.token_type_ids[own],
+            packed.position_ids[own],
+            make_layout([end - start]),
+        )
 
 
 def split(

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from service.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
-from service.packing import Packed, make_layout, positions
+from service.packing import Packed, each, make_layout, positions
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]
@@ -61,23 +61,24 @@ class Session:
 
     def run(self, packed: Packed) -> Outputs:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
-        if self.graph.layout == "portable":
-            return self._run_padded(packed)
-        return self._run(packed_feeds(packed, self._inputs))
+        if self.graph.layout == "packed":
+            return self._run(packed_feeds(packed, self._inputs))
+        if self.graph.layout == "alone":
+            return self._run_each(packed)
+        return self._run_padded(packed)
+
+    def _run_each(self, packed: Packed) -> Outputs:
+        """One run for each sequence, for what shares a batch would change the answers."""
+        parts = [self._run_padded(own) for own in each(packed)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in self._outputs}
 
     def _run_padded(self, packed: Packed) -> Outputs:
-        layout = packed.layout
-        mask = np.zeros(layout.unpack.size, dtype=np.int64)
-        mask[layout.pack] = 1
-        feeds = {
-            "input_ids": packed.input_ids[layout.unpack],
-            "token_type_ids": packed.token_type_ids[layout.unpack],
-            "attention_mask": mask.reshape(layout.unpack.shape),
-        }
-        outputs = self._run(feeds)
+        slots = packed.layout.unpack.size
         return {
-            name: value.reshape(mask.size, -1)[layout.pack] if self.heads[name].per_token else value
-            for name, value in outputs.items()
+            name: value.reshape(slots, -1)[packed.layout.pack]
+            if self.heads[name].per_token
+            else value
+            for name, value in self._run(padded_feeds(packed)).items()
         }
 
     def _run(self, feeds: Feeds) -> Outputs:
@@ -124,6 +125,20 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
     if "token_offset" in inputs:
         feeds["token_offset"] = layout.token_offset()
     return feeds
+
+
+def padded_feeds(packed: Packed) -> Feeds:
+    """What a portable, padded or alone graph may be fed; a padding slot holds its own sequence's first token."""
+    layout = packed.layout
+    batch, longest = layout.unpack.shape
+    mask = np.zeros(batch * longest, dtype=np.int64)
+    mask[layout.pack] = 1
+    return {
+        "input_ids": packed.input_ids[layout.unpack],
+        "attention_mask": mask.reshape(batch, longest),
+        "token_type_ids": packed.token_type_ids[layout.unpack],
+        "position_ids": np.tile(np.arange(longest), (batch, 1)),
+    }
 
 
 def run_plain(session: Any, outputs: Sequence[str], feeds: Feeds) -> list[NDArray[np.float32]]:

@@ -176,11 +176,13 @@ class Queue:
     """What all that waits of one bundle has in common.
 
     estimators: what its batches cost, by the slots that they take
+    alone: whether each entry gets a batch of its own
     `tokens` and `size` count from admission until an entry is taken or dropped.
     """
 
-    def __init__(self, estimators: Mapping[int, Estimator]) -> None:
+    def __init__(self, estimators: Mapping[int, Estimator], alone: bool = False) -> None:
         self.estimators = estimators
+        self.alone = alone
         self.tokens = 0
         self.size = 0
         self._batch_size = 0.0
@@ -199,9 +201,9 @@ class Queue:
 
     @property
     def price(self) -> float:
-        """Seconds that a token of it costs one slot, in company."""
-        length = self.mean_length
-        return 1 / self.estimators[1].tokens_per_second([length] * POOL_BATCHES)
+        """Seconds that a token of it costs one slot, in company if it may have any."""
+        lengths = [self.mean_length] * (1 if self.alone else POOL_BATCHES)
+        return 1 / self.estimators[1].tokens_per_second(lengths)
 
 
 class Lane:

@@ -30,6 +30,7 @@ SOONER = Cost(per_run=0.1, per_token=0.001, per_slot=0.0)  # on many slots
 FIXED = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)  # batching pays
 LINEAR = Cost(per_run=0.0, per_token=0.01, per_slot=0.0)  # batching gains nothing
 PADDED = Cost(per_run=1.0, per_token=0.01, per_slot=1e-5)  # padding is dear
+RECTANGLE = Cost(per_run=1.0, per_token=0.01, per_slot=0.0, padded=True)  # and all of it computed
 ROOMY = Budget(tokens=1_000_000, size=1_000)
 
 numbers = itertools.count(1)
@@ -242,6 +243,26 @@ def test_plan_takes_all_lengths_where_padding_is_free() -> None:
     assert sorted(lengths(plan(entries, FIXED, ROOMY, 0.0))) == [10, 100, 400]
 
 
+def test_plan_prefers_like_lengths_where_padding_is_computed() -> None:
+    """Beside 300 tokens, 3 cost a hundred times what they are."""
+    entries = [text(300), text(3), text(290), text(4)]
+    assert lengths(plan(entries, RECTANGLE, ROOMY, 0.0)) == [300, 290]
+
+
+def test_plan_counts_padding_against_the_tokens_that_a_batch_may_compute() -> None:
+    """60, 50 and 40 tokens are 180 in a rectangle, and 150 packed."""
+    entries = [text(60), text(50), text(40)]
+    assert lengths(plan(entries, FIXED, Budget(150, 10), 0.0)) == [60, 50, 40]
+    assert lengths(plan(entries, RECTANGLE, Budget(150, 10), 0.0)) == [60, 50]
+
+
+def test_plan_counts_no_padding_in_the_share_of_what_waits() -> None:
+    """A lone slot may take all that waits, however it is padded."""
+    entries = [text(20), text(30)]
+    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=50), 0.0)) == [20, 30]
+    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=49), 0.0)) == [20]
+
+
 @pytest.mark.parametrize("cost", [LINEAR, Cost(0.0, 0.01, 0.001)], ids=["linear", "quadratic"])
 def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
     """Without a fixed cost per run a companion only makes the head wait."""
@@ -279,6 +300,23 @@ async def test_outcomes_come_in_the_order_of_the_entries() -> None:
     entries = [text(tokens) for tokens in (5, 100, 7, 90, 6, 80)]
     async with serving(echo, PADDED, max_batch_size=2) as batcher:
         assert echoed(await batcher.submit(entries)) == [number(entry) for entry in entries]
+
+
+async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own() -> None:
+    """Its queue drains at the speed of lone entries, others' are batched, and nobody is held for company."""
+    gate = Gate()
+    async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
+        batcher.add_bundle("alone@1", costing(FIXED), alone=True)
+        own = texts(3, bundle="alone@1")
+        waiting = await submitted(batcher, own)
+        batches = []
+        for _ in own:
+            batches.append((await gate.batch()).numbers)
+            gate.let()
+        assert batches == [[number(entry)] for entry in own]
+        assert echoed(await waiting) == [number(entry) for entry in own]
+        assert batcher.load().rates["alone@1"] == FIXED.tokens_per_second([64])
+        assert batcher.load().rates["m@1"] == FIXED.tokens_per_second([64] * 64)
 
 
 async def test_an_empty_request_has_an_empty_answer() -> None:

@@ -28,6 +28,14 @@ def test_seconds_adds_run_tokens_and_attention_slots() -> None:
     assert Cost(1.0, 0.1, 0.01).seconds(tokens=12, size=2, longest=10) == pytest.approx(4.2)
 
 
+def test_a_padded_batch_computes_its_padding() -> None:
+    """Two texts of 2 and 10 tokens are 20 tokens to a graph that takes a rectangle."""
+    cost = Cost(1.0, 0.1, 0.01, padded=True)
+    assert cost.computed(tokens=12, size=2, longest=10) == 20
+    assert cost.seconds(tokens=12, size=2, longest=10) == pytest.approx(5.0)
+    assert cost.tokens_per_second([2, 10]) == pytest.approx(12 / 5.0)
+
+
 def test_tokens_per_second_is_of_the_whole_batch() -> None:
     """Two texts of 5 and 10 tokens in 1 + 1.5 seconds are 6 tokens a second."""
     assert Cost(1.0, 0.1, 0.0).tokens_per_second([5, 10]) == pytest.approx(6.0)
@@ -138,6 +146,19 @@ def test_estimator_shrugs_at_a_batch_that_took_no_time() -> None:
     assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.2)
 
 
+def test_estimator_of_padded_batches_learns_what_padding_costs() -> None:
+    """Batches of mixed lengths take what their rectangles take, and teach just that."""
+    line = Cost(per_run=2e-3, per_token=6e-5, per_slot=4e-9, padded=True)
+    estimator = Estimator(samples(), padded=True)
+    for _ in range(100):
+        for tokens, size, longest in [(40, 8, 32), (300, 8, 128), (128, 1, 128), (90, 4, 64)]:
+            seconds = line.seconds(tokens, size, longest)
+            estimator.refine(Sample(tokens, size, longest, seconds))
+    assert estimator.cost.padded
+    for shape in [(60, 8, 48), (200, 2, 120)]:
+        assert estimator.cost.seconds(*shape) == pytest.approx(line.seconds(*shape), rel=0.05)
+
+
 def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
     """Thousands of batches of one shape leave the prediction for the others alone."""
     estimator = Estimator(samples())
@@ -171,13 +192,13 @@ class Model:
         self.shapes.append((len(lengths), max(lengths)))
         self.now += self.cost.seconds(sum(lengths), len(lengths), max(lengths))
 
-    def measure(self, max_length: int = 512, budget_s: float = 0.3) -> list[Sample]:
+    def measure(self, max_length: int = 512, **limits: float) -> list[Sample]:
         return measure(
             self,
             lambda length: [0] * length,
             max_length=max_length,
-            budget_s=budget_s,
             clock=lambda: self.now,
+            **limits,
         )
 
 
@@ -207,6 +228,13 @@ def test_measure_stays_within_the_longest_window() -> None:
     measured = model.measure(max_length=64)
     assert max(taken.longest for taken in measured) == 64
     assert len({taken[:3] for taken in measured}) == len(measured)
+
+
+def test_measure_stays_within_the_largest_batch() -> None:
+    """What is never batched is measured on lone inputs only."""
+    measured = Model(CPU).measure(max_size=1)
+    assert {taken.size for taken in measured} == {1}
+    assert {taken.longest for taken in measured} == {16, 32, 128, 512}
 
 
 def test_one_that_refits_every_time_is_corrected_by_one_batch() -> None:

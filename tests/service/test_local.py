@@ -2,16 +2,20 @@
 
 import asyncio
 import hashlib
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service import local
+from service import bundle, local
 from service.encode import Window
 from service.errors import InferenceFailed
-from service.local import LocalDevice
+from service.local import LocalDevice, Runner
 from service.metrics import Metrics
+from service.session import SessionOptions, open_session
 from service.settings import Settings, Slots
 from service.slots import BatchStats, Running
 from service.waiting import Entry
@@ -75,3 +79,46 @@ async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.Monke
         while running.age_s < 0.01:
             await asyncio.sleep(0.001)
     watching.cancel()
+
+
+@pytest.mark.parametrize(
+    ("layout", "padded", "sizes"),
+    [
+        ("packed", False, {1, 8}),
+        ("portable", True, {1, 8}),
+        ("padded", True, {1, 8}),
+        ("alone", False, {1}),
+    ],
+)
+def test_a_bundle_is_measured_by_the_layout_of_its_graph(
+    layout: str,
+    padded: bool,
+    sizes: set[int],
+    tiny_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its costs say whether padding is computed, and what runs alone is measured on nothing else."""
+    path = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    manifest = json.loads((path / "manifest.json").read_text())
+    graphs = {
+        graph["layout"]: graph for graph in manifest["graphs"] if graph["precision"] == "fp32"
+    }
+    kept = graphs["packed" if layout == "packed" else "portable"]
+    manifest["graphs"] = [{**kept, "layout": layout}]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    session = open_session(bundle.load(path), provider="cpu", options=SessionOptions(threads=1))
+    runner = Runner(bundle.load(path), {1: session})
+    monkeypatch.setattr(local, "WARM_UP_S", 60)  # time for every shape
+    ran: list[int] = []
+    run = runner.run
+
+    def spy(width: int, windows: list[Window]) -> list[dict[str, np.ndarray]]:
+        ran.append(len(windows))
+        return run(width, windows)
+
+    runner.run = spy  # type: ignore[method-assign]
+    (estimator,) = runner.warm_up().values()
+    assert estimator.cost.padded is padded
+    assert runner.alone is (layout == "alone")
+    assert set(ran) == sizes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.encode import Encoding
-from service.packing import make_layout, pack, positions, split
+from service.packing import each, make_layout, pack, positions, split
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 
@@ -118,6 +118,19 @@ class TestPack:
         """No encodings, or one without tokens, are refused."""
         with pytest.raises(ValueError, match="at least one token"):
             pack(encodings)
+
+
+class TestEach:
+    def test_one_after_the_other(self) -> None:
+        """Each sequence becomes the batch that packing it alone would give."""
+        encodings = [encoding([5, 6, 7]), encoding([8]), encoding([9, 10])]
+
+        for own, alone in zip(each(pack(encodings)), encodings, strict=True):
+            expected = pack([alone])
+            assert own.input_ids.tolist() == expected.input_ids.tolist()
+            assert own.token_type_ids.tolist() == expected.token_type_ids.tolist()
+            assert own.position_ids.tolist() == expected.position_ids.tolist()
+            assert own.layout.unpack.tolist() == expected.layout.unpack.tolist()
 
 
 class TestSplit:

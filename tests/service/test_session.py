@@ -30,6 +30,7 @@ from service.session import (
     find_provider,
     open_session,
     packed_feeds,
+    padded_feeds,
     run_bound,
     run_plain,
     unused_gpu,
@@ -122,16 +123,55 @@ def test_default_precision(copy: Path) -> None:
     assert "int8" == session.graph.precision
 
 
-def test_portable_graph_answers_the_same(copy: Path, opened: Bundle, packed: Packed) -> None:
-    """A bundle of the portable graph alone serves, with the packed graph's answers."""
+@pytest.mark.parametrize("layout", ["portable", "padded", "alone"])
+def test_graph_of_rectangles_answers_the_same(
+    layout: str, copy: Path, opened: Bundle, packed: Packed
+) -> None:
+    """A bundle of the portable graph alone serves, by whichever layout, with the packed graph's answers."""
     change_manifest(copy, only("portable"))
-    portable = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
+    change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
+    rectangles = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
     expected = open_session(opened, options=ONE_THREAD, provider="cpu").run(packed)
-    found = portable.run(packed)
-    assert "portable" == portable.graph.layout
+    found = rectangles.run(packed)
+    assert layout == rectangles.graph.layout
     assert [*expected] == [*found]
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("padded", [9]), ("alone", [1] * 9)])
+def test_runs_of_a_batch(
+    layout: str, sizes: list[int], copy: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A padded graph runs a batch at once; one whose answers depend on company, a text at a time and unpadded."""
+    change_manifest(copy, only("portable"))
+    change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
+    session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
+    shapes: list[tuple[int, ...]] = []
+
+    def spy(given: Any, outputs: Any, feeds: dict[str, Any]) -> Any:
+        shapes.append(feeds["input_ids"].shape)
+        return run_plain(given, outputs, feeds)
+
+    monkeypatch.setattr(session, "_compute", spy)
+    session.run(packed)
+    assert sizes == [batch for batch, _ in shapes]
+    longest = [packed.layout.longest] if layout == "padded" else packed.lengths.tolist()
+    assert longest == [columns for _, columns in shapes]
+
+
+def test_padded_feeds() -> None:
+    """Tokens, segments and positions in their slots; padding holds its sequence's first token and is masked."""
+    layout = packing.make_layout([3, 1])
+    ids, types = np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])
+    feeds = padded_feeds(Packed(ids, types, packing.positions(layout), layout))
+    assert {
+        "input_ids": [[5, 6, 7], [8, 8, 8]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "token_type_ids": [[0, 0, 1], [1, 1, 1]],
+        "position_ids": [[0, 1, 2], [0, 1, 2]],
+    } == {name: value.tolist() for name, value in feeds.items()}
+    assert {np.dtype(np.int64)} == {value.dtype for value in feeds.values()}
 
 
 def test_shapes(opened: Bundle, packed: Packed) -> None:

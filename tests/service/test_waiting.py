@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.cost import Estimator
+from service.cost import Cost, Estimator
 from service.encode import Encoding
 from service.load import Flow
 from service.waiting import POOL_MOST, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
@@ -111,3 +111,15 @@ def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
     for _ in range(100):
         queue.took(64)
     assert queue.pool_size == 256
+
+
+def test_the_price_of_a_token_is_that_of_what_may_share_a_batch() -> None:
+    """Who never has company pays for whole runs."""
+    cost = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)
+    prices = []
+    for alone in (False, True):
+        queue = Queue({1: Estimator()}, alone)
+        queue.estimators[1].cost = cost
+        queue.tokens, queue.size = 20, 2
+        prices.append(queue.price)
+    assert prices == pytest.approx([1.8 / 80, 1.1 / 10])
