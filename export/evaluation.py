@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from export.verify import Run
-from model.evaluate import Evaluation, judge, main_metric
+from model.evaluate import Evaluation, judge
 from service.bundle import Head
 from service.encode import Encoder
 
@@ -29,7 +29,7 @@ def measure_head(
     """
     found = {precision: judge(run, encoder, head, name, file) for precision, run in runs.items()}
     if {"fp32", "int8"} <= set(found):
-        _gate(name, main_metric(head), found["fp32"], found["int8"], max_changed)
+        _gate(name, found["fp32"], found["int8"], max_changed)
     return {precision: _points(result) for precision, result in found.items()}
 
 
@@ -38,9 +38,8 @@ def _points(result: Evaluation) -> dict[str, float]:
     return {key: round(100 * value, 2) for key, value in shares.items()}
 
 
-def _gate(
-    name: str, metric: str, exact: Evaluation, rounded: Evaluation, max_changed: float
-) -> None:
+def _gate(name: str, exact: Evaluation, rounded: Evaluation, max_changed: float) -> None:
+    metric = next(iter(exact.metrics))
     loss = 100 * (exact.metrics[metric] - rounded.metrics[metric])
     pairs = zip(exact.answers, rounded.answers, strict=True)
     changed = sum(a != b for a, b in pairs) / max(len(exact.answers), 1)

@@ -133,7 +133,10 @@ def compare(
 def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
     if head.task == "embedding":
         return 1.0
-    if head.task == "classification" and head.problem_type == "multi_label_classification":
+    alone = head.width == 1 and head.problem_type != "regression"
+    if head.task == "classification" and (
+        alone or head.problem_type == "multi_label_classification"
+    ):
         return float(np.mean((a > 0) == (b > 0)))
     axis = 0 if head.task == "qa" else -1  # which token starts and ends; which label
     return float(np.mean(a.argmax(axis=axis) == b.argmax(axis=axis)))

@@ -25,7 +25,7 @@ from scipy import stats
 from seqeval.metrics import f1_score as entity_f1
 from seqeval.metrics import precision_score as entity_precision
 from seqeval.metrics import recall_score as entity_recall
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef
 
 from model import checkpoint, optim, rows, tasks
 from model.heads import Model
@@ -38,10 +38,11 @@ Outputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, a
 
 BATCH_TOKENS = 8192  # slots of one evaluation batch, padding counted
 STRIDE = 64
+ROUNDING = 1e-6  # cosines of equal vectors differ by less
 
 
 class Evaluation(NamedTuple):
-    """Metrics by name, from 0 to 1 (correlations from -1), and what was answered.
+    """Metrics by name, the main one first, from 0 to 1 (correlations from -1), and what was answered.
 
     answers: a label, or a list of them, or a score to one decimal; the tags of a sentence; an
     answer's text; for each text of an embedding's pairs, the number of its nearest other text.
@@ -49,20 +50,6 @@ class Evaluation(NamedTuple):
 
     metrics: dict[str, float]
     answers: list[Any]
-
-
-def main_metric(head: bundle.Head) -> str:
-    """The one metric that says how good a head is."""
-    match head.task, head.problem_type:
-        case "classification", "multi_label_classification":
-            return "micro_f1"
-        case "classification", "regression":
-            return "spearman"
-        case "classification", _:
-            return "accuracy"
-        case "embedding", _:
-            return "spearman"
-    return "f1"
 
 
 def judge(
@@ -80,7 +67,7 @@ def judge(
     limit: so many rows, evenly spread over the file (0: all). Raises DataError for data that cannot
     be read as the head's, or has a label that the head does not have.
     """
-    found = spread(rows.read(file, head.task, head.problem_type), limit)
+    found = spread(tasks.read(file, head), limit)
     encoded = list(tasks.encode(found, head, encoder, stride))
     windows = [window for row in encoded for text in row for window in text.windows]
     outputs = (output[name] for output in run_sorted(run, windows))
@@ -93,7 +80,7 @@ def judge(
         case "qa":
             return judge_questions(found, texts, head)
         case "embedding":
-            return judge_pairs(found, texts)
+            return judge_vectors(found, texts, head)
 
 
 def spread(found: list[Any], limit: int) -> list[Any]:
@@ -137,7 +124,8 @@ def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32
 
 
 def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -> Evaluation:
-    """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; Pearson and Spearman."""
+    """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; of grades, correlations, and
+    average precision where a single label holds or not."""
     ranked = [
         decode.classify(
             logits,
@@ -148,11 +136,18 @@ def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -
         )
         for text, logits in texts
     ]
-    if head.problem_type == "regression":
-        scores = [labels[0].score for labels in ranked]
-        metrics = correlations(scores, [row.score for row in found])
-        return Evaluation(metrics, [round(score, 1) for score in scores])
     gold = [tasks.text_labels(row, head) for row in found]
+    if tasks.is_graded(head):
+        scores = [labels[0].score for labels in ranked]
+        grades = np.concatenate(gold)
+        if head.problem_type != "regression" and {*grades.tolist()} == {0, 1}:
+            metrics = {
+                "average_precision": float(average_precision_score(grades, scores)),
+                "accuracy": float(accuracy_score(grades, np.asarray(scores) >= 0.5)),
+            }
+        else:
+            metrics = correlations(scores, [row.score for row in found])
+        return Evaluation(metrics, [round(score, 1) for score in scores])
     if head.problem_type == "multi_label_classification":
         above = [{label for label, score in labels if score >= 0.5} for labels in ranked]
         answers = [[label for label in head.labels if label in chosen] for chosen in above]
@@ -170,12 +165,12 @@ def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -
 
 
 def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, float]:
-    """Pearson and Spearman; 0 where one side does not vary."""
+    """Spearman and Pearson; 0 where one side does not vary."""
     if np.ptp(found) == 0 or np.ptp(gold) == 0:
-        return {"pearson": 0.0, "spearman": 0.0}
+        return {"spearman": 0.0, "pearson": 0.0}
     return {
-        "pearson": float(stats.pearsonr(found, gold).statistic),
         "spearman": float(stats.spearmanr(found, gold).statistic),
+        "pearson": float(stats.pearsonr(found, gold).statistic),
     }
 
 
@@ -319,20 +314,52 @@ def _words_f1(words: list[str], gold: list[str]) -> float:
 # -- embeddings -----------------------------------------------------------------------------------
 
 
-def judge_pairs(found: Sequence[rows.Similar], texts: Outputs) -> Evaluation:
-    """Spearman and Pearson of the cosine with the score."""
-    unscored = [row.where for row in found if row.score is None]
-    if unscored:
-        raise rows.DataError(f"{unscored[0]}: embeddings are evaluated on pairs with a score")
+def judge_vectors(found: Sequence[rows.Similar], texts: Outputs, head: bundle.Head) -> Evaluation:
+    """Spearman and Pearson of the cosine with the score; without scores, how well positives are found."""
+    tasks.check(found, head)
     vectors = np.stack(
         [
             decode.embed(pooled, [len(w) for w in text.windows], normalize=True, dimensions=None)
             for text, pooled in texts
         ]
     )
+    if found[0].score is None:
+        return Evaluation(retrieval(found, vectors), nearest(vectors))
     cosines = (vectors[0::2] * vectors[1::2]).sum(axis=1)
     metrics = correlations(cosines.tolist(), [row.score for row in found])
     return Evaluation(metrics, nearest(vectors))
+
+
+def retrieval(found: Sequence[rows.Similar], vectors: Floats) -> dict[str, float]:
+    """How well each row's first text finds its second among the second texts and negatives of all rows.
+
+    vectors: `[n, D]`, of length 1, of every row's texts and then its negatives. `mrr` is the mean of
+    1 / rank and `accuracy` the share of those that come first; `triplets`, where there are negatives,
+    is the share of them that are less like the first text than the second is. What is as like as the
+    second comes before it, and other right texts of an equal first text do not count.
+    """
+    starts = np.cumsum([0, *(len(row.every) for row in found)])[:-1].tolist()
+    places: dict[str, int] = {}  # where each candidate's vector is
+    right: dict[str, list[int]] = {}  # the candidates that belong to a first text
+    for row, start in zip(found, starts, strict=True):
+        for offset in (1, *range(len(row.texts), len(row.every))):
+            places.setdefault(row.every[offset], start + offset)
+    numbers = {text: number for number, text in enumerate(places)}
+    candidates = vectors[[*places.values()]]
+    for row in found:
+        right.setdefault(row.texts[0], []).append(numbers[row.texts[1]])
+    ranks, triplets = [], []
+    for row, start in zip(found, starts, strict=True):
+        cosines = candidates @ vectors[start]
+        before = cosines >= cosines[numbers[row.texts[1]]] - ROUNDING
+        triplets += [not before[numbers[text]] for text in row.negatives]
+        before[right[row.texts[0]]] = False
+        ranks.append(1 + int(before.sum()))
+    metrics = {
+        "mrr": float(np.mean(1 / np.asarray(ranks))),
+        "accuracy": float(np.mean(np.asarray(ranks) == 1)),
+    }
+    return {**metrics, "triplets": float(np.mean(triplets))} if triplets else metrics
 
 
 def nearest(vectors: Floats) -> list[int]:

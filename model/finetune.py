@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model import checkpoint, config, evaluate, optim, rows, tasks
+from model import checkpoint, config, evaluate, optim, tasks
 from model.heads import Model
 from model.run import Run, read_settings
 from service import bundle
@@ -121,10 +121,11 @@ def finetune(s: Settings) -> dict[str, Any]:
 
     described, streams = {}, []
     for name, h in s.heads.items():
-        found = [row for file in h.train for row in rows.read(file, h.task, h.problem_type)]
+        found = [row for file in h.train for row in tasks.read(file, h)]
+        tasks.check_contrast(found, h)
         described[name] = tasks.describe(h, found, shape.hidden_size)
         if h.dev:  # what is wrong with it is said now
-            tasks.check(rows.read(h.dev, h.task, h.problem_type), described[name])
+            tasks.check(tasks.read(h.dev, described[name]), described[name])
         examples = list(tasks.examples(found, described[name], encoders[name], h.stride))
         streams += tasks.streams(name, h, described[name], examples)
     epoch = max(len(stream.examples) / stream.batch_size for stream in streams)
@@ -177,7 +178,7 @@ def finetune(s: Settings) -> dict[str, Any]:
             last = step + 1 == steps
             if (step + 1) % s.eval_every == 0 or last:
                 metrics = evaluate_heads(model, s, encoders, dtype, s.dev_limit)
-                main = {n: metrics[n][evaluate.main_metric(described[n])] for n in metrics}
+                main = {n: next(iter(found.values())) for n, found in metrics.items()}
                 for name, value in main.items():
                     run.scalar(f"dev/{name}", value, step)
                 told = "  ".join(f"{name} {value:.4f}" for name, value in main.items())

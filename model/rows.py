@@ -5,9 +5,11 @@
     ner              `token ... TAG` a line, an empty line between sentences    .conll, .txt
     qa               SQuAD 1.1 or 2.0                                           .json
     embedding        {"text", "text_pair", "score"}, or texts that say the same: {"texts": [...]}
-                     or {"text", "text_pair", "label": "entailment"}            .jsonl
+                     or {"text", "text_pair", "label": "entailment"}, or what belongs together:
+                     {"anchor", "positive", "negative"?}                        .jsonl
 
-Any of them may be packed (.gz, .xz).
+Where a row is a JSON object, a file may also be .tsv: its first line names the columns, and what stands
+between two tabs is text, quotation marks too. Any of them may be packed (.gz, .xz).
 """
 
 import json
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from model.corpus import OPENERS
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
+NEGATIVES = re.compile(r"negatives?|negative_\d+")
 
 
 class DataError(ValueError):
@@ -70,11 +73,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Similar:
-    """Two texts and how alike they are, from 0 to 1; or, with no score, texts that say the same."""
+    """Two texts and how alike they are, from 0 to 1; or, with no score, texts that belong together.
+
+    Those are an anchor and its positive, or a group of which any two are; `negatives` do not belong there.
+    """
 
     where: str
     texts: tuple[str, ...]
     score: float | None
+    negatives: tuple[str, ...] = ()
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Its texts, and then its negatives."""
+        return self.texts + self.negatives
 
 
 def read(path: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
@@ -82,7 +94,7 @@ def read(path: str | Path, task: str, problem_type: str | None = None) -> list[A
     path = Path(path)
     match task:
         case "classification":
-            found: list[Any] = [_text(*line, problem_type) for line in _json_lines(path)]
+            found: list[Any] = [_text(*line, problem_type) for line in _records(path)]
         case "ner":
             found = list(_sentences(path))
         case "qa":
@@ -103,10 +115,36 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, line in _lines(path):
-        if line.strip():
-            yield where, _json(where, line)
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each row stands, and its fields."""
+    lines = ((where, line) for where, line in _lines(path) if line.strip())
+    if ".tsv" in path.suffixes:
+        yield from _columns(lines)
+    else:
+        yield from ((where, _json(where, line)) for where, line in lines)
+
+
+def _columns(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a table whose first line names the columns; an empty cell is a field that is not there."""
+    where, line = next(lines, ("", ""))
+    names = line.rstrip("\n").split("\t")
+    if where and not {"text", "anchor"} & set(names):
+        raise DataError(f"{where}: the first line must name the columns, text or anchor among them")
+    for where, line in lines:
+        cells = line.rstrip("\n").split("\t")
+        if len(cells) != len(names):
+            raise DataError(f"{where}: {len(cells)} columns, and the first line names {len(names)}")
+        row: dict[str, Any] = {n: cell for n, cell in zip(names, cells, strict=True) if cell}
+        if "score" in row:
+            row["score"] = _number(where, row["score"])
+        yield where, row
+
+
+def _number(where: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(f"{where}: score may not be {text!r}") from None
 
 
 def _json(where: str, text: str) -> dict[str, Any]:
@@ -193,7 +231,7 @@ def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
 
 def _similar(path: Path) -> Iterator[Similar]:
     """Scores are stretched from the lowest and highest of the file to 0 and 1."""
-    lines = list(_json_lines(path))
+    lines = list(_records(path))
     scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
     low, high = min(scores, default=0), max(scores, default=0)
     for where, row in lines:
@@ -203,8 +241,27 @@ def _similar(path: Path) -> Iterator[Similar]:
                 raise DataError(f"{where}: texts must be two or more strings")
             yield Similar(where, tuple(texts), None)
             continue
+        if {"anchor", "positive"} & set(row):
+            yield _anchored(where, row)
+            continue
         pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
         if "score" in row:
             yield Similar(where, pair, (row["score"] - low) / ((high - low) or 1))
         elif _get(where, row, "label") in SAME:
             yield Similar(where, pair, None)
+
+
+def _anchored(where: str, row: dict[str, Any]) -> Similar:
+    """`negative` may be a string or a list of them, and there may be `negative_1`, `negative_2` and so on."""
+    pair = (_get(where, row, "anchor"), _get(where, row, "positive"))
+    negatives: list[str] = []
+    for name in filter(NEGATIVES.fullmatch, row):
+        if row[name] is not None:
+            found = _get(where, row, name, kind=str | list)
+            negatives += [found] if isinstance(found, str) else found
+    for text in (*pair, *negatives):
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{where}: anchor, positive and negatives must be strings, not blank")
+    if pair[1] in negatives:
+        raise DataError(f"{where}: {pair[1]!r} is both positive and negative")
+    return Similar(where, pair, None, tuple(negatives))

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -21,13 +22,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import Layout
 from model.heads import IGNORE_INDEX
+from model.optim import check_choice
 from model.rows import DataError, Question, Sentence, Text
+from model.rows import read as read_rows
 from service import bundle, packing
 from service.encode import Encoded, Encoder, Encoding
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool]
 SCALE = 20.0  # what cosines are multiplied by before a softmax
+
+# How far two vectors `[..., D]` are from each other, and the margin that goes with it.
+DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "euclidean": (lambda a, b: torch.linalg.vector_norm(a - b, dim=-1), 1.0),
+    "cosine": (lambda a, b: 1 - F.cosine_similarity(a, b, dim=-1), 0.2),
+}
 
 
 @dataclass
@@ -37,12 +46,18 @@ class HeadSettings:
     task: bundle.Task
     train: list[str]
     dev: str = ""
-    batch_size: int = 32  # rows of a micro-batch; for embeddings, pairs of texts that say the same
+    batch_size: int = 32  # rows of a micro-batch; for embeddings, texts that belong together
     scored_batch_size: int = 32  # embeddings: pairs with a score, a micro-batch of their own
     weight: float = 1.0  # of this head's loss among the others
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that neighbouring windows share
-    loss: str = "cosent"  # embeddings: how scored pairs are learnt, "cosent" or "cosine"
+    # How embeddings are learnt.
+    loss: str = "cosent"  # from scored pairs: "cosent" or "cosine"
+    contrast: str = "ranking"  # from texts that belong together: "ranking" or "triplet"
+    scale: float = SCALE  # ranking: what cosines are multiplied by
+    symmetric: bool = True  # ranking: positives must find their anchors, too
+    distance: str = "euclidean"  # triplet: "euclidean" or "cosine"
+    margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
     # What the manifest will say of the head.
     labels: list[str] = field(default_factory=list)  # empty: those that occur in the data
     problem_type: bundle.ProblemType = "single_label_classification"
@@ -53,9 +68,13 @@ class HeadSettings:
     demo: bool = False
 
     def __post_init__(self) -> None:
-        known = get_args(bundle.Task)
-        if self.task not in known:
-            raise ValueError(f"task: {self.task!r} is none of {', '.join(known)}")
+        check_choice("task", self.task, get_args(bundle.Task))
+        check_choice("loss", self.loss, SCORED)
+        check_choice("contrast", self.contrast, CONTRASTS)
+        check_choice("distance", self.distance, DISTANCES)
+        for name, value in (("scale", self.scale), ("margin", self.margin)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value} is not above 0")
 
 
 def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:
@@ -67,6 +86,8 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
             described |= {"labels": settings.labels or ["score"]}
         case "classification":
             found = sorted({label for row in rows for label in row.labels})
+            if not settings.labels and len(found) == 1:
+                raise DataError(f"{rows[0].where}: all rows have the label {found[0]!r}")
             described |= {"labels": settings.labels or found}
         case "ner":
             types = sorted({tag[2:] for row in rows for tag in row.tags if tag != "O"})
@@ -85,17 +106,30 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
 # -- rows to examples -----------------------------------------------------------------------------
 
 
+def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
+    """The rows of a file, as a head has them. Raises DataError as `rows.read` does."""
+    return read_rows(file, head.task, "regression" if is_graded(head) else head.problem_type)
+
+
+def is_graded(head: HeadSettings | bundle.Head) -> bool:
+    """Are texts graded by a number: of any size (a regression), or from 0 to 1, of a single label?"""
+    alone = len(head.labels) == 1 and head.problem_type != "multi_label_classification"
+    return head.task == "classification" and (head.problem_type == "regression" or alone)
+
+
 @dataclass(frozen=True)
 class Example:
     """What is drawn for a batch: encodings, and what the model should say of them.
 
     labels: classification, an index, or a float for each label `[C]`; ner, the index of each token's
     label `[n]`; qa, the first and last token of the answer `[2]`; embedding, a score (float), or the
-    number of the row (int) that the texts come from.
+    numbers (int) of the row and of each of its texts `[1 + n]`, by which equal texts are known.
+    negatives: how many of the encodings, at the end, do not belong to those before.
     """
 
     encodings: tuple[Encoding, ...]
     labels: NDArray[Any]
+    negatives: int = 0
 
 
 def encode(
@@ -117,8 +151,8 @@ def encode(
                 windows = encoder.questions(*asked, stride=stride, max_query_tokens=most)
                 yield from zip(windows, strict=True)
             case "embedding":
-                every = iter(encoder.texts([text for row in chunk for text in row.texts]))
-                yield from (tuple(next(every) for _ in row.texts) for row in chunk)
+                every = iter(encoder.texts([text for row in chunk for text in row.every]))
+                yield from (tuple(next(every) for _ in row.every) for row in chunk)
 
 
 def _encode_texts(rows: Sequence[Text], encoder: Encoder) -> Iterator[Encoded]:
@@ -138,6 +172,7 @@ def examples(
     where the data says.
     """
     encodings = encode(rows, head, encoder, stride)
+    texts: dict[str, int] = {}
     for number, (row, encoded) in enumerate(zip(rows, encodings, strict=True)):
         windows = tuple(window for part in encoded for window in part.windows)
         match head.task:
@@ -150,25 +185,35 @@ def examples(
                 each = answer_tokens(row, windows)
                 yield from (Example((w,), labels) for w, labels in zip(windows, each, strict=True))
             case "embedding" if row.score is None:
-                yield Example(windows, np.asarray(number))
+                numbers = [number, *(texts.setdefault(text, len(texts)) for text in row.every)]
+                yield Example(windows, np.asarray(numbers), len(row.negatives))
             case "embedding":
                 yield Example(windows, np.asarray(row.score, dtype=np.float32))
 
 
 def check(rows: Sequence[Any], head: bundle.Head) -> None:
-    """Raises DataError for rows on which the head cannot be judged: labels it does not have, pairs without a score."""
+    """Raises DataError for rows on which the head cannot be judged: other labels, scores for some pairs only."""
     for row in rows:
         match head.task:
             case "classification":
                 text_labels(row, head)
             case "ner":
                 _indices(row.where, row.tags, head.labels)
-            case "embedding" if row.score is None:
-                raise DataError(f"{row.where}: embeddings are evaluated on pairs with a score")
+            case "embedding" if (row.score is None) != (rows[0].score is None):
+                raise DataError(f"{row.where}: a file has scores for all of its rows or for none")
+
+
+def check_contrast(rows: Sequence[Any], settings: HeadSettings) -> None:
+    """Raises DataError for the first row from which a triplet would be made and that has no negative."""
+    for row in rows if settings.contrast == "triplet" else ():
+        if row.score is None and not row.negatives:
+            raise DataError(f"{row.where}: no negative, which the triplet loss needs")
 
 
 def text_labels(row: Text, head: bundle.Head) -> NDArray[Any]:
-    if head.problem_type == "regression":
+    if is_graded(head):
+        if head.problem_type != "regression" and not 0 <= row.score <= 1:
+            raise DataError(f"{row.where}: a single label holds from 0 to 1, not {row.score}")
         return np.asarray([row.score], dtype=np.float32)
     found = _indices(row.where, row.labels, head.labels)
     if head.problem_type == "multi_label_classification":
@@ -264,7 +309,8 @@ def answer_tokens(question: Question, windows: Sequence[Encoding]) -> list[Ints]
 
 @dataclass(frozen=True)
 class Batch:
-    """Encodings and their examples' labels. Of pairs, all first texts come before all second."""
+    """Encodings and their examples' labels. Of pairs, all first texts come before all second, and
+    negatives after them, those of one example together."""
 
     encodings: list[Encoding]
     labels: list[NDArray[Any]]
@@ -295,21 +341,27 @@ class Stream:
     def batch(self, seed: tuple[int, ...], step: int) -> Batch:
         """The batch of a step: a pure function of seed and step.
 
-        Of several texts that say the same, sample i takes two, by the stream (seed, step, i).
+        Of several texts that belong together, sample i takes two, by the stream (seed, step, i).
         """
         drawn = [self.examples[i] for i in draw(len(self.examples), self.batch_size, seed, step)]
-        labels = [example.labels for example in drawn]
         if len(drawn[0].encodings) == 1:
-            return Batch([example.encodings[0] for example in drawn], labels)
-        pairs = [_two(example, [*seed, step, index]) for index, example in enumerate(drawn)]
-        return Batch([first for first, _ in pairs] + [second for _, second in pairs], labels)
+            return Batch([example.encodings[0] for example in drawn], [e.labels for e in drawn])
+        drawn = [_two(example, [*seed, step, index]) for index, example in enumerate(drawn)]
+        places = [slice(0, 1), slice(1, 2), slice(2, None)]
+        encodings = [e for place in places for example in drawn for e in example.encodings[place]]
+        return Batch(encodings, [example.labels for example in drawn])
 
 
-def _two(example: Example, seed: list[int]) -> list[Encoding]:
-    if len(example.encodings) == 2:
-        return list(example.encodings)
-    chosen = np.random.default_rng(seed).choice(len(example.encodings), size=2, replace=False)
-    return [example.encodings[i] for i in chosen]
+def _two(example: Example, seed: list[int]) -> Example:
+    """The example with two of its texts that belong together, and its negatives."""
+    every = len(example.encodings)
+    together = every - example.negatives
+    if together == 2:
+        return example
+    chosen = np.random.default_rng(seed).choice(together, size=2, replace=False)
+    kept = [*chosen, *range(together, every)]
+    labels = example.labels[[0, *(1 + i for i in kept)]]
+    return Example(tuple(example.encodings[i] for i in kept), labels, example.negatives)
 
 
 def draw(count: int, size: int, seed: tuple[int, ...], step: int) -> list[int]:
@@ -326,7 +378,7 @@ def _shuffled(count: int, seed: tuple[int, ...], epoch: int) -> Ints:
 def streams(
     name: str, settings: HeadSettings, head: bundle.Head, found: Sequence[Example]
 ) -> list[Stream]:
-    """What trains a head: one stream; or for embeddings, one of equal texts and one of scores."""
+    """What trains a head: one stream; or for embeddings, one of texts that belong together and one of scores."""
     if head.task != "embedding":
         loss = {
             "classification": functools.partial(text_loss, problem_type=head.problem_type),
@@ -334,12 +386,10 @@ def streams(
             "qa": span_loss,
         }[head.task]
         return [Stream(name, name, list(found), settings.batch_size, settings.weight, loss)]
-    if settings.loss not in SCORED:
-        raise ValueError(f"loss {settings.loss!r} is none of {', '.join(SCORED)}")
-    equal = [example for example in found if example.labels.dtype != np.float32]
+    together = [example for example in found if example.labels.dtype != np.float32]
     scored = [example for example in found if example.labels.dtype == np.float32]
     kinds = [
-        ("contrastive", equal, settings.batch_size, contrastive_loss),
+        (settings.contrast, together, settings.batch_size, CONTRASTS[settings.contrast](settings)),
         (settings.loss, scored, settings.scored_batch_size, SCORED[settings.loss]),
     ]
     return [
@@ -371,11 +421,12 @@ def _joined(batch: Batch, logits: Tensor, join: Callable[..., NDArray[Any]] = np
 
 
 def text_loss(logits: Tensor, batch: Batch, problem_type: str | None) -> Loss:
-    """logits [B, C]: cross-entropy, of each label by itself if several may hold; squared error."""
+    """logits [B, C]: cross-entropy, of each label by itself if several may hold or there is only one;
+    squared error."""
     labels = _joined(batch, logits)
     if problem_type == "regression":
         return Loss(F.mse_loss(logits, labels), 1.0)
-    if problem_type == "multi_label_classification":
+    if problem_type == "multi_label_classification" or logits.shape[1] == 1:
         return Loss(F.binary_cross_entropy_with_logits(logits, labels), _chance(2))
     return Loss(F.cross_entropy(logits, labels), _chance(logits.shape[1]))
 
@@ -397,19 +448,63 @@ def span_loss(logits: Tensor, batch: Batch) -> Loss:
     return Loss(F.cross_entropy(slots, _joined(batch, logits)), _chance(choices))
 
 
-def contrastive_loss(vectors: Tensor, batch: Batch) -> Loss:
-    """vectors [2B, D]: each text must find its partner among those of all pairs, both ways.
+def ranking_loss(
+    vectors: Tensor, batch: Batch, scale: float = SCALE, symmetric: bool = True
+) -> Loss:
+    """vectors [2B + N, D]: each anchor must find its positive among those of all rows and all N negatives.
 
-    Multiple negatives ranking (Henderson et al. 2017). Texts of the same row are no negatives.
+    Multiple negatives ranking (Henderson et al. 2017): cross-entropy of `scale` times the cosines.
+    symmetric: the mean of that and of the same for positives, which must find their anchor among all.
+    What is right for an anchor is no negative: positives of its own row, or of an anchor that equals
+    it, and whatever equals its own positive.
     """
-    first, second = F.normalize(vectors, dim=1).chunk(2)
-    scores = SCALE * first @ second.T  # [B, B]
-    rows = _joined(batch, vectors)
-    own = torch.arange(len(rows), device=vectors.device)
-    same = (rows[:, None] == rows) & (own[:, None] != own)
-    scores = scores.masked_fill(same, -math.inf)
-    loss = (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
-    return Loss(loss, _chance(len(rows)))
+    size = len(batch.labels)
+    first, others = F.normalize(vectors, dim=1).split([size, len(vectors) - size])
+    scores = scale * first @ others.T  # [B, B + N]
+    numbers, anchors, positives = np.stack([labels[:3] for labels in batch.labels], axis=1)
+    negatives = np.concatenate([labels[3:] for labels in batch.labels])
+    right = positives[:, None] == np.concatenate([positives, negatives])
+    right[:, :size] |= (numbers[:, None] == numbers) | (anchors[:, None] == anchors)
+    np.fill_diagonal(right, False)
+    scores = scores.masked_fill(torch.as_tensor(right, device=scores.device), -math.inf)
+    own = torch.arange(size, device=scores.device)
+    found = Loss(F.cross_entropy(scores, own), _chance(scores.shape[1]))
+    if not symmetric:
+        return found
+    back = F.cross_entropy(scores[:, :size].T, own)
+    return Loss((found.value + back) / 2, (found.chance + _chance(size)) / 2)
+
+
+def triplet_loss(
+    vectors: Tensor, batch: Batch, distance: str, margin: float | None, normalize: bool
+) -> Loss:
+    """vectors [2B + N, D]: an anchor's negatives are farther from it than its positive by a margin.
+
+    The mean of max(0, margin + distance to the positive - distance to the negative) (Schroff et al.
+    2015; Reimers and Gurevych 2019), of vectors of length 1 where such are served.
+    """
+    measure, usual = DISTANCES[distance]
+    margin = usual if margin is None else margin
+    size = len(batch.labels)
+    vectors = F.normalize(vectors, dim=1) if normalize else vectors
+    anchors, positives, negatives = vectors.split([size, size, len(vectors) - 2 * size])
+    counts = torch.as_tensor([len(labels) - 3 for labels in batch.labels], device=vectors.device)
+    near = measure(anchors, positives).repeat_interleave(counts)
+    far = measure(anchors.repeat_interleave(counts, dim=0), negatives)
+    return Loss(F.relu(margin + near - far).mean(), margin)
+
+
+def _ranking(s: HeadSettings) -> Callable[[Tensor, Batch], Loss]:
+    return functools.partial(ranking_loss, scale=s.scale, symmetric=s.symmetric)
+
+
+def _triplet(s: HeadSettings) -> Callable[[Tensor, Batch], Loss]:
+    return functools.partial(
+        triplet_loss, distance=s.distance, margin=s.margin, normalize=s.normalize
+    )
+
+
+CONTRASTS = {"ranking": _ranking, "triplet": _triplet}
 
 
 def cosent_loss(vectors: Tensor, batch: Batch) -> Loss:

@@ -185,11 +185,13 @@ def test_worked_example_is_right():
 def test_training_examples_are_settings():
     """The settings shown for fine-tuning, and the provenance shown for export, are read as they stand."""
     from model.finetune import Settings as Finetuning
+    from model.tasks import is_graded
 
-    single, joint, told = map(tomllib.loads, examples(read("training.md"), "toml"))
+    single, joint, graded, told = map(tomllib.loads, examples(read("training.md"), "toml"))
 
     assert ["sentiment"] == [*Finetuning(**single).heads]
     assert ["sentiment", "entities"] == [*Finetuning(**joint).heads]
+    assert is_graded(Finetuning(**graded).heads["relevance"])
     assert "SST-2" == Provenance.model_validate(told["provenance"]).datasets[0].name
 
 

@@ -1,6 +1,7 @@
 """What is measured is what will be answered: predictions go through the service's own decoding."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,12 @@ HEADS = {
         problem_type="multi_label_classification",
     ),
     "stars": Head(task="classification", labels=("score",), problem_type="regression"),
+    "relevance": Head(task="classification", labels=("relevant",)),
+    "grades": Head(task="classification", labels=("relevant",)),
     "entities": Head(task="ner", labels=("O", "B-LOC", "I-LOC", "B-PER", "I-PER")),
     "answers": Head(task="qa"),
     "vectors": Head(task="embedding", pooling="mean", dimensions=32),
+    "anchors": Head(task="embedding", pooling="mean", dimensions=32),
 }
 
 
@@ -82,9 +86,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "sentiment": jsonl("sentiment", lambda i: {"label": labels[i % 3]}),
         "topics": jsonl("topics", lambda i: {"labels": subsets[i % 4]}),
         "stars": jsonl("stars", lambda i: {"label": i % 5}),
+        "relevance": jsonl("relevance", lambda i: {"text_pair": texts[-1], "label": i % 2}),
+        "grades": jsonl("grades", lambda i: {"text_pair": texts[-1], "score": i % 5 / 4}),
         "entities": conll,
         "answers": squad,
         "vectors": jsonl("vectors", lambda i: {"text_pair": texts[-1 - i], "score": i % 6}),
+        "anchors": jsonl("anchors", lambda i: {"anchor": texts[i], "positive": texts[i - 1]}),
     }
 
 
@@ -279,14 +286,32 @@ def test_limited_evaluation_counts_only_its_rows(
     assert len(judge(model, encoder, "sentiment", files, limit=7).answers) == 7
 
 
-def test_pairs_without_a_score_cannot_be_judged(
+def test_scores_of_some_pairs_cannot_be_judged(
     model: Model, encoder: Encoder, tmp_path: Path
 ) -> None:
-    """The error names the row."""
+    """They have no metric in common; the error names the row."""
     path = tmp_path / "a.jsonl"
-    path.write_text('{"texts": ["a", "b"]}')
-    with pytest.raises(rows.DataError, match=r"a\.jsonl:1: .* with a score"):
+    path.write_text('{"text": "a", "text_pair": "b", "score": 1}\n{"texts": ["a", "b"]}')
+    with pytest.raises(rows.DataError, match=r"a\.jsonl:2: .* for all of its rows or for none"):
         judge(model, encoder, "vectors", {"vectors": path})
+
+
+def test_a_single_label_holds_or_not(
+    model: Model, encoder: Encoder, files: Mapping[str, Path]
+) -> None:
+    """From one half, and the order of scores has an average precision."""
+    found = rows.read(files["relevance"], "classification", "regression")
+    logits = [
+        alone(model, "relevance", encoder.pairs([row.text], [row.pair])[0].windows[0])[0, 0]
+        for row in found
+    ]
+    gold = np.asarray([row.score for row in found])
+    metrics, answers = judge(model, encoder, "relevance", files)
+    assert metrics["accuracy"] == np.mean((np.asarray(logits) > 0) == gold)
+    ordered = gold[np.argsort(logits)[::-1]]
+    precision = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)
+    assert metrics["average_precision"] == close(precision[ordered == 1].mean())
+    assert answers == [round(1 / (1 + math.exp(-logit)), 1) for logit in logits]
 
 
 # -- metrics --------------------------------------------------------------------------------------
@@ -378,17 +403,55 @@ def test_the_nearest_vector_is_another_one() -> None:
         ("sentiment", "accuracy"),
         ("topics", "micro_f1"),
         ("stars", "spearman"),
+        ("relevance", "average_precision"),
+        ("grades", "spearman"),
         ("entities", "f1"),
         ("answers", "f1"),
         ("vectors", "spearman"),
+        ("anchors", "mrr"),
     ],
 )
 def test_every_head_has_a_main_metric(
     name: str, metric: str, model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
-    """It is among those that are measured."""
-    assert evaluate.main_metric(HEADS[name]) == metric
-    assert metric in judge(model, encoder, name, files).metrics
+    """The first of those that are measured."""
+    assert next(iter(judge(model, encoder, name, files).metrics)) == metric
+
+
+def unit(*degrees: float) -> NDArray[np.float32]:
+    """Vectors of length 1 in the plane."""
+    angles = np.radians(degrees)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def anchored(*texts: str, negatives: Sequence[str] = ()) -> rows.Similar:
+    return rows.Similar("here", texts, None, tuple(negatives))
+
+
+def test_positives_are_ranked_among_all_others() -> None:
+    """The first is found at once, the second after a negative, the third after that and the second."""
+    found = [anchored("a", "A"), anchored("b", "B"), anchored("c", "C", negatives=["N", "far"])]
+    vectors = unit(0, 5, 40, 70, 60, 90, 50, 180)  # a A b B c C N far
+    metrics = evaluate.retrieval(found, vectors)
+    assert metrics == {
+        "mrr": pytest.approx((1 + 1 / 2 + 1 / 3) / 3),
+        "accuracy": pytest.approx(1 / 3),
+        "triplets": 0.5,
+    }
+
+
+def test_what_is_right_too_comes_before_nothing() -> None:
+    """The other positive of an anchor, and its own by another row's name; a group's third text is not asked for."""
+    found = [anchored("a", "A"), anchored("a", "B"), anchored("c", "A"), anchored("d", "D", "E")]
+    vectors = unit(0, 20, 0, 10, 25, 20, 90, 80, 90)
+    assert evaluate.retrieval(found, vectors) == {"mrr": 1.0, "accuracy": 1.0}
+
+
+def test_vectors_that_are_all_alike_find_nothing() -> None:
+    """What is as like as the positive comes before it."""
+    found = [anchored(f"{i}", f"of {i}", negatives=["N"]) for i in range(9)]
+    metrics = evaluate.retrieval(found, unit(*[33.0] * 27))
+    assert metrics == {"mrr": pytest.approx(0.1), "accuracy": 0.0, "triplets": 0.0}
 
 
 # -- script ---------------------------------------------------------------------------------------

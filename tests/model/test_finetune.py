@@ -1,5 +1,6 @@
 """Fine-tuning learns, goes on where it stopped, and leaves a checkpoint that anyone can load."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -173,6 +174,87 @@ def test_equal_texts_find_each_other(data: Mapping[str, str], start: Start, tmp_
     history = losses(tmp_path / "run")
     assert history[0][1] > 2
     assert history[-1][1] < 0.5
+
+
+def asked(name: str, thing: str, place: str) -> dict[str, Any]:
+    """A question, its answer, and an answer that shares more words with it."""
+    wrong = PLACES[PLACES.index(place) - 1]
+    anchor, alike = f"{thing} by {name}, {place}?", f"{thing} by {name}, {wrong}."
+    return {"anchor": anchor, "positive": f"{place}: {name}, {thing}.", "negative": alike}
+
+
+@pytest.fixture(scope="module")
+def anchors(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Questions to learn from, and sixteen others about the same names, things and places."""
+    folder = tmp_path_factory.mktemp("anchors")
+    every = [asked(n, t, p) for n in NAMES for t in THINGS for p in PLACES]
+    held = [i for i in range(64) if (i // 16 + i // 4 + i) % 4 == 0]
+    learnt = [row for i, row in enumerate(every) if i not in held]
+    return {
+        "train": jsonl(folder / "train.jsonl", learnt),
+        "dev": jsonl(folder / "dev.jsonl", [every[i] for i in held]),
+    }
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"symmetric": False},
+        {"contrast": "triplet"},
+        {"contrast": "triplet", "distance": "cosine"},
+        {"contrast": "triplet", "normalize": False},
+    ],
+    ids=["ranking", "one way", "triplet", "cosine", "any length"],
+)
+def test_anchors_find_their_positives(
+    how: dict[str, Any], anchors: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Of texts that were never seen, and among negatives that share more words: before, hardly one does."""
+    table = {"task": "embedding", "train": [anchors["train"]], "dev": anchors["dev"], **how}
+    tables = {"v": {**table, "batch_size": 16}}
+    before = start(tables, steps=1, lr=0.0, output=str(tmp_path / "before"))["heads"]["v"]
+    after = start(tables, steps=120, lr=1e-3)["heads"]["v"]
+    assert before["accuracy"] < 0.2
+    assert after["accuracy"] > 0.5
+    assert after["triplets"] > max(before["triplets"], 0.95)
+
+
+@pytest.fixture(scope="module")
+def relevance(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Is it the same thing? Half of the time it is, and pairs to be judged by were not learnt from."""
+    folder = tmp_path_factory.mktemp("relevance")
+    every = itertools.product(range(4), repeat=4)
+    rows = [
+        {"text": f"{THINGS[a]} {NAMES[m]}", "text_pair": f"{NAMES[n]} {THINGS[b]}", "same": a == b}
+        for a, b, m, n in every
+        if a == b or (a + b + m + n) % 3 == 0
+    ]
+    binary = [{**row, "label": int(row["same"])} for row in rows]
+    graded = [{**row, "score": 0.9 if row["same"] else 0.2} for row in rows]
+    return {
+        "binary": jsonl(folder / "binary.jsonl", binary[::2]),
+        "binary dev": jsonl(folder / "binary-dev.jsonl", binary[1::2]),
+        "graded": jsonl(folder / "graded.jsonl", graded[::2]),
+        "graded dev": jsonl(folder / "graded-dev.jsonl", graded[1::2]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "metric"),
+    [
+        ("binary", {"labels": ["relevant"]}, "average_precision"),
+        ("graded", {"labels": ["relevant"]}, "spearman"),
+        ("graded", {"problem_type": "regression"}, "spearman"),
+    ],
+)
+def test_pairs_are_graded(
+    name: str, how: dict[str, Any], metric: str, relevance: Mapping[str, str], start: Start
+) -> None:
+    """By a head that reads both texts at once; by chance, half of them come first and nothing correlates."""
+    table = {"task": "classification", "train": [relevance[name]], "dev": relevance[f"{name} dev"]}
+    result = start({"v": {**table, **how}}, steps=100, lr=3e-3)["heads"]["v"]
+    assert result[metric] > {"average_precision": 0.75, "spearman": 0.5}[metric]
 
 
 # -- resuming -------------------------------------------------------------------------------------
@@ -427,10 +509,18 @@ def test_a_wrong_dev_file_is_found_before_training(
 
 
 @pytest.mark.parametrize(
-    ("head", "line", "message"),
+    ("head", "lines", "message"),
     [
-        ("names", {"text": "a", "label": "Mileva"}, "dev:1: 'Mileva' is none of the labels Ada, "),
-        ("vectors", {"texts": ["a", "b"]}, "dev:1: embeddings are evaluated on pairs with a score"),
+        (
+            "names",
+            [{"text": "a", "label": "Mileva"}],
+            "dev:1: 'Mileva' is none of the labels Ada, ",
+        ),
+        (
+            "vectors",
+            [{"text": "a", "text_pair": "b", "score": 1}, {"texts": ["a", "b"]}],
+            "dev:2: a file has scores for all of its rows or for none",
+        ),
     ],
 )
 def test_a_dev_file_of_other_labels_is_found_before_training(
@@ -438,11 +528,11 @@ def test_a_dev_file_of_other_labels_is_found_before_training(
     start: Start,
     tmp_path: Path,
     head: str,
-    line: dict[str, Any],
+    lines: list[dict[str, Any]],
     message: str,
 ) -> None:
     """What the head could never be judged on."""
-    table = {**heads(data)[head], "dev": jsonl(tmp_path / "dev.jsonl", [line])}
+    table = {**heads(data)[head], "dev": jsonl(tmp_path / "dev.jsonl", lines)}
     with pytest.raises(rows.DataError, match=message.replace("dev:", r"dev\.jsonl:")):
         start({"head": table})
     assert not (tmp_path / "run").exists()

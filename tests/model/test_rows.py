@@ -132,9 +132,76 @@ def test_texts_that_say_the_same_have_no_score(tmp_path: Path) -> None:
     ]
 
 
+def test_anchors_have_a_positive_and_any_negatives(tmp_path: Path) -> None:
+    """One by name, a list, several by number, or none; what is null is not there."""
+    pair = {"anchor": "a", "positive": "p"}
+    path = write(
+        tmp_path / "a.jsonl",
+        pair,
+        {**pair, "negative": "n"},
+        {**pair, "negatives": ["n", "m"]},
+        {**pair, "negative_1": "n", "negative_2": "m", "negative_3": None},
+    )
+    found = rows.read(path, "embedding")
+    assert [row.negatives for row in found] == [(), ("n",), ("n", "m"), ("n", "m")]
+    assert {(row.texts, row.score) for row in found} == {(("a", "p"), None)}
+
+
+def test_a_table_has_its_columns_named(tmp_path: Path) -> None:
+    """Quotation marks are text, an empty cell is no field, and columns of other names do not matter."""
+    path = write(
+        tmp_path / "a.tsv",
+        "source\tanchor\tpositive\tnegative",
+        'news\ta "b"\tp\tn',
+        "\tc\tq\t",
+    )
+    assert rows.read(path, "embedding") == [
+        Similar(f"{path}:2", ('a "b"', "p"), None, ("n",)),
+        Similar(f"{path}:3", ("c", "q"), None),
+    ]
+
+
+def test_tables_hold_texts_pairs_and_scores(tmp_path: Path) -> None:
+    """For every task whose rows are objects; packed, too."""
+    labels = write(tmp_path / "a.tsv", "text\ttext_pair\tlabel", "a\tb\tx", "c\t\t1")
+    assert rows.read(labels, "classification") == [
+        Text(f"{labels}:2", "a", "b", ("x",)),
+        Text(f"{labels}:3", "c", None, ("1",)),
+    ]
+    scores = tmp_path / "b.tsv.gz"
+    scores.write_bytes(gzip.compress(b"text\ttext_pair\tscore\na\tb\t2.5\r\n\nc\td\t5\n"))
+    assert [row.score for row in rows.read(scores, "classification", "regression")] == [2.5, 5.0]
+    assert [row.score for row in rows.read(scores, "embedding")] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["anchor\tpositive", "a\tp\tn"], "t.tsv:2: 3 columns, and the first line names 2"),
+        (["anchor\tpositive", "a"], "t.tsv:2: 1 columns, and the first line names 2"),
+        (["a\tp", "b\tq"], "t.tsv:1: the first line must name the columns"),
+        (["anchor\tpositive", "a\t"], "t.tsv:2: no positive"),
+        (["text\ttext_pair\tscore", "a\tb\thigh"], "t.tsv:2: score may not be 'high'"),
+        ([""], "t.tsv: no rows"),
+        (["anchor\tpositive"], "t.tsv: no rows"),
+    ],
+)
+def test_errors_of_tables_name_the_line(tmp_path: Path, lines: list[str], reason: str) -> None:
+    """What is in the wrong column is never guessed at."""
+    with pytest.raises(DataError, match=reason):
+        rows.read(write(tmp_path / "t.tsv", *lines), "embedding")
+
+
 @pytest.mark.parametrize(
     ("task", "line", "reason"),
     [
+        ("embedding", '{"anchor": "a"}', "no positive"),
+        ("embedding", '{"positive": "p"}', "no anchor"),
+        ("embedding", '{"anchor": "a", "positive": " "}', "must be strings, not blank"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": ""}', "not blank"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negatives": ["n", 1]}', "must be strings"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": 1}', "negative may not be 1"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": "p"}', "both positive and neg"),
         ("classification", '{"text": "a"', "not JSON"),
         ("classification", "[1]", "not a JSON object"),
         ("classification", '{"label": "x"}', "no text"),

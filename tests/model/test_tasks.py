@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -242,29 +243,54 @@ def test_a_batch_follows_from_seed_and_step_alone() -> None:
     assert tasks.draw(100, 8, (2, 0), 7) != later != tasks.draw(100, 8, (1, 1), 7)
 
 
-def groups(*sizes: int) -> Stream:
-    """Texts that say the same, in groups; a text is known by its length."""
-    lengths = iter(range(1, sum(sizes) + 1))
-    found = [
-        Example(tuple(window(next(lengths)) for _ in range(size)), np.asarray(number))
-        for number, size in enumerate(sizes)
-    ]
-    return Stream("s", "s", found, 4, 1.0, tasks.contrastive_loss)
+def groups(*sizes: int, negatives: Sequence[int] = ()) -> Stream:
+    """Texts that belong together, in groups, with so many negatives; a text is known by its length."""
+    lengths = iter(range(1, sum(sizes) + sum(negatives) + 1))
+    found = []
+    for number, (size, more) in enumerate(zip_longest(sizes, negatives, fillvalue=0)):
+        texts = [next(lengths) for _ in range(size + more)]
+        found.append(Example(tuple(map(window, texts)), np.asarray([number, *texts]), more))
+    return Stream("s", "s", found, 4, 1.0, tasks.ranking_loss)
 
 
 def test_pairs_are_drawn_from_groups() -> None:
     """All first texts come before all second ones; a partner is another text of the same group."""
     stream = groups(5, 2, 3, 5)
-    group_of = {len(w): int(e.labels) for e in stream.examples for w in e.encodings}
+    group_of = {len(w): int(e.labels[0]) for e in stream.examples for w in e.encodings}
     partners = set()
     for step in range(20):
         batch = stream.batch((1, 0), step)
         lengths = [len(encoding) for encoding in batch.encodings]
         for first, second, label in zip(lengths[:4], lengths[4:], batch.labels, strict=True):
             assert first != second
-            assert group_of[first] == group_of[second] == label
+            assert label.tolist() == [group_of[first], first, second]
+            assert group_of[first] == group_of[second]
             partners.add((first, second))
     assert len(partners) > 20
+
+
+def test_negatives_come_after_all_pairs() -> None:
+    """Row by row, as many as each has, and their numbers after those of the pair."""
+    stream = groups(2, 3, 2, 2, negatives=(2, 1, 0, 3))
+    negatives = {
+        int(e.labels[0]): e.labels[1:][len(e.labels) - 1 - e.negatives :] for e in stream.examples
+    }
+    for step in range(5):
+        batch = stream.batch((1, 0), step)
+        lengths = [len(encoding) for encoding in batch.encodings]
+        assert lengths[8:] == [n for label in batch.labels for n in negatives[int(label[0])]]
+        for number, label in enumerate(batch.labels):
+            expected = [lengths[number], lengths[4 + number], *negatives[int(label[0])]]
+            assert label.tolist()[1:] == expected
+
+
+def test_equal_texts_have_equal_numbers(encoder: Encoder) -> None:
+    """Over all rows of a head, after the number of the row."""
+    head = Head(task="embedding", pooling="mean", dimensions=32)
+    found = [Similar("", ("a", "b"), None, ("ab", "a b")), Similar("", ("ab", "ba", "b"), None)]
+    made = list(tasks.examples(found, head, encoder, 0))
+    assert [example.labels.tolist() for example in made] == [[0, 0, 1, 2, 3], [1, 2, 4, 1]]
+    assert [(len(example.encodings), example.negatives) for example in made] == [(4, 2), (3, 0)]
 
 
 def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
@@ -273,14 +299,14 @@ def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
     assert lengths[0] == lengths[1]
 
 
-def test_scored_and_equal_texts_are_learnt_apart(encoder: Encoder) -> None:
+def test_scored_texts_and_others_are_learnt_apart(encoder: Encoder) -> None:
     """Each kind has a stream, with a batch size and a loss of its own."""
     found = [Similar("", ("a", "b"), 0.5), Similar("", ("a", "b", "ab"), None)]
     settings = HeadSettings("embedding", [], batch_size=8, scored_batch_size=3, weight=0.5)
     head = tasks.describe(settings, found, 32)
     made = tasks.streams("v", settings, head, list(tasks.examples(found, head, encoder, 0)))
     assert [(s.name, s.head, s.batch_size, s.weight, len(s.examples)) for s in made] == [
-        ("v/contrastive", "v", 8, 0.5, 1),
+        ("v/ranking", "v", 8, 0.5, 1),
         ("v/cosent", "v", 3, 0.5, 1),
     ]
 
@@ -290,6 +316,13 @@ def test_scored_and_equal_texts_are_learnt_apart(encoder: Encoder) -> None:
 
 def labelled(*labels: Any, lengths: Sequence[int] = ()) -> Batch:
     return Batch([window(length) for length in lengths], [np.asarray(label) for label in labels])
+
+
+def pairs(count: int, negatives: Sequence[int] = ()) -> Batch:
+    """So many rows of an anchor and its positive, the first ones with so many negatives; no text twice."""
+    texts = iter(range(100))
+    more = [*negatives, *[0] * (count - len(negatives))]
+    return labelled(*([row, *islice(texts, 2 + extra)] for row, extra in enumerate(more)))
 
 
 def test_every_loss_starts_at_its_chance() -> None:
@@ -304,7 +337,10 @@ def test_every_loss_starts_at_its_chance() -> None:
         tasks.text_loss(torch.zeros(2, 3), labelled(floats, floats), "multi_label_classification"),
         tasks.token_loss(torch.zeros(5, 9), labelled([1, IGNORE_INDEX], [2, 3, 8])),
         tasks.span_loss(torch.zeros(12, 2), spans),
-        tasks.contrastive_loss(torch.ones(8, 4), labelled(0, 1, 2, 3)),
+        tasks.text_loss(torch.zeros(2, 1), labelled([0.0], [1.0]), None),
+        tasks.ranking_loss(torch.ones(8, 4), pairs(4)),
+        tasks.ranking_loss(torch.ones(11, 4), pairs(4, [3]), symmetric=False),
+        tasks.triplet_loss(torch.ones(11, 4), pairs(4, [2, 1]), "cosine", None, True),
         tasks.cosent_loss(torch.ones(6, 4), labelled(*np.float32([0.1, 0.5, 0.9]))),
     ]
     for value, chance in cases:
@@ -341,24 +377,90 @@ def random_vectors(count: int) -> Tensor:
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(count))
 
 
-def test_partners_compete_with_all_other_pairs() -> None:
-    """Cross-entropy of 20 times the cosines, from either side."""
-    vectors = random_vectors(6)
-    cosines = F.cosine_similarity(vectors[:3, None], vectors[None, 3:], dim=-1)
-    rows = [-torch.log_softmax(20 * c, dim=1).diagonal().mean() for c in (cosines, cosines.T)]
-    found = tasks.contrastive_loss(vectors, labelled(0, 1, 2)).value
-    torch.testing.assert_close(found, (rows[0] + rows[1]) / 2)
+@pytest.mark.parametrize(
+    ("labels", "right"),
+    [
+        ([[0, 10, 20], [1, 11, 21], [2, 12, 22]], []),
+        ([[0, 10, 20], [1, 11, 21], [0, 12, 22]], [(0, 2), (2, 0)]),
+        ([[0, 10, 20], [1, 11, 21], [2, 11, 22]], [(1, 2), (2, 1)]),
+        ([[0, 10, 20], [1, 11, 21], [2, 12, 20]], [(0, 2), (2, 0)]),
+        ([[0, 10, 20], [1, 11, 21], [2, 12, 22, 20]], [(0, 3)]),
+    ],
+    ids=["none", "row", "anchor", "positive", "positive as negative"],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_right_is_no_negative(
+    labels: list[list[int]], right: list[tuple[int, int]], symmetric: bool
+) -> None:
+    """Texts of the same row, of the same anchor, and the own positive wherever it stands do not compete."""
+    size, negatives = len(labels), sum(len(label) - 3 for label in labels)
+    vectors = random_vectors(2 * size + negatives)
+    cosines = F.cosine_similarity(vectors[:size, None], vectors[None, size:], dim=-1)
+    for place in right:
+        cosines[place] = -math.inf
+    sides = [cosines, cosines[:, :size].T][: 1 + symmetric]
+    expected = [-torch.log_softmax(20 * side, dim=1).diagonal().mean() for side in sides]
+    found = tasks.ranking_loss(vectors, labelled(*labels), symmetric=symmetric).value
+    torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-def test_texts_of_the_same_row_are_no_negatives() -> None:
-    """A row drawn twice does not push its own texts apart."""
-    vectors = random_vectors(6)
-    twice = torch.cat([vectors[:3], vectors[:1], vectors[3:], vectors[3:4]])
-    cosines = 20 * F.cosine_similarity(twice[:4, None], twice[None, 4:], dim=-1)
-    cosines[0, 3] = cosines[3, 0] = -math.inf
-    rows = [-torch.log_softmax(c, dim=1).diagonal().mean() for c in (cosines, cosines.T)]
-    found = tasks.contrastive_loss(twice, labelled(0, 1, 2, 0)).value
-    torch.testing.assert_close(found, (rows[0] + rows[1]) / 2)
+@pytest.mark.parametrize("distance", tasks.DISTANCES)
+def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
+    """An anchor may be its own positive, at a distance of nothing."""
+    vectors = random_vectors(2).repeat(3, 1)[:5].requires_grad_()
+    found = tasks.triplet_loss(vectors, pairs(2, [1]), distance, None, normalize=False)
+    found.value.backward()
+    assert vectors.grad is not None
+    assert torch.isfinite(vectors.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "mse"}, "loss: 'mse' is none of cosent, cosine"),
+        ({"contrast": "hard"}, "contrast: 'hard' is none of ranking, triplet"),
+        ({"distance": "manhattan"}, "distance: 'manhattan' is none of euclidean, cosine"),
+        ({"scale": 0.0}, "scale: 0.0 is not above 0"),
+        ({"margin": -1.0}, "margin: -1.0 is not above 0"),
+    ],
+)
+def test_settings_of_a_loss_are_checked(settings: dict[str, Any], message: str) -> None:
+    """Before anything is read."""
+    with pytest.raises(ValueError, match=message):
+        HeadSettings("embedding", [], **settings)
+
+
+def test_a_triplet_needs_a_negative() -> None:
+    """The error names the first row that has none; scored pairs and ranking need none."""
+    found = [
+        Similar("f:1", ("a", "b"), None, ("c",)),
+        Similar("f:2", ("a", "b"), 0.5),
+        Similar("f:3", ("a", "b"), None),
+    ]
+    tasks.check_contrast(found, HeadSettings("embedding", []))
+    with pytest.raises(DataError, match="f:3: no negative, which the triplet loss needs"):
+        tasks.check_contrast(found, HeadSettings("embedding", [], contrast="triplet"))
+    tasks.check_contrast(found[:2], HeadSettings("embedding", [], contrast="triplet"))
+
+
+# -- grades ---------------------------------------------------------------------------------------
+
+
+def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
+    """From 0 to 1, of a text or a pair."""
+    head = tasks.describe(HeadSettings("classification", [], labels=["relevant"]), [], 32)
+    assert tasks.is_graded(head)
+    found = [Text("f:1", "a", "b", score=0.25), Text("f:2", "a", "b", score=1.5)]
+    (example,) = tasks.examples(found[:1], head, encoder, 0)
+    assert example.labels.tolist() == [0.25]
+    with pytest.raises(DataError, match=r"f:2: a single label holds from 0 to 1, not 1\.5"):
+        list(tasks.examples(found, head, encoder, 0))
+
+
+def test_one_label_that_nobody_named_is_a_mistake() -> None:
+    """There would be nothing to tell apart."""
+    with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
+        tasks.describe(HeadSettings("classification", []), [Text("f:1", "a", None, ("x",))], 32)
 
 
 def test_cosent_orders_pairs() -> None:
