@@ -101,6 +101,7 @@ ALBERT = replace(
         "next_sentence.pooler.dense": "albert.pooler",
         "next_sentence.classifier": "sop_classifier.classifier",
     },
+    pair_objective="sop",
     decoder="predictions.decoder",
     tokenizer="unigram",
     special_tokens={

@@ -3,7 +3,7 @@
 Read from top to bottom: embeddings, attention, feed-forward, layer, encoder. Post-norm, learned positions, erf GELU.
 Only `attention` knows where one sequence ends and the next begins.
 
-T tokens, B sequences, H hidden, I intermediate
+T tokens, M masked tokens, B sequences, H hidden, I intermediate, V vocabulary
 """
 
 from collections.abc import Callable, Iterable
@@ -146,6 +146,39 @@ class Bert(nn.Module):
     def attention_bias(self, layout: Layout | Padded) -> Tensor | None:
         """What is added to all layers' attention scores, `[1, N, S, S]`."""
         return None
+
+
+# -- what it is pretrained with ----------------------------------------------------------------------------------------
+
+
+class MaskedLM(nn.Module):
+    """Dense, GELU, norm, then the word embeddings themselves as the output matrix (tied), plus a bias."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
+        guess = self.norm(self.activation(self.dense(hidden_states)))
+        return F.linear(guess, word_embeddings, self.bias)  # [M, V]
+
+
+class NextSentence(nn.Module):
+    """Does the second text follow the first? Class 0 says yes, as in Google's releases.
+
+    Where it does not it is from elsewhere (BERT), or the first one follows it (ALBERT).
+    """
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.pooler = Pooler(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+        return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]
 
 
 # The names that the hub has for these parts.

@@ -34,6 +34,7 @@ from model.names import (
     single_names,
     to_hub,
     trunk_names,
+    within,
 )
 from service import bundle
 
@@ -197,19 +198,10 @@ def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
 def load_pretraining(source: str | Path) -> Pretraining:
     """A checkpoint with the masked LM, and with next sentence prediction when it has that."""
     folder = locate(source)
-    weights = read_weights(folder)
     config = read_config(folder)
-    family = family_of(config)
-    objectives = {ours: f"{theirs}.weight" for ours, theirs in family.objectives.items()}
-    if objectives.get("masked_lm.dense") not in weights:
-        raise CheckpointError(f"{folder} has no masked language model")
-    model = Pretraining(config, objectives.get("next_sentence.classifier") in weights)
-    fill(model, weights, pretraining_names(family), folder)
-    decoder = f"{family.decoder}.weight"
-    if decoder in weights and not torch.equal(
-        weights[decoder].float(), model.encoder.embeddings.word.weight
-    ):
-        raise CheckpointError(f"{folder}: {decoder} is not tied to the word embeddings")
+    asked = family_of(config).objectives.get("next_sentence.classifier")
+    model = Pretraining(config, f"{asked}.weight" in read_weights(folder))
+    init_pretraining(model, folder)
     return model.eval()
 
 
@@ -228,6 +220,40 @@ def init_from(model: Model, source: str | Path) -> None:
             fill(model.heads[name].pooler, weights, pooler_names(family), folder)
 
 
+# What pretraining cannot go on without; what it was not asked about pairs begins anew.
+NEEDED = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
+
+
+def init_pretraining(model: nn.Module, source: str | Path) -> None:
+    """Go on from a checkpoint of the same shape, each part of the model from its folder.
+
+    Raises CheckpointError for what is missing, and where tensors that should be one are not.
+    """
+    parts = {locate(source) / folder: part for folder, part in model.parts().items()}
+    held = {folder: read_weights(folder) for folder in parts}
+    for folder, part in parts.items():
+        for name, child in part.named_children():
+            names = within(pretraining_names(family_of(part.config)), name)
+            wanted, has = set(to_hub(child, names)), held[folder].keys()
+            if name in NEEDED and has.isdisjoint(wanted):
+                raise CheckpointError(f"{folder} has no {NEEDED[name]}")
+            if name != "next_sentence" or has >= wanted:
+                fill(child, held[folder], names, folder)
+    for folder, part in parts.items():
+        _check_tied(part, held[folder], folder)
+
+
+def _check_tied(part: nn.Module, weights: State, folder: Path) -> None:
+    """Raises CheckpointError for a table of words, or an output matrix, of another's own."""
+    family = family_of(part.config)
+    words = pretraining_names(family)("encoder.embeddings.word.weight")
+    for name in (f"{family.decoder}.weight", *words):
+        if name in weights and not torch.equal(
+            weights[name].float(), part.encoder.embeddings.word.weight
+        ):
+            raise CheckpointError(f"{folder}: {name} is not tied to the word embeddings")
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -237,12 +263,13 @@ def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:
     _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
 
 
-def save_pretraining(path: str | Path, model: Pretraining, tokenizer: Path) -> None:
-    """As `ForPreTraining`, or `ForMaskedLM` when there is no next sentence prediction."""
-    family = family_of(model.config)
-    kind = "ForMaskedLM" if model.next_sentence is None else "ForPreTraining"
-    state = to_hub(model, pretraining_names(family))
-    _write(Path(path), model.config, state, tokenizer, family.architecture + kind)
+def save_pretraining(path: str | Path, model: nn.Module, tokenizer: Path) -> None:
+    """As `ForPreTraining`, or `ForMaskedLM` when that is all; what is trained beside the encoder has its own folder."""
+    for folder, part in model.parts().items():
+        family = family_of(part.config)
+        state = to_hub(part, pretraining_names(family))
+        architecture = family.architecture + part.architecture
+        _write(Path(path) / folder, part.config, state, tokenizer, architecture)
 
 
 def save_joint(path: str | Path, model: Model, tokenizer: Path) -> None:

@@ -13,6 +13,7 @@ class BertConfig:
     """Field names and defaults are those of the hub's `config.json` for `model_type: bert`.
 
     model_type: the family, in the words of `config.json`
+    widening: how many times as wide as its hidden states a preset's feed-forward is
     words: fields that it has another word for, or none
     activations: what it may compute between the halves of its feed-forward
     """
@@ -20,6 +21,7 @@ class BertConfig:
     model_type: ClassVar[str] = "bert"
     words: ClassVar[Mapping[str, str | None]] = {}
     activations: ClassVar[tuple[str, ...]] = ("gelu",)
+    widening: ClassVar[float] = 4
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -88,7 +90,6 @@ def _shape(layers: int, hidden: int) -> dict[str, int]:
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
     }
 
 
@@ -101,8 +102,15 @@ PRESETS = {
 }
 
 
-def preset(name: str, **overrides: Any) -> BertConfig:
-    """The config of a preset: `tiny`, `mini`, `small`, `base` or `large`."""
+def preset(name: str, kind: type[BertConfig] = BertConfig, **overrides: Any) -> BertConfig:
+    """The config of a preset (`tiny`, `mini`, `small`, `base` or `large`) in a family's kind of it.
+
+    Raises ValueError for a preset, and for a field, that there is not.
+    """
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
-    return BertConfig(**{**PRESETS[name], **overrides})
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(set(overrides) - set(known)):
+        raise ValueError(f"{kind.model_type} has no {unknown[0]!r}: one of {', '.join(known)}")
+    said = {**PRESETS[name], **overrides}
+    return kind(**{"intermediate_size": round(kind.widening * said["hidden_size"]), **said})

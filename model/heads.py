@@ -1,20 +1,19 @@
 """The heads: what turns hidden states into the outputs of a task.
 
 Each is called with the last hidden state `[T, H]` and the layout, and gives logits per sequence `[B, C]` or per token
-`[T, C]`. A `Model` is one encoder with named heads beside each other; `Pretraining` is the encoder with BERT's two
-objectives.
+`[T, C]`. A `Model` is one encoder with named heads beside each other; `Pretraining` is the encoder with what most
+families are pretrained with.
 
 T tokens, B sequences, H hidden, C outputs, V vocabulary
 """
 
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import ACTIVATIONS, Pooler
+from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families import family_of
 from model.pooling import first_tokens, mean_tokens
@@ -22,33 +21,7 @@ from service import bundle
 
 IGNORE_INDEX = -100
 AnyLayout = Layout | Padded
-
-
-class MaskedLM(nn.Module):
-    """Dense, GELU, norm, then the word embeddings themselves as the output matrix (tied), plus a bias."""
-
-    def __init__(self, config: BertConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
-        guess = self.norm(self.activation(self.dense(hidden_states)))
-        return F.linear(guess, word_embeddings, self.bias)  # [M, V]
-
-
-class NextSentence(nn.Module):
-    """Is the second text the real neighbour of the first? Class 0 says yes, as in Google's release."""
-
-    def __init__(self, config: BertConfig):
-        super().__init__()
-        self.pooler = Pooler(config)
-        self.classifier = nn.Linear(config.hidden_size, 2)
-
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-        return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]
+Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 
 
 class SequenceClassification(nn.Module):
@@ -147,17 +120,32 @@ class Model(nn.Module):
 
 
 class Pretraining(nn.Module):
-    """The encoder with the masked language model and, as a switch, next sentence prediction."""
+    """The encoder with the masked language model and, as a switch, the question whether the second text is the next.
+
+    weights: how much each loss counts, by name
+    """
 
     def __init__(self, config: BertConfig, next_sentence: bool = True):
         super().__init__()
         self.config = config
-        self.encoder = family_of(config).encoder(config, pooler=False)
-        self.masked_lm = family_of(config).make_heads.get("masked_lm", MaskedLM)(config)
+        family = family_of(config)
+        self.encoder = family.encoder(config, pooler=False)
+        self.masked_lm = family.make_heads.get("masked_lm", MaskedLM)(config)
         self.next_sentence = NextSentence(config) if next_sentence else None
         for head in (self.masked_lm, self.next_sentence):
             if head is not None:
                 head.apply(self.encoder.init_weights)
+        self.pair_objective = family.pair_objective
+        self.weights = {"mlm": 1.0} | ({self.pair_objective: 1.0} if next_sentence else {})
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What a checkpoint has, by the folder in it: all is in one."""
+        return {"": self}
+
+    @property
+    def architecture(self) -> str:
+        """How the name of the hub's class ends."""
+        return "ForMaskedLM" if self.next_sentence is None else "ForPreTraining"
 
     def forward(
         self,
@@ -174,3 +162,19 @@ class Pretraining(nn.Module):
         if self.next_sentence is None:
             return token_logits, None
         return token_logits, self.next_sentence(hidden_states, layout)
+
+    def losses(
+        self, inputs: Inputs, masked: Tensor, labels: Tensor, is_next: Tensor
+    ) -> dict[str, Tensor]:
+        """The mean over masked tokens [M], and over pairs [B] where these are asked about."""
+        token_logits, next_logits = self(*inputs, masked)
+        found = {"mlm": F.cross_entropy(token_logits.float(), labels)}
+        if next_logits is not None:
+            found[self.pair_objective] = F.cross_entropy(next_logits.float(), is_next)
+        return found
+
+
+def make_pretraining(config: BertConfig, next_sentence: bool) -> nn.Module:
+    """A fresh encoder with what it is pretrained with: a `Pretraining`, or what its family has in place of one."""
+    make = family_of(config).make_heads.get("pretraining", Pretraining)
+    return make(config, next_sentence)

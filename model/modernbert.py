@@ -42,6 +42,8 @@ class ModernBertConfig(BertConfig):
         "type_vocab_size": None,
     }
 
+    widening: ClassVar[float] = 1.5
+
     vocab_size: int = 50368
     num_hidden_layers: int = 22
     intermediate_size: int = 1152
@@ -326,6 +328,7 @@ MODERNBERT = replace(
         "masked_lm.dense": "head.dense",
         "masked_lm.norm": "head.norm",
     },
+    mask_rate=0.3,
     decoder="decoder",
     tokenizer="byte-level BPE",
 )

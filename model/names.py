@@ -61,7 +61,7 @@ def joint_names(family: Family) -> Names:
 
 
 def pretraining_names(family: Family) -> Names:
-    """The hub's names for a parameter of `Pretraining`."""
+    """The hub's names for a parameter of an encoder with what it is pretrained with."""
 
     def of_objective(name: str) -> list[str]:
         stem, _, kind = name.rpartition(".")
@@ -70,9 +70,14 @@ def pretraining_names(family: Family) -> Names:
     return beside(trunk_names(family, family.prefix), of_objective)
 
 
+def within(names: Names, part: str) -> Names:
+    """The names for a part of a module."""
+    return lambda name: names(f"{part}.{name}")
+
+
 def pooler_names(family: Family) -> Names:
     """The hub's names for a parameter of `Pooler`, in an encoder's checkpoint."""
-    return lambda name: trunk_names(family)(f"pooler.{name}")
+    return within(trunk_names(family), "pooler")
 
 
 def to_hub(module: nn.Module, names: Names) -> State:

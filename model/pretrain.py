@@ -1,21 +1,26 @@
-"""Pretrain a BERT: `python -m model.pretrain model/configs/mini-pretrain.toml [--name value ...]`.
+"""Pretrain an encoder: `python -m model.pretrain model/configs/mini-pretrain.toml [--name value ...]`.
 
-Masked language modelling and, as a switch, next sentence prediction (Devlin et al. 2019). Interrupt it at any time:
-the same command goes on where it stopped, with the losses that an uninterrupted run would have had.
+What it is taught is its family's matter: to fill in what was hidden, and for some whether two texts belong together, or
+which tokens were replaced. Interrupt it at any time: the same command goes on where it stopped, with the losses that an
+uninterrupted run would have had.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import checkpoint, config, corpus, optim
 from model.attention import Layout
-from model.heads import Pretraining
+from model.bert import BERT
+from model.families import FAMILIES, family_of
+from model.family import Family
+from model.heads import make_pretraining
 from model.run import Run, read_settings
 from service import packing
 from service.encode import load_tokenizer
@@ -26,14 +31,17 @@ class Settings:
     output: str
     corpus: list[str]  # files or folders of .txt, .gz, .xz
     tokenizer: str  # a tokenizer.json
+    family: str = ""  # a model_type; the checkpoint's to go on from, or bert
     preset: str = "mini"
-    max_position_embeddings: int = 512
+    shape: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of its own beside it
+    max_position_embeddings: int | None = None  # the family's, unless given
     init_from: str = ""  # a checkpoint to go on from, a local directory or a hub name
     steps: int = 10_000
     phases: list[list[float]] | None = None  # [share of the steps, tokens per sample], in order
     batch_tokens: int = 8192
-    mask_rate: float = 0.15
-    next_sentence: bool = True
+    mask_rate: float | None = None  # the family's, unless given
+    next_sentence: bool | None = None  # ask about pairs of texts; as the family does, unless given
+    weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of losses by name
     optimizer: str = "adamw"  # or muon, for the layers' matrices
     lr: float = 1e-3
     muon_lr: float = 0.02
@@ -52,6 +60,8 @@ class Settings:
         optim.check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
         optim.check_choice("preset", self.preset, config.PRESETS)
+        if self.family:
+            optim.check_choice("family", self.family, FAMILIES)
 
 
 def sample_length(step: int, steps: int, phases: list[list[float]]) -> int:
@@ -64,32 +74,27 @@ def sample_length(step: int, steps: int, phases: list[list[float]]) -> int:
     return int(phases[-1][1])
 
 
-def losses(model: Pretraining, batch: corpus.Batch, device: torch.device) -> dict[str, Tensor]:
-    """The mean loss over masked tokens, over pairs, and their sum as `loss`."""
+def losses(model: nn.Module, batch: corpus.Batch, device: torch.device) -> dict[str, Tensor]:
+    """The mean loss of everything that the model is taught, and as `loss` their weighted sum."""
     layout = Layout.of(batch.layout, device)
     positions = packing.positions(batch.layout)
-    inputs = (
-        torch.as_tensor(a, device=device)
-        for a in (batch.input_ids, batch.token_type_ids, positions)
-    )
-    token_logits, next_logits = model(*inputs, layout, torch.as_tensor(batch.masked, device=device))
-    parts = {
-        "mlm": F.cross_entropy(token_logits.float(), torch.as_tensor(batch.labels, device=device))
-    }
-    if next_logits is not None:
-        parts["nsp"] = F.cross_entropy(
-            next_logits.float(), torch.as_tensor(batch.is_next, device=device)
-        )
-    return {"loss": sum(parts.values(), torch.zeros((), device=device)), **parts}
+    tensors = (batch.input_ids, batch.token_type_ids, positions)
+    taught = (batch.masked, batch.labels, batch.is_next)
+    inputs = (torch.as_tensor(array, device=device) for array in tensors)
+    parts = model.losses((*inputs, layout), *(torch.as_tensor(a, device=device) for a in taught))
+    whole = sum(model.weights[name] * part for name, part in parts.items())
+    return {"loss": whole, **parts}
 
 
 @torch.no_grad()
 def evaluate(
-    model: Pretraining, batches: list[corpus.Batch], device: torch.device
+    model: nn.Module, batches: list[corpus.Batch], device: torch.device
 ) -> dict[str, float]:
-    """Mean losses over fixed batches."""
+    """Mean losses over fixed batches, with the same draws each time where a model draws."""
     model.eval()
-    found = [losses(model, batch, device) for batch in batches]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = [losses(model, batch, device) for batch in batches]
     model.train()
     return {name: float(np.mean([loss[name].item() for loss in found])) for name in found[0]}
 
@@ -111,6 +116,27 @@ def main() -> None:
         raise SystemExit(f"{error}") from None
 
 
+def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, config.BertConfig]:
+    """Of the encoder: a checkpoint's, or a preset's with what is given beside it.
+
+    Raises ValueError for fields that the family does not have, and for a checkpoint of another one.
+    """
+    if s.init_from:
+        begun = checkpoint.read_config(checkpoint.locate(s.init_from))
+        if s.family not in ("", begun.model_type):
+            raise checkpoint.CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
+        return family_of(begun), begun
+    family = FAMILIES[s.family or BERT.model_type]
+    given = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": s.max_position_embeddings,
+        "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
+        **s.shape,
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    return family, config.preset(s.preset, family.config, **known)
+
+
 def pretrain(s: Settings) -> None:
     """Train, and leave the last checkpoint in `<output>/checkpoint`."""
     device = optim.pick_device()
@@ -119,7 +145,11 @@ def pretrain(s: Settings) -> None:
 
     # data
     tokenizer = load_tokenizer(s.tokenizer)
-    specials = corpus.Specials.of(tokenizer)
+    family, shape = read_shape(s, tokenizer)
+    specials = corpus.Specials.of(tokenizer, family)
+    in_pairs = family.pairs is not None if s.next_sentence is None else s.next_sentence
+    if in_pairs and not family.pairs:
+        raise ValueError(f"next_sentence: {family.model_type} is given one text at a time")
     text = corpus.load(corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
 
     def batch_at(step: int, seed: int, length: int) -> corpus.Batch:
@@ -131,8 +161,8 @@ def pretrain(s: Settings) -> None:
             step=step,
             size=size,
             length=length,
-            rate=s.mask_rate,
-            pairs=s.next_sentence,
+            rate=family.mask_rate if s.mask_rate is None else s.mask_rate,
+            pairs=family.pairs if in_pairs else None,
         )
 
     longest = max(int(length) for _, length in phases)
@@ -140,16 +170,13 @@ def pretrain(s: Settings) -> None:
 
     # model
     torch.manual_seed(s.seed)
-    begun = checkpoint.load_pretraining(s.init_from) if s.init_from else None
-    sizes = {
-        "vocab_size": specials.vocab_size,
-        "max_position_embeddings": s.max_position_embeddings,
-    }
-    shape = begun.config if begun else config.preset(s.preset, **sizes)
     rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
-    model = Pretraining(dataclasses.replace(shape, **rates), next_sentence=s.next_sentence)
-    if begun:
-        model.load_state_dict(begun.state_dict(), strict=False)  # it may have a head more or less
+    model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
+    if s.init_from:
+        checkpoint.init_pretraining(model, s.init_from)
+    if unknown := sorted(set(s.weights) - set(model.weights)):
+        raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(model.weights)}")
+    model.weights |= s.weights
     if longest > model.config.max_length or specials.vocab_size > model.config.vocab_size:
         raise SystemExit(
             f"{specials.vocab_size} tokens and samples of {longest} do not fit the model's vocabulary of "
@@ -188,7 +215,8 @@ def pretrain(s: Settings) -> None:
             last = step + 1 == s.steps
             if (step + 1) % s.eval_every == 0 or last:
                 found = evaluate(model, held, device)
-                run.scalar("held/mlm", found["mlm"], step)
+                for name, value in found.items():
+                    run.scalar(f"held/{name}", value, step)
                 run.say(f"step {step + 1}: fixed-batch losses {found}")
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)

@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from model.config import PRESETS, BertConfig, preset
+from model.modernbert import ModernBertConfig
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,16 @@ def test_unknown_preset() -> None:
     """An unknown preset is refused with the names of those there are."""
     with pytest.raises(ValueError, match=f"'huge': one of {', '.join(PRESETS)}"):
         preset("huge")
+
+
+def test_preset_of_a_family() -> None:
+    """A preset takes a family's kind of config, and its feed-forward the family's width."""
+    config = preset("mini", ModernBertConfig, local_attention=32)
+
+    assert (config.model_type, config.local_attention) == ("modernbert", 32)
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (4, 256, 384)
+    with pytest.raises(ValueError, match="bert has no 'local_attention': one of vocab_size"):
+        preset("mini", local_attention=32)
 
 
 def test_defaults_are_transformers() -> None:

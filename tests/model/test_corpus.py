@@ -20,11 +20,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from model import corpus
+from model import corpus, tokenizer
+from model.bert import BERT
 from model.corpus import Batch, Corpus, Sample, Specials, draw, make_batch, mask_tokens, sentences
+from model.families import FAMILIES
+from model.family import Family, Pairs
 
 CLS, SEP, MASK = 2, 3, 4
-SPECIALS = Specials(CLS, SEP, MASK, vocab_size=30_522)
+SPECIALS = Specials(
+    ids={"[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK},
+    frame=BERT.frame,
+    sep=SEP,
+    mask=MASK,
+    vocab_size=30_522,
+)
 
 
 def within(share: float, expected: float, count: int) -> bool:
@@ -169,19 +178,33 @@ class TestBuild:
 
 
 class TestSpecials:
-    def test_of(self, small_tokenizer: Tokenizer) -> None:
-        """The special ids are read off the tokenizer."""
-        assert Specials.of(small_tokenizer) == Specials(2, 3, 4, small_tokenizer.get_vocab_size())
+    @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+    def test_as_the_tokenizer_has_it(self, family: Family, documents: list[list[str]]) -> None:
+        """What stands around one text, and around two, is what the family's own tokenizer puts there."""
+        words = [text for document in documents for text in document]
+        trained = tokenizer.train(words, vocab_size=400, family=family)
+        specials = Specials.of(trained, family)
+        texts = words[:2]
+        bare = [trained.encode(text, add_special_tokens=False).ids for text in texts]
+        arrays = [np.asarray(ids) for ids in bare]
 
-    def test_missing(self, minimal: Tokenizer) -> None:
+        for count in (1, 2):
+            expected = trained.encode(*texts[:count])
+            ids, types = specials.around(*arrays[:count])
+            assert ids.tolist() == expected.ids
+            assert types.tolist() == expected.type_ids
+            room = specials.room(len(ids), count)
+            assert room == sum(map(len, bare[:count]))
+        assert trained.id_to_token(specials.mask) == family.special_tokens["mask"]
+        assert trained.id_to_token(specials.sep) == family.special_tokens["sep"]
+        assert specials.vocab_size == trained.get_vocab_size()
+
+    def test_missing(self) -> None:
         """A tokenizer without a mask token is refused by what it lacks."""
-        with pytest.raises(ValueError, match=r"lacks special tokens: \['MASK'\]"):
-            Specials.of(minimal)
+        minimal: Any = SimpleNamespace(token_to_id={"[CLS]": 0, "[SEP]": 1}.get)
 
-    @pytest.fixture
-    def minimal(self) -> Tokenizer:
-        tokenizer: Any = SimpleNamespace(token_to_id={"[CLS]": 0, "[SEP]": 1}.get)
-        return tokenizer
+        with pytest.raises(ValueError, match=r"lacks bert's special tokens: \['\[MASK\]'\]"):
+            Specials.of(minimal, BERT)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +217,7 @@ def spoken() -> Corpus:
     return Corpus(ids, corpus._starts(lengths.tolist()), corpus._starts(sizes.tolist()))
 
 
-def samples(spoken: Corpus, count: int, length: int, pairs: bool) -> list[Sample]:
+def samples(spoken: Corpus, count: int, length: int, pairs: Pairs | None) -> list[Sample]:
     rngs = (np.random.default_rng([7, index]) for index in range(count))
     return [draw(spoken, SPECIALS, length, pairs, rng) for rng in rngs]
 
@@ -213,20 +236,60 @@ def assert_running(spoken: Corpus, text: NDArray[np.int64]) -> None:
 
 
 class TestDraw:
-    def test_single(self, spoken: Corpus) -> None:
-        """A single sample is running text from a sentence's start, as long as there is room."""
-        for sample in samples(spoken, 300, 20, pairs=False):
-            [text] = parts(sample)
-            assert_running(spoken, text)
-            start = int(text[0])
-            left = len(spoken.tokens(start, spoken.document_of(start)[1]))
-            assert len(sample.input_ids) == min(left + 2, 20)
-            assert sample.input_ids[0] == CLS
+    @pytest.mark.parametrize("length", [3, 20, 500])
+    def test_blocks(self, spoken: Corpus, length: int) -> None:
+        """One text fills its sample, from a sentence's start on, with a separator between documents."""
+        after = np.append(np.arange(1, spoken.num_sentences), 0)
+        last = np.isin(np.arange(spoken.num_sentences), spoken.document_starts[1:] - 1)
+        for sample in samples(spoken, 100, length, pairs=None):
+            assert len(sample.input_ids) == length
             assert not sample.token_type_ids.any()
+            assert (sample.input_ids[0], sample.input_ids[-1]) == (CLS, SEP)
+            sentence, text = int(sample.input_ids[1]) - 100, sample.input_ids[1:-1]
+            expected: list[int] = []
+            while len(expected) < len(text):
+                expected += (spoken.tokens(sentence, sentence + 1)).tolist()
+                expected += [SEP] * bool(last[sentence])
+                sentence = int(after[sentence])
+            assert text.tolist() == expected[: len(text)]
+
+    def test_order(self, spoken: Corpus) -> None:
+        """Both texts are whole sentences that meet in the document; class 1: the second stands before the first."""
+        for sample in samples(spoken, 1000, 40, pairs="sop"):
+            texts = parts(sample)
+            before, after = texts[::-1] if sample.is_next else texts
+            assert after[0] == before[-1] + 1
+            both = np.concatenate([before, after])
+            first, end = int(before[0]), int(after[-1]) + 1
+            np.testing.assert_array_equal(both, spoken.tokens(first, end) - 100)
+            assert spoken.document_of(first) == spoken.document_of(end - 1)
+
+    def test_half_are_swapped(self, spoken: Corpus) -> None:
+        """Half of the pairs, and with no regard to how long either text is."""
+        count = 4000
+        drawn = samples(spoken, count, 40, pairs="sop")
+        longer = [len(first) > len(second) for first, second in map(parts, drawn)]
+
+        assert within(float(np.mean([sample.is_next for sample in drawn])), 0.5, count)
+        told = np.corrcoef(longer, [sample.is_next for sample in drawn])[0, 1]
+        assert abs(told) < 5 / math.sqrt(count)
+
+    @pytest.mark.parametrize("length", [6, 9, 14])
+    def test_order_of_what_has_no_room(self, spoken: Corpus, length: int) -> None:
+        """Sentences that are too long are cut where they do not meet."""
+        for sample in samples(spoken, 300, length, pairs="sop"):
+            texts = parts(sample)
+            before, after = texts[::-1] if sample.is_next else texts
+            assert 2 <= len(before) + len(after) <= length - 3
+            assert after[0] == before[-1] + 1
+            sentence = spoken.tokens(int(before[-1]), int(before[-1]) + 1)
+            end = before[before == before[-1]]
+            assert len(end) == min(len(sentence), len(before))
+            assert len(sample.input_ids) <= length
 
     def test_real_neighbours(self, spoken: Corpus) -> None:
         """Class 0: the second text starts with the sentence after the first text's last."""
-        for sample in samples(spoken, 1000, 40, pairs=True):
+        for sample in samples(spoken, 1000, 40, pairs="nsp"):
             if sample.is_next == 0:
                 first, second = parts(sample)
                 assert second[0] == first[-1] + 1
@@ -234,7 +297,7 @@ class TestDraw:
 
     def test_random_texts(self, spoken: Corpus) -> None:
         """Class 1: the second text comes from another document."""
-        for sample in samples(spoken, 1000, 40, pairs=True):
+        for sample in samples(spoken, 1000, 40, pairs="nsp"):
             if sample.is_next == 1:
                 first, second = parts(sample)
                 assert spoken.document_of(second[0]) != spoken.document_of(first[0])
@@ -242,14 +305,14 @@ class TestDraw:
     def test_half_are_real(self, spoken: Corpus) -> None:
         """Half the pairs are real neighbours."""
         count = 4000
-        share = np.mean([sample.is_next for sample in samples(spoken, count, 16, pairs=True)])
+        share = np.mean([sample.is_next for sample in samples(spoken, count, 16, pairs="nsp")])
 
         assert within(float(share), 0.5, count)
 
     @pytest.mark.parametrize("length", [8, 16, 40, 500])
     def test_pairs_are_well_formed(self, spoken: Corpus, length: int) -> None:
         """A pair is [CLS] A [SEP] B [SEP], never too long, both texts running, segments 0 and 1."""
-        for sample in samples(spoken, 200, length, pairs=True):
+        for sample in samples(spoken, 200, length, pairs="nsp"):
             first, second = parts(sample)
             assert_running(spoken, first)
             assert_running(spoken, second)
@@ -260,7 +323,7 @@ class TestDraw:
     def test_sentences_by_their_tokens(self, spoken: Corpus) -> None:
         """A sentence starts samples as often as its share of the corpus' tokens."""
         count = 4000
-        starts = Counter(int(parts(s)[0][0]) for s in samples(spoken, count, 8, pairs=False))
+        starts = Counter(int(parts(s)[0][0]) for s in samples(spoken, count, 8, pairs=None))
 
         lengths = np.diff(spoken.sentence_starts)
         longest = int(lengths.argmax())
@@ -273,13 +336,13 @@ class TestDraw:
         lonely = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.arange(11))
 
         with pytest.raises(ValueError, match="at least two sentences"):
-            draw(lonely, SPECIALS, 20, True, np.random.default_rng(0))
+            draw(lonely, SPECIALS, 20, "nsp", np.random.default_rng(0))
 
     def test_one_document(self) -> None:
         """In a corpus of one document a random text is from anywhere in it."""
         alone = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.array([0, 10]))
 
-        assert {s.is_next for s in samples(alone, 50, 20, pairs=True)} == {0, 1}
+        assert {s.is_next for s in samples(alone, 50, 20, pairs="nsp")} == {0, 1}
 
 
 Masked = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -353,7 +416,14 @@ class TestMasking:
         np.testing.assert_array_equal(ids, before)
 
 
-FIXED: dict[str, Any] = {"seed": 3, "step": 5, "size": 6, "length": 24, "rate": 0.15, "pairs": True}
+FIXED: dict[str, Any] = {
+    "seed": 3,
+    "step": 5,
+    "size": 6,
+    "length": 24,
+    "rate": 0.15,
+    "pairs": "nsp",
+}
 
 
 def digest(batch: Batch) -> str:
@@ -363,8 +433,8 @@ def digest(batch: Batch) -> str:
 
 
 class TestMakeBatch:
-    @pytest.mark.parametrize("pairs", [True, False])
-    def test_labels(self, spoken: Corpus, pairs: bool) -> None:
+    @pytest.mark.parametrize("pairs", ["nsp", "sop", None])
+    def test_labels(self, spoken: Corpus, pairs: Pairs | None) -> None:
         """The labels are what stood at the masked positions; all other tokens are as drawn."""
         arguments = {**FIXED, "pairs": pairs}
         batch = make_batch(spoken, SPECIALS, **arguments)
@@ -390,7 +460,7 @@ class TestMakeBatch:
     def test_masking_is_dynamic(self, spoken: Corpus) -> None:
         """The same text is masked elsewhere when it is drawn at another step."""
         short = Corpus(spoken.ids[:12], np.array([0, 12]), np.array([0, 1]))
-        arguments = {**FIXED, "pairs": False, "size": 1}
+        arguments = {**FIXED, "pairs": None, "size": 1}
 
         masks = {
             tuple(make_batch(short, SPECIALS, **{**arguments, "step": step}).masked)
