@@ -12,6 +12,7 @@ from rich.text import Text
 
 from model import checkpoint
 from model.attention import Layout
+from model.families import family_of
 from model.heads import Pretraining
 from service import packing
 from service.encode import Encoder
@@ -29,7 +30,9 @@ def find_checkpoint(name: str | None) -> Path:
             f"there is no checkpoint at {OURS} yet: `python -m model.pretrain model/configs/mini-pretrain.toml` "
             "makes it, and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
         )
-    return checkpoint.locate(name or OURS)
+    folder = checkpoint.locate(name or OURS)
+    generator = folder / "generator"  # an ELECTRA's
+    return generator if generator.is_dir() else folder
 
 
 def read_encoder(folder: Path) -> Encoder:
@@ -44,15 +47,16 @@ def read_encoder(folder: Path) -> Encoder:
 def fill(
     model: Pretraining, encoder: Encoder, text: str, top_k: int
 ) -> list[list[tuple[str, float]]]:
-    """The best tokens for each [MASK] of a text, in order, with their probabilities.
+    """The best tokens for each mask of a text, in order, with their probabilities.
 
-    Raises ValueError when the text has no [MASK] or is too long.
+    Raises ValueError when the text has no mask, as the family spells it, or is too long.
     """
+    mask = family_of(model.config).special_tokens["mask"]
     [encoded] = encoder.texts([text], truncate=False)
     packed = packing.pack(encoded.windows)
-    masked = np.flatnonzero(packed.input_ids == encoder.tokenizer.token_to_id("[MASK]"))
+    masked = np.flatnonzero(packed.input_ids == encoder.tokenizer.token_to_id(mask))
     if not len(masked):
-        raise ValueError("the text has no [MASK] to fill in")
+        raise ValueError(f"the text has no {mask} to fill in")
     inputs = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
     token_logits, _ = model(*inputs, Layout.of(packed.layout), torch.as_tensor(masked))  # [M, V]
     best = token_logits.softmax(-1).topk(min(top_k, token_logits.shape[1]))
@@ -76,7 +80,7 @@ def table(text: str, blanks: list[list[tuple[str, float]]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", help="with one [MASK] or several")
+    parser.add_argument("text", help="with one [MASK] or several (<mask> in RoBERTa)")
     parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
     parser.add_argument("--top-k", type=int, default=5, help="tokens per blank")
     arguments = parser.parse_args()

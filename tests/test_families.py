@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model import checkpoint
 from model.families import FAMILIES, family_of
-from model.heads import Model, Pretraining
+from model.heads import Model, Pretraining, make_pretraining
 from service.bundle import Head
 from service.packing import Packed
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, each, ours, padded, perturb, real, theirs
@@ -215,6 +215,144 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
     with torch.no_grad():
         repeated = real(again(**asked(case, packed)).logits, packed)
     torch.testing.assert_close(repeated, expected, **TOLERANCE)
+
+
+Taught = tuple[Tensor, Tensor, Tensor]
+
+
+def taught(packed: Packed) -> Taught:
+    """Masked indices, the tokens that stood there, and what to say about the pairs, at random."""
+    rng = np.random.default_rng(0)
+    masked = np.sort(rng.choice(len(packed.input_ids), 8, replace=False))
+    words, answers = rng.integers(5, 96, size=8), rng.integers(2, size=len(packed.lengths))
+    return (torch.as_tensor(masked), torch.as_tensor(words), torch.as_tensor(answers))
+
+
+def in_slots(values: Tensor, packed: Packed) -> Tensor:
+    """Values of tokens [T] as transformers takes labels: [B, S], -100 for padding."""
+    mask = theirs(packed)["attention_mask"].bool()
+    return torch.full(mask.shape, -100).masked_scatter(mask, values)
+
+
+def hidden_words(packed: Packed, masked: Tensor, words: Tensor) -> Tensor:
+    """The labels of a masked language model, in transformers' way."""
+    everywhere = torch.full((len(packed.input_ids),), -100)
+    return in_slots(everywhere.index_copy(0, masked, words), packed)
+
+
+PAIR_LABELS = {"bert": "next_sentence_label", "albert": "sentence_order_label"}
+PRETRAINED = {
+    name: case
+    for name, case in CASES.items()
+    if "pretraining" not in FAMILIES[case.model_type].make_heads
+}
+
+
+@pytest.mark.parametrize("case", PRETRAINED.values(), ids=PRETRAINED)
+def test_pretraining(case: Case, tmp_path: Path) -> None:
+    """What a family is pretrained with has the logits and the loss of transformers, there and back."""
+    family = FAMILIES[case.model_type]
+    auto = (
+        transformers.AutoModelForPreTraining if family.pairs else transformers.AutoModelForMaskedLM
+    )
+    perturb(auto.from_config(case.config())).save_pretrained(tmp_path / "theirs")
+    model = make_pretraining(family_config(case), next_sentence=family.pairs is not None)
+    checkpoint.init_pretraining(model, tmp_path / "theirs")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+
+    packed = sample(case)
+    masked, words, answers = taught(packed)
+    labels = {"labels": hidden_words(packed, masked, words)}
+    if family.pairs:
+        labels[PAIR_LABELS[case.model_type]] = answers
+    with torch.no_grad():
+        logits = [found for found in model.eval()(*ours(packed)) if found is not None]
+        losses = model.losses(ours(packed), masked, words, answers)
+        assert losses.keys() == model.weights.keys()
+        for folder in ("theirs", "ours"):
+            peer, report = auto.from_pretrained(tmp_path / folder, output_loading_info=True)
+            assert not report["missing_keys"]
+            assert not report["unexpected_keys"]
+            expected = peer.eval()(**asked(case, packed), **labels)
+            torch.testing.assert_close(sum(losses.values()), expected.loss, **TOLERANCE)
+            of_tokens, *of_pairs = expected.to_tuple()[1:]
+            torch.testing.assert_close(logits[0], real(of_tokens, packed), **TOLERANCE)
+            assert len(of_pairs) == len(logits) - 1
+            for own, peers in zip(logits[1:], of_pairs, strict=True):
+                torch.testing.assert_close(own, peers, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PRETRAINED])
+def test_replaced_tokens(name: str, tmp_path: Path) -> None:
+    """Generator and discriminator have the logits and the losses of transformers' two, there and back."""
+    case = CASES[name]
+    model = make_pretraining(family_config(case), next_sentence=False)
+    beside = transformers.AutoConfig.for_model(**model.generator.config.to_dict())
+    kinds = {
+        "": transformers.AutoModelForPreTraining,
+        "generator": transformers.AutoModelForMaskedLM,
+    }
+    peer = perturb(kinds[""].from_config(case.config()))
+    other = perturb(kinds["generator"].from_config(beside))
+    other.electra.embeddings.load_state_dict(peer.electra.embeddings.state_dict())
+    peer.save_pretrained(tmp_path / "theirs")
+    other.save_pretrained(tmp_path / "theirs" / "generator")
+    checkpoint.init_pretraining(model, tmp_path / "theirs")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+
+    packed = sample(case)
+    masked, words, answers = taught(packed)
+    with torch.no_grad():
+        logits = model.eval().generator(*ours(packed), masked)
+        torch.manual_seed(0)
+        losses = model.losses(ours(packed), masked, words, answers)
+        torch.manual_seed(0)
+        seen = model.replace(ours(packed), masked, logits)
+        verdicts = model.discriminator(*seen)
+        real_ids = ours(packed)[0].index_copy(0, masked, words)
+        replaced = Packed(
+            seen[0].numpy(), packed.token_type_ids, packed.position_ids, packed.layout
+        )
+        labels = in_slots((seen[0] != real_ids).long(), packed)
+        assert losses.keys() == model.weights.keys()
+        assert 0 < (labels == 1).sum() <= len(masked)
+        for folder in ("theirs", "ours"):
+            peers = {}
+            for part, kind in kinds.items():
+                peers[part], report = kind.from_pretrained(
+                    tmp_path / folder / part, output_loading_info=True
+                )
+                assert not report["missing_keys"]
+                assert not report["unexpected_keys"]
+            hidden = hidden_words(packed, masked, words)
+            filled = peers["generator"].eval()(**asked(case, packed), labels=hidden)
+            judged = peers[""].eval()(**asked(case, replaced), labels=labels)
+            torch.testing.assert_close(losses["mlm"], filled.loss, **TOLERANCE)
+            torch.testing.assert_close(losses["rtd"], judged.loss, **TOLERANCE)
+            torch.testing.assert_close(logits, real(filled.logits, packed)[masked], **TOLERANCE)
+            torch.testing.assert_close(verdicts[:, None], real(judged.logits, packed), **TOLERANCE)
+
+
+def test_what_electra_shares(tmp_path: Path) -> None:
+    """Generator and discriminator embed alike, so that a checkpoint of two tables is refused, not read wrong."""
+    model = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
+    own, shared = (part.encoder.embeddings for part in (model.generator, model.discriminator))
+    assert own.word is shared.word
+    assert own.position is shared.position
+    assert own.project is not shared.project
+    assert model.generator.config.hidden_size == 8  # one head of four
+    (tmp_path / "tokenizer.json").write_text("{}")
+    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    other = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
+    checkpoint.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")
+    (tmp_path / "other" / "generator").replace(tmp_path / "ours" / "theirs")
+    (tmp_path / "ours" / "generator").rename(tmp_path / "ours" / "first")
+    (tmp_path / "ours" / "theirs").rename(tmp_path / "ours" / "generator")
+
+    with pytest.raises(checkpoint.CheckpointError, match="is not tied to the word embeddings"):
+        checkpoint.init_pretraining(model, tmp_path / "ours")
 
 
 @every_case

@@ -1,5 +1,6 @@
 """Blanks are filled as transformers fills them, and shown as a table."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from model import checkpoint, fill
+from model import checkpoint, fill, tokenizer
 from model.bert import Bert
-from model.heads import Pretraining
+from model.config import preset
+from model.families import FAMILIES
+from model.heads import Pretraining, make_pretraining
 from tests.model.helpers import perturb, shape
 
 TEXT = "Ada drew [MASK] in [MASK]."
@@ -57,6 +60,29 @@ def test_as_transformers(pretrained: Path) -> None:
     for guesses, ids, probabilities in zip(blanks, best.indices, best.values, strict=True):
         assert [token for token, _ in guesses] == cutter.convert_ids_to_tokens(ids)
         assert [p for _, p in guesses] == pytest.approx(probabilities.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["roberta", "electra"])
+def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -> None:
+    """A blank is spelt as the family spells it, and ELECTRA's are filled by its generator."""
+    family = FAMILIES[name]
+    mask = family.special_tokens["mask"]
+    learnt = tokenizer.train([text for d in documents for text in d], 400, family=family)
+    learnt.save(str(tmp_path / "tokenizer.json"))
+    config = preset("tiny", family.config, vocab_size=learnt.get_vocab_size())
+    made = perturb(make_pretraining(config, next_sentence=False))
+    checkpoint.save_pretraining(tmp_path / "made", made, tmp_path / "tokenizer.json")
+
+    folder = fill.find_checkpoint(str(tmp_path / "made"))
+    model, text = checkpoint.load_pretraining(folder), f"Ada drew {mask}."
+    [[(token, probability)]] = fill.fill(model, fill.read_encoder(folder), text, top_k=1)
+
+    filler = transformers.pipeline("fill-mask", str(folder), device="cpu")
+    best = filler(text, top_k=1)[0]
+    assert token == filler.tokenizer.convert_ids_to_tokens(best["token"])
+    assert probability == pytest.approx(best["score"], abs=1e-5)
+    with pytest.raises(ValueError, match=f"has no {re.escape(mask)} to fill in"):
+        fill.fill(model, fill.read_encoder(folder), "Ada drew.", top_k=1)
 
 
 def test_more_than_there_are(pretrained: Path) -> None:

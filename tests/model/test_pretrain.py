@@ -13,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from model import corpus, optim, pretrain
+from model.bert import BERT
 from model.corpus import Batch, Specials, make_batch
 from model.heads import Pretraining
 from tests.model.helpers import TOLERANCE, perturb, shape, watch_steps
@@ -42,8 +43,8 @@ def test_corpus_files(tmp_path: Path) -> None:
 def drawn(corpus_file: Path, small_tokenizer: Tokenizer) -> Batch:
     """A batch of pairs from the made-up corpus."""
     text = corpus.build([corpus_file], small_tokenizer)
-    arguments: dict[str, Any] = {"step": 0, "size": 6, "length": 32, "rate": 0.15, "pairs": True}
-    return make_batch(text, Specials.of(small_tokenizer), seed=1, **arguments)
+    arguments: dict[str, Any] = {"step": 0, "size": 6, "length": 32, "rate": 0.15, "pairs": "nsp"}
+    return make_batch(text, Specials.of(small_tokenizer, BERT), seed=1, **arguments)
 
 
 def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
@@ -136,12 +137,22 @@ def tensors(state: Any) -> list[torch.Tensor]:
     return [tensor for part in inner for tensor in tensors(part)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [("bert", "adamw"), ("bert", "muon"), ("albert", "adamw"), ("electra", "adamw")],
+)
 def test_resumed_is_uninterrupted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], optimizer: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    family: str,
+    optimizer: str,
 ) -> None:
-    """A run killed two steps after it saved ends, resumed, with the same losses bit by bit."""
-    arguments = {**arguments, "optimizer": optimizer}
+    """A run killed two steps after it saved ends, resumed, with the same losses bit by bit.
+
+    Whatever was drawn meanwhile, as the tokens of ELECTRA's generator are when it is evaluated.
+    """
+    arguments = {**arguments, "optimizer": optimizer, "family": family, "eval_every": 5}
     run(monkeypatch, tmp_path / "whole", arguments)
 
     seed_dropout = optim.seed_dropout
@@ -160,7 +171,7 @@ def test_resumed_is_uninterrupted(
 
     whole, parts = last(tmp_path / "whole"), last(tmp_path / "parts")
     assert len(whole["history"]) == 8
-    assert len(tensors(whole["optimizer"])) > 40
+    assert len(tensors(whole["optimizer"])) > 30
     assert parts["history"] == whole["history"]
     assert all(torch.equal(parts["model"][name], t) for name, t in whole["model"].items())
     assert all(map(torch.equal, tensors(parts["optimizer"]), tensors(whole["optimizer"])))
@@ -210,6 +221,46 @@ def test_it_learns(
     guessing = math.log(Tokenizer.from_file(arguments["tokenizer"]).get_vocab_size())
     assert losses[0] == pytest.approx(guessing, rel=0.1)
     assert sum(losses[-5:]) / 5 < 0.8 * guessing
+
+
+def test_weights_of_losses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """The whole is the sum of what is taught, each as much as asked, or as the family has it."""
+    told: list[dict[str, float]] = []
+    step = pretrain.Run.step
+
+    def listen(run: pretrain.Run, number: int, losses: dict[str, float], *rest: Any) -> None:
+        told.append(losses)
+        step(run, number, losses, *rest)
+
+    monkeypatch.setattr(pretrain.Run, "step", listen)
+    short = {**arguments, "steps": 1, "family": "electra"}
+    run(monkeypatch, tmp_path / "own", short)
+    run(monkeypatch, tmp_path / "asked", {**short, "weights": {"rtd": 2.5}})
+
+    own, asked = told
+    assert own["loss"] == pytest.approx(own["mlm"] + 50 * own["rtd"])
+    assert asked["loss"] == pytest.approx(asked["mlm"] + 2.5 * asked["rtd"])
+
+
+@pytest.mark.parametrize(("family", "rate"), [("bert", 0.15), ("modernbert", 0.3)])
+def test_share_of_hidden_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    family: str,
+    rate: float,
+) -> None:
+    """Is the family's, where none is asked for."""
+    made, make_batch = [], corpus.make_batch
+    monkeypatch.setattr(
+        corpus,
+        "make_batch",
+        lambda *a, **named: made.append(named["rate"]) or make_batch(*a, **named),
+    )
+    run(monkeypatch, tmp_path / "run", {**arguments, "steps": 1, "family": family})
+    assert set(made) == {rate}
 
 
 @pytest.mark.parametrize("had", [True, False])
@@ -265,6 +316,14 @@ def test_the_recipe_is_followed(
         ({"optimizer": "moun"}, "optimizer: 'moun' is none of adamw, muon"),
         ({"precision": "fp16"}, "precision: 'fp16' is none of auto, fp32, bf16"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny, mini"),
+        ({"family": "gpt2"}, "family: 'gpt2' is none of bert, roberta"),
+        ({"shape": {"depth": 3}}, "bert has no 'depth': one of vocab_size, hidden_size"),
+        ({"weights": {"rtd": 3}}, "weights: 'rtd' is none of mlm, nsp"),
+        ({"family": "electra", "next_sentence": True}, "electra is given one text at a time"),
+        (
+            {"family": "roberta"},
+            "the tokenizer lacks roberta's special tokens: ['</s>', '<mask>', '<s>']",
+        ),
         ({"tokenizer": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"corpus": ["nowhere.txt"]}, "nowhere.txt"),
     ],
@@ -289,6 +348,7 @@ def test_mistakes_are_told(
     [
         ({"phases": [[1, 33]]}, "samples of 33 do not fit .* 32 positions"),
         ({"init_from": "other"}, "tokens .* vocabulary of 150"),
+        ({"init_from": "other", "family": "albert"}, "other is bert, not albert"),
     ],
 )
 def test_what_does_not_fit(
