@@ -1,34 +1,38 @@
 """Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`.
 
-CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. OUT is the bundle's
-directory. Every graph is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
+CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. With `--onnx` it is a directory
+that holds a graph already, of whatever encoder, or that graph. OUT is the bundle's directory. Every graph is checked
+before OUT appears; when a check fails, the exit status is 1 and nothing is left.
 """
 
 import argparse
 import hashlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 from pydantic import ValidationError
 
-from export import card, evaluation, goldens, graph, half, quantize, verify
+from export import append, card, evaluation, foreign, goldens, graph, half, quantize, verify
 from export.source import Source, read_source
 from model.names import CheckpointError
 from service import bundle
-from service.bundle import Bundle, BundleError, Manifest, Provenance
+from service.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
 from service.encode import Encoder
 from service.session import RUNTIME, Outputs
 
 PORTABLE = "fp32.portable.onnx"
+TOKENIZER = "tokenizer.json"
 HALF_WEIGHTS = "fp16.weights.bin"
+COMPANY_LENGTH = 256  # tokens of the longest text in a batch of a given graph's: its padding costs what tokens cost
 EXPECTED_ERRORS = (
     BundleError,
     CheckpointError,
@@ -41,9 +45,10 @@ EXPECTED_ERRORS = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """What the command line asks for; a graph that is there already has the precision that it has."""
 
     checkpoint: str
+    onnx: bool
     out: Path
     precisions: tuple[str, ...]
     name: str
@@ -82,12 +87,16 @@ def one_line(error: Exception) -> str:
 def read_request(argv: Sequence[str] | None) -> Request:
     parser = argparse.ArgumentParser("python -m export", description=__doc__)
     parser.add_argument("checkpoint", help="a local directory or a hub name")
+    parser.add_argument(
+        "--onnx",
+        action="store_true",
+        help="CHECKPOINT is a directory with model.onnx or onnx/model.onnx, or such a graph: serve it as it is",
+    )
     parser.add_argument("out", type=Path, help="the bundle's directory")
     parser.add_argument(
         "--precision",
         nargs="+",
         choices=["fp32", "int8", "fp16"],
-        default=["fp32", "int8"],
         dest="precisions",
         help="graphs to write; the first of fp32 and int8 is what `auto` serves on a CPU, and fp16 is for CUDA",
     )
@@ -106,13 +115,17 @@ def read_request(argv: Sequence[str] | None) -> Request:
     parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
     parser.add_argument("--replace", action="store_true", help="replace OUT if it exists")
     given = parser.parse_args(argv)
+    if given.onnx and given.precisions:
+        parser.error("--onnx: the graph has the precision that it has; leave --precision out")
+    precisions = () if given.onnx else given.precisions or ("fp32", "int8")
     evaluations = dict(part.split("=", 1) for part in given.eval if "=" in part)
     if len(evaluations) != len(given.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
     return Request(
         checkpoint=given.checkpoint,
+        onnx=given.onnx,
         out=given.out,
-        precisions=tuple(dict.fromkeys(given.precisions)),
+        precisions=tuple(dict.fromkeys(precisions)),
         name=given.name or given.out.resolve().name,
         version=given.version,
         max_length=given.max_length,
@@ -128,20 +141,11 @@ def export(asked: Request) -> None:
     if asked.out.exists() and not asked.replace:
         raise FileExistsError(f"{asked.out} exists; use --replace, or give another name")
     check_words(asked)
-    source = read_source(asked.checkpoint)
-    encoder = Encoder(source.tokenizer, _max_length(asked, source))
-    heads = ", ".join(f"{name} ({head.task})" for name, head in source.model.described.items())
-    print(f"{source.folder}: {heads}; inputs of up to {encoder.max_length} tokens")
-    unknown = set(asked.evaluations) - set(source.model.described)
-    if unknown:
-        raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
-
     with tempfile.TemporaryDirectory() as scratch:
         full = Path(scratch) / "full"
         full.mkdir()
-        write_graphs(source, full, asked.precisions)
-        draft = _describe(asked, source, encoder, full)
-        report = check(draft, source, encoder)
+        make = from_graph if asked.onnx else from_checkpoint
+        encoder, draft, report = make(asked, full)
         metrics = measure(draft, encoder, asked)
         finished = finish(draft, report, metrics, asked)
         with bundle.writing(asked.out, replace=asked.replace) as folder:
@@ -149,21 +153,82 @@ def export(asked: Request) -> None:
     summarise(asked.out, finished)
 
 
+def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
+    """Trace, quantise and check: the full bundle of a model that is written here."""
+    source = read_source(asked.checkpoint)
+    encoder = Encoder(source.tokenizer, _max_length(asked, source.max_length))
+    heads = source.model.described
+    announce(asked, source.folder, heads, encoder)
+    write_graphs(source, folder, asked.precisions)
+    source.tokenizer.save(str(folder / TOKENIZER))
+    draft = _describe(
+        asked,
+        encoder,
+        source.model.config.vocab_size,
+        goldens.make_golden(source.model, goldens.golden_encodings(encoder)),
+        folder,
+        heads=heads,
+        default_precision=asked.default_precision,
+        graphs=graph_records(folder),
+        embedding_space=embedding_space(heads, folder / graph.WEIGHTS, folder / TOKENIZER),
+    )
+    return encoder, draft, check(draft, source, encoder)
+
+
+def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
+    """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
+    given = foreign.read_foreign(asked.checkpoint)
+    encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
+    encodings = goldens.golden_encodings(encoder)
+    answers = foreign.run_foreign(given, encodings)
+    recipe = foreign.read_recipe(given, encodings, answers)
+    name: str = recipe.head.task
+    heads = {name: recipe.head}
+    announce(asked, given.folder, heads, encoder)
+    record = append.write_graph(given.graph, recipe, folder)
+    given.tokenizer.save(str(folder / TOKENIZER))
+    expected = [{name: recipe.apply(own)} for own in answers]
+    files = [folder / file for file in (record["file"], graph.WEIGHTS, TOKENIZER)]
+    draft = _describe(
+        asked,
+        encoder,
+        given.config["vocab_size"],
+        goldens.join_golden(encodings, expected),
+        folder,
+        heads=heads,
+        default_precision=record["precision"],
+        graphs=[record],
+        embedding_space=embedding_space(heads, *filter(Path.is_file, files)),
+    )
+    return encoder, *check_given(draft, expected, encoder)
+
+
+def announce(asked: Request, folder: Path, heads: Mapping[str, Head], encoder: Encoder) -> None:
+    """Say what is exported. Raises ValueError where --eval names what is not there."""
+    named = ", ".join(f"{name} ({head.task})" for name, head in heads.items())
+    print(f"{folder}: {named}; inputs of up to {encoder.max_length} tokens")
+    unknown = set(asked.evaluations) - set(heads)
+    if unknown:
+        raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
+
+
 def check_words(asked: Request) -> None:
     """Refuse early what the manifest would refuse late. Raises ValueError."""
     for flag, word in (("--name", asked.name), ("--version", asked.version)):
         if not re.fullmatch(bundle.NAME, word):
             raise ValueError(f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only")
-    _ = asked.default_precision
+    _ = asked.onnx or asked.default_precision
     Provenance.model_validate(asked.told.get("provenance", {}))
 
 
-def _max_length(asked: Request, source: Source) -> int:
-    if asked.max_length is None:
-        return source.max_length
-    if not 8 <= asked.max_length <= source.max_length:
-        raise ValueError(f"--max-length: from 8 to the checkpoint's own {source.max_length}")
-    return asked.max_length
+def _max_length(asked: Request, longest: int | None) -> int:
+    chosen = asked.max_length or longest
+    if chosen is None:
+        raise ValueError("--max-length: the checkpoint does not say how long its inputs may be")
+    if chosen < 8 or chosen > (longest or chosen):
+        own = f" to the checkpoint's own {longest}" if longest else ""
+        raise ValueError(f"--max-length: from 8{own}")
+    return chosen
 
 
 def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> None:
@@ -182,13 +247,15 @@ def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> Non
         graph.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
 
 
-def _describe(asked: Request, source: Source, encoder: Encoder, folder: Path) -> Bundle:
-    """The full bundle before it is checked: with goldens, without tolerances and metrics."""
-    source.tokenizer.save(str(folder / "tokenizer.json"))
-    golden = goldens.make_golden(source.model, goldens.golden_encodings(encoder))
+def _describe(
+    asked: Request, encoder: Encoder, rows: int, golden: Golden, folder: Path, **found: Any
+) -> Bundle:
+    """The full bundle before it is checked: with goldens, without tolerances and metrics.
+
+    found: what the manifest says that only the caller knows
+    """
     bundle.save_golden(folder / "golden.npz", golden)
-    records = graph_records(folder)
-    precisions = dict.fromkeys(record["precision"] for record in records)
+    precisions = dict.fromkeys(record["precision"] for record in found["graphs"])
     tolerance: dict[str, dict[str, Any]] = {precision: {} for precision in precisions}
     told = {key: asked.told[key] for key in ("weights_license",) if key in asked.told}
     manifest = Manifest.model_validate(
@@ -196,17 +263,14 @@ def _describe(asked: Request, source: Source, encoder: Encoder, folder: Path) ->
             "format_version": bundle.FORMAT_VERSION,
             "name": asked.name,
             "version": asked.version,
-            "heads": source.model.described,
-            "default_precision": asked.default_precision,
             "max_length": encoder.max_length,
             "vocabulary": {
-                **bundle.describe_file(folder / "tokenizer.json"),
-                "size": source.model.config.vocab_size,
+                **bundle.describe_file(folder / TOKENIZER),
+                "size": rows,
             },
-            "graphs": records,
             "goldens": {**bundle.describe_file(folder / "golden.npz"), "tolerance": tolerance},
-            "embedding_space": embedding_space(folder, source),
             "provenance": {**asked.told.get("provenance", {}), "runtime": RUNTIME},
+            **found,
             **told,
         }
     )
@@ -230,15 +294,13 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def embedding_space(folder: Path, source: Source) -> str | None:
+def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
     """A name that changes whenever vectors stop being comparable: of the weights, the tokenizer and the pooling."""
-    heads = {
-        n: h.model_dump_json() for n, h in source.model.described.items() if h.task == "embedding"
-    }
-    if not heads:
+    described = [head.model_dump_json() for head in heads.values() if head.task == "embedding"]
+    if not described:
         return None
-    parts = [bundle.hash_file(folder / graph.WEIGHTS), bundle.hash_file(folder / "tokenizer.json")]
-    return hashlib.sha256("".join([*parts, *heads.values()]).encode()).hexdigest()[:16]
+    parts = [bundle.hash_file(file) for file in files]
+    return hashlib.sha256("".join([*parts, *described]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -280,6 +342,40 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
     return Report(lines, tolerance)
 
 
+def check_given(
+    draft: Bundle, expected: Sequence[Outputs], encoder: Encoder
+) -> tuple[Bundle, Report]:
+    """A given graph with its head against the same graph without, and alone against in company.
+
+    Where company changes an answer, or a batch cannot be computed, the graph's layout is `alone`. Raises ParityError.
+    """
+    (record,) = draft.manifest.graphs
+    alone = record.model_copy(update={"layout": "alone"})
+    threads = os.cpu_count() or 1
+    encodings = goldens.golden_encodings(encoder)
+    run = verify.graph_runner(draft, alone, threads)
+    what, before = f"{record.precision} with its head", "the graph without"
+    line = f"differs from {before} its head by"
+    line += f" {verify.check_parity(expected, run, encodings, what, before):.1e}"
+    tolerance: dict[str, Any] = {"max_difference": 10 * verify.FP32_TOLERANCE}
+    if record.precision == "fp16":
+        tolerance = {"min_cosine": verify.check_half(expected, run(encodings), what)}
+    elif record.precision == "int8":
+        tolerance = {"min_cosine": verify.golden_cosines([*expected[0]], expected, run(encodings))}
+    short = Encoder(encoder.tokenizer, min(encoder.max_length, COMPANY_LENGTH))
+    try:
+        run = verify.graph_runner(draft, record, threads)
+        company = verify.check_company(run, goldens.golden_encodings(short), record.precision)
+        line += f"; alone and in a batch by {company:.1e}"
+    except Exception as error:  # the runtime's, which have no type, where it cannot compute a batch
+        record = alone
+        line += f"; each text runs alone, for in a batch: {one_line(error)}"
+    what = f"{record.precision} {record.layout}"
+    print(f"{what}: {line}")
+    manifest = draft.manifest.model_copy(update={"graphs": (record,)})
+    return replace(draft, manifest=manifest), Report({what: line}, {record.precision: tolerance})
+
+
 def agreement(
     manifest: Manifest, expected: Sequence[Outputs], found: Sequence[Outputs], digits: int
 ) -> str:
@@ -299,7 +395,7 @@ def measure(
     runs: dict[str, verify.Run] = {
         record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
         for record in draft.manifest.graphs
-        if record.layout == "packed" and record.provider != "cuda"  # emulated, it takes too long
+        if record.layout != "portable" and record.provider != "cuda"  # emulated, it takes too long
     }
     metrics = {}
     for name, file in asked.evaluations.items():
@@ -311,8 +407,9 @@ def measure(
 def finish(draft: Bundle, report: Report, metrics: Mapping[str, Any], asked: Request) -> Manifest:
     """The manifest of what is kept: the asked precisions, with tolerances and metrics."""
     record = draft.manifest.model_dump()
-    record["graphs"] = [g for g in record["graphs"] if g["precision"] in asked.precisions]
-    record["goldens"]["tolerance"] = {p: report.tolerance[p] for p in asked.precisions}
+    precisions = asked.precisions or draft.manifest.precisions
+    record["graphs"] = [g for g in record["graphs"] if g["precision"] in precisions]
+    record["goldens"]["tolerance"] = {p: report.tolerance[p] for p in precisions}
     record["metrics"] = metrics
     return Manifest.model_validate(record)
 
@@ -320,7 +417,7 @@ def finish(draft: Bundle, report: Report, metrics: Mapping[str, Any], asked: Req
 def keep(manifest: Manifest, full: Path, folder: Path, text: str) -> None:
     """Write what the manifest answers for into the bundle, and the manifest last."""
     for name in manifest.files():
-        (folder / name).write_bytes((full / name).read_bytes())
+        shutil.copyfile(full / name, folder / name)
     (folder / "README.md").write_text(text, encoding="utf-8")
     document = manifest.model_dump_json(indent=2, exclude_defaults=True)
     (folder / bundle.MANIFEST).write_text(document + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str
     parts = [
         f"# {manifest.name} {manifest.version}",
         str(told.get("description", "An encoder exported with Quartet.")).strip(),
+        _given(manifest),
         _heads(manifest),
         _metrics(manifest),
         _parity(parity),
@@ -20,6 +21,22 @@ def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str
         f"## Terms\n\nWeights: {manifest.weights_license}. The data sets have terms of their own, above.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _given(manifest: Manifest) -> str:
+    """What has to be known of a graph that came from elsewhere."""
+    layouts = {graph.layout for graph in manifest.graphs}
+    if not layouts & {"padded", "alone"}:
+        return ""
+    told = (
+        "Its one graph was exported by another tool and has the head appended. The goldens are its own answers: that "
+        "it answers as the model that it was made from has not been checked."
+    )
+    if "alone" in layouts:
+        told += (
+            " Its answers depend on what shares a batch with them, so each text is computed alone."
+        )
+    return _section("The graph", told)
 
 
 def _section(title: str, text: str | None) -> str:

@@ -42,6 +42,18 @@ def torch_outputs(model: Model, packed: Packed) -> Outputs:
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
+def join_golden(encodings: Sequence[Encoding], outputs: Sequence[Outputs]) -> Golden:
+    """Goldens of what each encoding gives, rows per token or one each."""
+    packed = pack(encodings)
+    joined = {
+        name: np.concatenate([own[name] for own in outputs])
+        if outputs[0][name].ndim == 2
+        else np.stack([own[name] for own in outputs])
+        for name in outputs[0]
+    }
+    return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
+
+
 def make_golden(model: Model, encodings: Sequence[Encoding]) -> Golden:
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)

@@ -5,7 +5,7 @@ directory), else from `architectures`. What cannot be served is refused by name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,16 @@ def _old_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 def read_max_length(folder: Path) -> int:
     """sentence-transformers' figure, else the tokenizer's; never more than the position table has rows."""
     positions = read_config(folder).max_length
+    said = said_length(folder)
+    return positions if said is None else min(said, positions)
+
+
+def said_length(folder: Path) -> int | None:
+    """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
     said = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
     if said is None:
         said = _optional(folder / "tokenizer_config.json").get("model_max_length")
-    return positions if said is None or said > LONGEST else min(int(said), positions)
+    return None if said is None or said > LONGEST else int(said)
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -128,10 +134,19 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _sentence_transformer(folder: Path) -> Model:
     """The encoder, and one embedding head made of the modules that follow it."""
+    pooling, normalize, dense = read_modules(folder)
+    return _embedding_model(folder, pooling, normalize, dense)
+
+
+def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
+    """How the modules behind the encoder pool, whether they normalise, and the dense layers between.
+
+    Raises CheckpointError naming what our head does not compute.
+    """
     modules = _modules(folder)
     (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
     dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
-    return _embedding_model(folder, pooling, modules[-1][0] == "Normalize", dense)
+    return pooling, modules[-1][0] == "Normalize", tuple(dense)
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
@@ -160,7 +175,9 @@ def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
     return [config[name] for name in names]
 
 
-def _embedding_model(folder: Path, pooling: str, normalize: bool, dense: list[nn.Module]) -> Model:
+def _embedding_model(
+    folder: Path, pooling: str, normalize: bool, dense: Sequence[nn.Module]
+) -> Model:
     encoder = load_encoder(folder, pooler=False)
     outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
     head = Head.model_validate(

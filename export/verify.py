@@ -59,9 +59,13 @@ def _runner(bundle: Bundle, run_packed: Callable[[Packed], Outputs]) -> Run:
 
 
 def check_parity(
-    expected: Sequence[Outputs], run: Run, encodings: Sequence[Encoding], what: str
+    expected: Sequence[Outputs],
+    run: Run,
+    encodings: Sequence[Encoding],
+    what: str,
+    reference: str = "PyTorch",
 ) -> float:
-    """The largest difference from PyTorch's outputs. Raises ParityError beyond 1e-4."""
+    """The largest difference from the reference's outputs. Raises ParityError beyond 1e-4."""
     worst = 0.0
     found = run(encodings)
     for name in expected[0]:
@@ -69,7 +73,7 @@ def check_parity(
         worst = max(worst, difference)
         if not difference <= FP32_TOLERANCE:
             raise ParityError(
-                f"{what}: head {name} differs from PyTorch by {difference:.1e}"
+                f"{what}: head {name} differs from {reference} by {difference:.1e}"
                 f" (allowed {FP32_TOLERANCE:.0e})"
             )
     return worst

@@ -123,6 +123,15 @@ def read_heads(folder: Path) -> dict[str, bundle.Head]:
 
 
 def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
+    if task != "embedding":
+        return describe_head(task, config, folder)
+    pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
+    dimensions = read_config(folder).hidden_size
+    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions)
+
+
+def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: Any) -> bundle.Head:
+    """A head as `config.json` describes it, in any family's words, and what is told beside. Raises CheckpointError."""
     where = folder / "config.json"
     ours = {key: config[key] for key in OURS & set(config)}
     if task in ("classification", "ner"):
@@ -132,12 +141,7 @@ def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
         labels = tuple(named[key] for key in sorted(named, key=int))
         problem_type = config.get("problem_type")
         return _describe(where, task=task, labels=labels, problem_type=problem_type, **ours)
-    if task == "embedding":
-        pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
-        return _describe(
-            where, task=task, pooling=pooling, dimensions=read_config(folder).hidden_size, **ours
-        )
-    return _describe(where, task=task, **ours)
+    return _describe(where, task=task, **{**ours, **told})
 
 
 def _describe(where: Path, **head: Any) -> bundle.Head:

@@ -49,7 +49,7 @@ class Session:
         self.provider = provider
         self.gpu_problem: str | None = None
         self.heads = bundle.manifest.heads
-        self._session = _open(bundle.file(graph.file), provider, options)
+        self._session = open_graph(bundle.file(graph.file), provider, options)
         self._outputs = [*self.heads]  # a graph may have more beside them
         missing = set(self._outputs) - {output.name for output in self._session.get_outputs()}
         if missing:
@@ -277,7 +277,8 @@ def unused_gpu(session: Session) -> str | None:
     )
 
 
-def _open(path: Path, provider: str, options: SessionOptions) -> Any:
+def open_graph(path: Path, provider: str, options: SessionOptions) -> Any:
+    """The runtime's session, with the settings that serving needs. Raises what the runtime does, or ProviderError."""
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
