@@ -1,7 +1,7 @@
 """What is exported: a checkpoint directory in the hub's layout, trained here or elsewhere.
 
 Which heads it has is read from `heads.json` (a joint checkpoint), else from `modules.json` (a sentence-transformers
-directory), else from `architectures`. What cannot be served is refused by name.
+directory), else from `architectures`, as those of an older CrossEncoder. What cannot be served is refused by name.
 """
 
 import re
@@ -15,6 +15,7 @@ from tokenizers import normalizers
 from torch import nn
 
 from model.checkpoint import (
+    is_cross_encoder,
     load_encoder,
     load_model,
     locate,
@@ -33,6 +34,7 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": n
 ST = "sentence_transformers."
 MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
+ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
 SENTENCE = "sentence_embedding"  # the pooled vector's name there
 LONGEST = 1_000_000  # tokenizer_config.json says "no limit" by absurdly large numbers
 
@@ -50,8 +52,7 @@ class Source:
 def read_source(name: str | Path) -> Source:
     """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served."""
     folder = locate(name)
-    is_sentence_transformer = (folder / "modules.json").is_file()
-    model = _sentence_transformer(folder) if is_sentence_transformer else load_model(folder)
+    model = _read_model(folder)
     tokenizer = read_tokenizer(folder)
     rows = model.config.vocab_size
     if tokenizer.get_vocab_size() > rows:
@@ -59,6 +60,12 @@ def read_source(name: str | Path) -> Source:
             f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {rows}"
         )
     return Source(folder, model, tokenizer, read_max_length(folder))
+
+
+def _read_model(folder: Path) -> Model:
+    if not (folder / "modules.json").is_file():
+        return load_model(folder)
+    return _cross_encoder(folder) if is_cross_encoder(folder) else _sentence_transformer(folder)
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
@@ -132,6 +139,15 @@ def _optional(path: Path) -> dict[str, Any]:
 # -- sentence-transformers ------------------------------------------------------------------------
 
 
+def _cross_encoder(folder: Path) -> Model:
+    """A text classifier. Raises CheckpointError for one that is made of modules, or of another architecture."""
+    _modules(folder, ALONE, "Transformer alone in a CrossEncoder")
+    model = load_model(folder)
+    if [*model.described] != ["classification"]:
+        raise CheckpointError(f"{folder}: cannot serve a CrossEncoder that is no text classifier")
+    return model
+
+
 def _sentence_transformer(folder: Path) -> Model:
     """The encoder, and one embedding head made of the modules that follow it."""
     pooling, normalize, dense = read_modules(folder)
@@ -143,14 +159,14 @@ def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
 
     Raises CheckpointError naming what our head does not compute.
     """
-    modules = _modules(folder)
+    modules = _modules(folder, ORDER, "Transformer, Pooling, any Dense, and Normalize or not")
     (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
     dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
     return pooling, modules[-1][0] == "Normalize", tuple(dense)
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Each module's kind and folder. Raises CheckpointError unless they are what our head computes."""
+def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str, Path]]:
+    """Each module's kind and folder. Raises CheckpointError, with what they must be, unless they are in this order."""
     path = folder / "modules.json"
     modules = []
     for module in read_json(path):
@@ -162,8 +178,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
             )
         modules.append((kind, folder / place))
     kinds = ", ".join(kind for kind, _ in modules)
-    if not ORDER.fullmatch(kinds):
-        said = "Transformer, Pooling, any Dense, and Normalize or not"
+    if not order.fullmatch(kinds):
         raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
     return modules
 

@@ -41,6 +41,16 @@ from service import bundle
 # What the hub has no word for; kept in `config.json` where it differs from the default.
 OURS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+# What becomes of logits in sentence-transformers' CrossEncoder, of one label or of several, and our word for that.
+IDENTITY = "torch.nn.modules.linear.Identity"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+SOFTMAX = "torch.nn.modules.activation.Softmax"
+ALONE = {IDENTITY: "regression", SIGMOID: "single_label_classification"}
+SEVERAL = {
+    IDENTITY: "single_label_classification",
+    SOFTMAX: "single_label_classification",
+    SIGMOID: "multi_label_classification",
+}
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -140,8 +150,33 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: An
         }
         labels = tuple(named[key] for key in sorted(named, key=int))
         problem_type = config.get("problem_type")
+        if task == "classification":
+            problem_type = _cross_encoded(folder, config, len(labels)) or problem_type
         return _describe(where, task=task, labels=labels, problem_type=problem_type, **ours)
     return _describe(where, task=task, **{**ours, **told})
+
+
+def is_cross_encoder(folder: Path) -> bool:
+    """Is this what today's sentence-transformers writes for a CrossEncoder?"""
+    path = folder / "config_sentence_transformers.json"
+    return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
+
+
+def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
+    """The problem type by which a CrossEncoder's scores are those of its `predict`; None for no CrossEncoder.
+
+    Several labels come as a softmax, where `predict` gives logits unless it is asked for that (`apply_softmax`).
+    Raises CheckpointError naming another activation.
+    """
+    activation = (config.get("sentence_transformers") or {}).get("activation_fn")
+    activation = activation or config.get("sbert_ce_default_activation_function")
+    if is_cross_encoder(folder):
+        said = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
+        activation = said or activation or (SIGMOID if labels == 1 else IDENTITY)
+    known = ALONE if labels == 1 else SEVERAL
+    if activation is None or activation in known:
+        return known.get(activation)
+    raise CheckpointError(f"{folder}: cannot serve the activation {activation}")
 
 
 def _describe(where: Path, **head: Any) -> bundle.Head:
@@ -297,7 +332,11 @@ def save_head(path: str | Path, model: Model, name: str, tokenizer: Path) -> Non
     if head.labels:
         extra["id2label"] = {str(index): label for index, label in enumerate(head.labels)}
         extra["label2id"] = {label: index for index, label in enumerate(head.labels)}
-    if head.problem_type:
+    single = head.task == "classification" and len(head.labels) == 1
+    if single:  # for a CrossEncoder
+        activation = IDENTITY if head.problem_type == "regression" else SIGMOID
+        extra["sentence_transformers"] = {"activation_fn": activation}
+    if head.problem_type and not (single and head.problem_type == ALONE[SIGMOID]):  # refused there
         extra["problem_type"] = head.problem_type
     files = _sentence_modules(model.config, head) if is_embedding else {}
     architecture = family.architecture_of(head.task)

@@ -1,0 +1,67 @@
+"""Bi-encoders and cross-encoders that sentence-transformers wrote are exported and served with its answers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from export.__main__ import main as export
+from tests import hub, samples
+from tests.e2e.conftest import Server, serving
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 200)]
+PAIRS = [*zip(TEXTS, reversed(TEXTS), strict=True), (TEXTS[-1], TEXTS[-1])]
+BI = ("roberta", "distilbert", "mpnet", "modernbert")
+CROSS = {"bert": torch.nn.Sigmoid(), "modernbert": torch.nn.Identity()}
+
+
+@dataclass(frozen=True)
+class Served:
+    server: Server
+    bi: dict[str, SentenceTransformer]
+    cross: dict[str, CrossEncoder]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """All of them in one service, at fp32."""
+    saved, bundles = (tmp_path_factory.mktemp(name) for name in ("saved", "bundles"))
+    bi = {name: hub.save_sentence_transformer(name, saved / f"bi-{name}") for name in BI}
+    cross = {
+        name: hub.save_cross_encoder(name, saved / f"cross-{name}", activation)
+        for name, activation in CROSS.items()
+    }
+    folders = [saved / f"bi-{name}" for name in BI] + [saved / f"cross-{name}" for name in CROSS]
+    for folder in folders:
+        made = [str(folder), str(bundles / folder.name), "--precision", "fp32"]
+        assert 0 == export(made), folder.name
+    with serving(*(bundles / folder.name for folder in folders)) as server:
+        yield Served(server, bi, cross)
+
+
+@pytest.mark.parametrize("name", BI)
+def test_vectors_are_those_of_encode(served: Served, name: str) -> None:
+    """Of texts of every length, longer ones than are read, too."""
+    found = served.server.answer("/embed", {"inputs": TEXTS, "model": f"bi-{name}"})
+    expected = served.bi[name].encode(TEXTS)
+    np.testing.assert_allclose(found["embeddings"], expected, **TOLERANCE)
+    assert np.abs(expected[0] - expected[1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_scores_are_those_of_predict(served: Served, name: str) -> None:
+    """One label for each pair, with the score that its activation makes of it."""
+    firsts, seconds = ([*side] for side in zip(*PAIRS, strict=True))
+    asked = {"inputs": firsts, "text_pair": seconds, "model": f"cross-{name}"}
+    results = served.server.answer("/classify", asked)["results"]
+    expected = served.cross[name].predict(PAIRS)
+    assert {label["label"] for result in results for label in result} == {"LABEL_0"}
+    found = [label["score"] for result in results for label in result]
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
+    assert np.ptp(expected) > 1e-2

@@ -1,0 +1,68 @@
+"""Checkpoints of every family, of random weights, as transformers and sentence-transformers write them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+from model.families import FAMILIES
+from model.tokenizer import train
+from tests import samples
+from tests.tiny import perturb
+
+POSITIONS = 64
+
+
+def save(model_type: str, folder: Path, kind: Any, **fields: Any) -> Path:
+    """A model of one of transformers' Auto classes, with a tokenizer of its family's kind; returns the folder."""
+    family = FAMILIES[model_type]
+    tokenizer = train(samples.corpus(), vocab_size=500, family=family)
+    pad = tokenizer.token_to_id(family.special_tokens["pad"])
+    unused = 100 - family.config(max_position_embeddings=100, pad_token_id=pad).max_length
+    shape = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": POSITIONS + unused,
+        "embedding_size": 16,
+        "pad_token_id": pad,
+        **fields,
+    }
+    words = {family.config.words.get(name, name): value for name, value in shape.items()}
+    config = transformers.AutoConfig.for_model(model_type, **words)
+    torch.manual_seed(0)
+    perturb(kind.from_config(config), scale=0.2).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=POSITIONS,
+        **{f"{kind}_token": token for kind, token in family.special_tokens.items()},
+        model_input_names=["input_ids", "attention_mask"]
+        + ["token_type_ids"] * (family.config().type_vocab_size > 1),
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_sentence_transformer(
+    model_type: str, folder: Path, pooling: str = "mean"
+) -> SentenceTransformer:
+    """A bi-encoder: its encoder, a pooling, and vectors of length 1."""
+    plain = save(model_type, folder.with_name(f"{folder.name}-plain"), transformers.AutoModel)
+    transformer = Transformer(str(plain))
+    parts = [transformer, Pooling(transformer.get_embedding_dimension(), pooling), Normalize()]
+    made = SentenceTransformer(modules=parts, device="cpu")
+    made.save(str(folder))
+    return made
+
+
+def save_cross_encoder(model_type: str, folder: Path, activation: torch.nn.Module) -> CrossEncoder:
+    """One score of a pair, through an activation."""
+    kind = transformers.AutoModelForSequenceClassification
+    plain = save(model_type, folder.with_name(f"{folder.name}-plain"), kind, num_labels=1)
+    made = CrossEncoder(str(plain), activation_fn=activation, device="cpu")
+    made.save(str(folder))
+    return made
