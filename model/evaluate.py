@@ -248,7 +248,7 @@ def judge_questions(
         "em": float(np.mean([exact_match(answer, gold) for answer, gold in pairs])),
     }
     if impossible:
-        # With no threshold at all, the null answer comes first and the best span after it.
+        # With no threshold at all, the null answer comes first and the best other one after it.
         both = answers_of(-np.inf, top_k=2)
         spans = [answer_f1(b[-1].answer, gold) for b, gold in zip(both, golds, strict=True)]
         nulls = [answer_f1("", gold) for gold in golds]
@@ -259,7 +259,7 @@ def judge_questions(
 
 
 def null_margin(both: Sequence[decode.Answer]) -> float:
-    """By how much the null answer's logits exceed those of the best span."""
+    """By how much the logarithm of the null answer's score exceeds that of the best answer's."""
     null, span = both[0].score, both[1].score if len(both) > 1 else 0.0
     least = sys.float_info.min  # a score may be too small for a float
     return math.log(max(null, least)) - math.log(max(span, least))

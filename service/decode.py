@@ -208,14 +208,19 @@ def _merge_windows(
     from the earlier in a tie. Zero-width tokens are left out.
     """
     rows = [np.flatnonzero(window.sequence == 0) for window in windows]
-    tokens = [
-        np.column_stack([window.offsets, window.words, window.input_ids])[row]
-        for window, row in zip(windows, rows, strict=True)
-    ]
+    tokens = _tokens(windows, rows)
     picked = _most_context([len(row) for row in rows], _shifts(tokens))
     merged = np.concatenate(tokens)[picked]
     wide = merged[:, 0] < merged[:, 1]
     return merged[wide, :2], merged[wide, 2], _gather(logits, rows)[picked[wide]]
+
+
+def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
+    """What tells a token from its neighbours, `[n, 4]` of each window."""
+    return [
+        np.column_stack([window.offsets, window.words, window.input_ids])[row]
+        for window, row in zip(windows, rows, strict=True)
+    ]
 
 
 def _shifts(windows: Sequence[Ints]) -> list[int]:
@@ -256,15 +261,17 @@ def qa(
     null_threshold: float,
     max_answer_tokens: int,
 ) -> list[Answer]:
-    """The `top_k` spans of `context` by falling score, equals by start and end; [] if it is empty.
+    """The `top_k` answers of `context` by falling score, equals by start and end; [] if it is empty.
 
     logits: `[n, 2]` of each window, for starts and for ends. Each is one softmax over the context's
     tokens and [CLS] of all windows; a span of 1 to `max_answer_tokens` tokens within a window
-    scores p_start * p_end, and reaches to the edges of its words.
+    scores p_start * p_end, in the window where that is more if several hold it, and reaches to the
+    edges of its words. The best 2 * `top_k` + 10 spans count: those that read the same but for case
+    are one answer, which scores their sum and stands where the best of them does.
 
     With `handle_impossible_answer`, the null answer is start and end at [CLS], in the window where
-    that is least likely. It comes first if it exceeds the best span by more than `null_threshold`
-    (a difference of logits) or there is no span, and else by its score, but after the best span.
+    that is least likely. It comes first if it exceeds the best answer by more than `null_threshold`
+    (a difference of logarithms) or there is none, and else by its score, but after the best answer.
     """
     rows = [_competing(window) for window in windows]
     scores = _gather(logits, rows).astype(np.float64)
@@ -274,11 +281,13 @@ def qa(
         _gather([window.words for window in windows], rows),
         _gather([window.offsets for window in windows], rows),
     )
+    places = np.concatenate(_places(windows, rows))
     splits = np.cumsum([len(row) for row in rows])[:-1]
-    by_window = list(zip(np.split(scores, splits), np.split(words, splits), strict=True))
-    ranked = _rank_spans(by_window, edges, top_k, max_answer_tokens)
+    parts = [np.split(column, splits) for column in (scores, words, places)]
+    by_window = list(zip(*parts, strict=True))
+    ranked = _merge_spans(_best_spans(by_window, edges, 2 * top_k + 10, max_answer_tokens), context)
     if handle_impossible_answer:
-        null = min(float(part[0].sum()) for part, _ in by_window)
+        null = min(float(part[0].sum()) for part, *_ in by_window)
         ranked.insert(_null_rank(ranked, null, null_threshold), (null, 0, 0))
     return [
         Answer(context[start:end], math.exp(score) / partition, start, end)
@@ -314,36 +323,53 @@ def _null_rank(ranked: Sequence[Span], null: float, null_threshold: float) -> in
     return max(1, sum(score >= null for score, _, _ in ranked))
 
 
-def _rank_spans(
-    windows: Sequence[tuple[Doubles, Ints]], edges: Ints, top_k: int, max_answer_tokens: int
+def _places(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
+    """Which token of the context each of the rows is, the same in every window that holds it."""
+    texts = [np.flatnonzero(window.sequence == 1) for window in windows]
+    begins = np.cumsum([0, *_shifts(_tokens(windows, texts))])
+    return [
+        row - (text[0] if len(text) else 0) + begin
+        for row, text, begin in zip(rows, texts, begins, strict=True)
+    ]
+
+
+def _best_spans(
+    windows: Sequence[tuple[Doubles, Ints, Ints]], edges: Ints, count: int, max_answer_tokens: int
 ) -> list[Span]:
-    """The `top_k` best distinct spans of characters. windows: logits and words, [CLS] first."""
-    best: dict[tuple[int, int], float] = {}
-    for logits, words in windows:
-        for score, first, last in _top_spans(logits[1:], words[1:], top_k, max_answer_tokens):
-            span = int(edges[first, 0]), int(edges[last, 1])
-            best[span] = max(score, best.get(span, score))
-    ranked = sorted(best, key=lambda span: (-best[span], span))
-    return [(best[span], *span) for span in ranked[:top_k]]
+    """The best `count` spans, each once. windows: logits, words and places, [CLS] first."""
+    best: dict[tuple[int, int], Span] = {}
+    for logits, words, places in windows:
+        for score, first, last in _top_spans(logits[1:], count, max_answer_tokens):
+            tokens = int(places[1 + first]), int(places[1 + last])
+            span = score, int(edges[words[1 + first], 0]), int(edges[words[1 + last], 1])
+            best[tokens] = max(span, best.get(tokens, span))
+    ranked = sorted(best, key=lambda tokens: (-best[tokens][0], tokens))
+    return [best[tokens] for tokens in ranked[:count]]
 
 
-def _top_spans(logits: Doubles, words: Ints, top_k: int, max_answer_tokens: int) -> list[Span]:
-    """The `top_k` best pairs of first and last word in one window, equals in text order."""
-    reach = min(max_answer_tokens, len(words))
+def _merge_spans(spans: Sequence[Span], context: str) -> list[Span]:
+    """Spans that read the same but for case as one, the likeliest first; `spans` are, too."""
+    same: dict[str, list[Span]] = {}
+    for span in spans:
+        same.setdefault(context[span[1] : span[2]].lower(), []).append(span)
+    merged = [(_log_sum([score for score, *_ in own]), *own[0][1:]) for own in same.values()]
+    return sorted(merged, key=lambda span: (-span[0], span[1:]))
+
+
+def _log_sum(scores: Sequence[float]) -> float:
+    """The logarithm of a sum of exponentials, of which the first is the largest."""
+    return scores[0] + math.log(math.fsum(math.exp(score - scores[0]) for score in scores))
+
+
+def _top_spans(logits: Doubles, count: int, max_answer_tokens: int) -> list[Span]:
+    """Score, first and last token of the best `count` spans of one window, equals in text order."""
+    reach = min(max_answer_tokens, len(logits))
     if not reach:
         return []
     # [n, reach]: each start with every end that it may have; a padded end never wins
-    padding = (0, reach - 1)
-    ends = np.pad(logits[:, 1], padding, constant_values=-np.inf)
-    lasts = np.pad(words, padding, mode="edge")
-    scores = logits[:, :1] + sliding_window_view(ends, reach)
-    further = sliding_window_view(lasts, reach) - words[:, None]
-    # [words, reach]: the best of the spans between two words, which are at most as far apart as
-    # their tokens are
-    table = np.full((words[-1] - words[0] + 1) * reach, -np.inf)
-    np.maximum.at(table, ((words - words[0])[:, None] * reach + further).ravel(), scores.ravel())
-    order = np.argsort(-table, kind="stable")[:top_k]
-    firsts = words[0] + order // reach
-    columns = table[order], firsts, firsts + order % reach
-    spans = zip(*(column.tolist() for column in columns), strict=True)
-    return [span for span in spans if span[0] > -np.inf]
+    ends = np.pad(logits[:, 1], (0, reach - 1), constant_values=-np.inf)
+    scores = (logits[:, :1] + sliding_window_view(ends, reach)).ravel()
+    order = np.argsort(-scores, kind="stable")[:count]
+    order = order[scores[order] > -np.inf]
+    columns = scores[order], order // reach, order // reach + order % reach
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -420,6 +420,8 @@ class TestNer:
 def by_two_loops(
     windows: Sequence[Encoding],
     logits: Sequence[NDArray[np.float32]],
+    context: str,
+    top_k: int,
     max_answer_tokens: int,
     null_threshold: float | None,
 ) -> list[tuple[float, int, int]]:
@@ -435,15 +437,22 @@ def by_two_loops(
             known = edges.get(word, (start, end))
             edges[word] = min(start, known[0]), max(end, known[1])
     normaliser = scipy.special.logsumexp(np.concatenate(everything, dtype=float), axis=0).sum()
-    best: dict[tuple[int, int], float] = {}
+    spans: dict[tuple[int, int], tuple[float, int, int, int, int]] = {}
     for window, part in zip(windows, logits, strict=True):
         rows = np.flatnonzero(window.sequence == 1)
         for first in rows:
             for last in range(first, min(first + max_answer_tokens, rows[-1] + 1)):
-                span = edges[window.words[first]][0], edges[window.words[last]][1]
-                score = float(part[first, 0]) + float(part[last, 1])
-                best[span] = max(score, best.get(span, score))
-    answers = sorted((-score, *span) for span, score in best.items())
+                place = int(window.input_ids[first]), int(window.input_ids[last])
+                start, end = edges[window.words[first]][0], edges[window.words[last]][1]
+                span = -float(part[first, 0]) - float(part[last, 1]), *place, start, end
+                spans[place] = min(span, spans.get(place, span))
+    same: dict[str, list[tuple[float, int, int]]] = {}
+    for score, _, _, start, end in sorted(spans.values())[: 2 * top_k + 10]:
+        same.setdefault(context[start:end].lower(), []).append((score, start, end))
+    answers = sorted(
+        (-float(scipy.special.logsumexp([-score for score, *_ in own])), *own[0][1:])
+        for own in same.values()
+    )
     if null_threshold is not None:
         null = min(float(part[0].sum()) for part in logits)
         wins = not answers or null + answers[0][0] > null_threshold
@@ -512,7 +521,9 @@ class TestQa:
             max_answer_tokens=max_answer_tokens,
         )
 
-        expected = by_two_loops(windows, parts, max_answer_tokens, null_threshold)[:top_k]
+        expected = by_two_loops(windows, parts, context, top_k, max_answer_tokens, null_threshold)[
+            :top_k
+        ]
         assert [(found.start, found.end) for found in answers] == [
             (start, end) for _, start, end in expected
         ]
@@ -572,6 +583,37 @@ class TestQa:
         [in_windows] = answer(*cut(encoding, logits, room=3, stride=1), join(words))
 
         assert (whole.answer, in_windows.answer) == ("Westminster", "Westminster")
+
+    def test_answers_that_read_the_same_are_one(self) -> None:
+        """Their scores are added up, and they stand where the best of them does."""
+        words = ["Rome", "or", "ro|me", "x"]
+        encoding = encode(words, sequence=1)
+        logits = np.full((len(encoding), 2), -20, np.float32)
+        logits[[3, 5, 7], 0] = np.log([0.3, 0.2, 0.5])
+        logits[[3, 6, 7], 1] = np.log([0.6, 0.3, 0.1])
+
+        found = answer([encoding], [logits], join(words), top_k=9)
+
+        # rome: 0.3 * 0.6 and 0.2 * 0.3; from the first to the second, 0.3 * 0.3, is another answer
+        assert [(found.answer, found.start) for found in found[:2]] == [
+            ("Rome", 0),
+            ("Rome or rome", 0),
+        ]
+        assert [found.score for found in found[:2]] == pytest.approx([0.24, 0.09])
+        assert len({found.answer.lower() for found in found}) == len(found) == 9
+
+    def test_what_windows_share_counts_once(self) -> None:
+        """A span that two windows hold is not twice as likely as one that only one holds."""
+        words = ["a", "b", "c"]
+        encoding = encode(words, sequence=1)
+        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), room=2, stride=1)
+
+        answers = answer(windows, logits, join(words), top_k=9, max_answer_tokens=1)
+
+        # four tokens and two [CLS], none more likely than another
+        assert answers == [
+            Answer(word, 1 / 36, 2 * at, 2 * at + 1) for at, word in enumerate("abc")
+        ]
 
     def test_longest_answer(self) -> None:
         """An answer has at most `max_answer_tokens` tokens, however likely a longer one is."""
