@@ -4,22 +4,28 @@ The texts are made so that looking around pays: a document keeps to one of four 
 stages in order, and a topic has five words of its own for each stage.
 """
 
+import functools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
-from model import pretrain, tokenizer
+from model import checkpoint, corpus, pretrain, tokenizer
+from model.attention import Layout
 from model.families import FAMILIES
+from model.heads import make_pretraining
+from service import packing
 
 CPU = torch.device("cpu")
-WORDS = 80  # in all
-OF_ONE_KIND = 5  # of one topic and stage
-TOPICS = 4
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def topics_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def document() -> Iterator[str]:
         topic = rng.choice("bdfg")
         for stage in "aeio":
-            words = (topic + stage + rng.choice("klmnp") for _ in range(OF_ONE_KIND))
+            words = (topic + stage + rng.choice("klmnp") for _ in range(5))
             yield " ".join(words).capitalize() + "."
 
     path = tmp_path_factory.mktemp("topics") / "topics.txt"
@@ -91,3 +97,111 @@ def test_every_family(
         for run in ("first", "second")
     )
     torch.testing.assert_close(second, first, rtol=0, atol=1e-8)
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "initializer_range": 0.1,  # 0.02 is for 768, and takes a model of 64 long to get away from
+}
+OWN: dict[str, dict[str, Any]] = {
+    "roberta": {},
+    "bert": {},
+    "albert": {"embedding_size": 64},
+    "electra": {"embedding_size": 64, "num_hidden_layers": 1},
+}
+STEPS = {"electra": 300}
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A family's model after a short run, batches that it was not trained on, and the loss of who goes by frequency."""
+
+    model: nn.Module
+    batches: list[corpus.Batch]
+    specials: corpus.Specials
+    words_alone: float
+
+
+@pytest.fixture(scope="module")
+def learn(
+    tokenizer_files: dict[str, Path], topics_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Learnt]:
+    @functools.cache
+    def run(name: str) -> Learnt:
+        out, family, words = tmp_path_factory.mktemp(name), FAMILIES[name], tokenizer_files[name]
+        recipe = {"batch_tokens": 512, "steps": STEPS.get(name, 200), "lr": 3e-3}
+        shape = {**SMALL, **OWN[name]}
+        pretrain.pretrain(settings(name, words, topics_file, out / "run", **recipe, shape=shape))
+        kept, in_pairs = out / "run" / "checkpoint", family.pairs is not None
+        model = make_pretraining(checkpoint.read_config(kept), in_pairs)
+        checkpoint.init_pretraining(model, kept)
+
+        text = corpus.load([topics_file], words, out / "cache")
+        specials = corpus.Specials.of(Tokenizer.from_file(str(words)), family)
+        drawn = {"size": 32, "length": 32, "rate": 0.15, "pairs": family.pairs}
+        batches = [
+            corpus.make_batch(text, specials, seed=99, step=step, **drawn) for step in range(20)
+        ]
+        shares = np.bincount(text.ids) / len(text.ids)
+        shares = shares[shares > 0]
+        return Learnt(model.eval(), batches, specials, float(-(shares * np.log(shares)).sum()))
+
+    return run
+
+
+def inputs(batch: corpus.Batch) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    positions = packing.positions(batch.layout)
+    ids = map(torch.as_tensor, (batch.input_ids, batch.token_type_ids, positions))
+    return (*ids, Layout.of(batch.layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "of_words_alone"),
+    [("roberta", 0.85), ("bert", 0.85), ("albert", 0.95), ("electra", 0.96)],
+)
+def test_hidden_tokens(name: str, of_words_alone: float, learn: Callable[[str], Learnt]) -> None:
+    """Are guessed better than from how frequent words are; by ELECTRA's generator, which is small, a little better."""
+    learnt = learn(name)
+    found = pretrain.evaluate(learnt.model, learnt.batches, CPU)
+    assert found["mlm"] < of_words_alone * learnt.words_alone
+
+
+@pytest.mark.parametrize("name", ["bert", "albert"])
+def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
+    """Whether a text is the next one (a quarter of the false ones keep to the topic), or two stand in order."""
+    learnt = learn(name)
+    with torch.no_grad():
+        logits = [learnt.model(*inputs(batch))[1] for batch in learnt.batches]
+    right = np.concatenate(
+        [one.argmax(1).numpy() == b.is_next for one, b in zip(logits, learnt.batches, strict=True)]
+    )
+    found = pretrain.evaluate(learnt.model, learnt.batches, CPU)
+    assert len(right) == 640
+    assert right.mean() > 0.7  # ten standard deviations above a coin
+    assert found[FAMILIES[name].pair_objective] < 0.8 * math.log(2)
+
+
+def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
+    """A replaced word is more suspect than a real one, and the loss is below that of who knows only how many are."""
+    learnt = learn("electra")
+    suspicion, replaced, of_words = [], [], []
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for batch in learnt.batches:
+            given = inputs(batch)
+            masked, labels = torch.as_tensor(batch.masked), torch.as_tensor(batch.labels)
+            seen = learnt.model.replace(given, masked, learnt.model.generator(*given, masked))
+            real = given[0].index_copy(0, masked, labels)
+            suspicion.append(learnt.model.discriminator(*seen))
+            replaced.append(seen[0] != real)
+            of_words.append(~torch.isin(real, torch.tensor([*learnt.specials.ids.values()])))
+    words = torch.cat(of_words)
+    scores, truth = torch.cat(suspicion)[words], torch.cat(replaced)[words]
+    share = float(torch.cat(replaced).float().mean())
+    blind = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    more_suspect = (scores[truth][:, None] > scores[~truth]).float().mean()
+    assert truth.sum() > 1500
+    assert more_suspect > 0.65  # by chance 0.5, give or take 0.007
+    assert pretrain.evaluate(learnt.model, learnt.batches, CPU)["rtd"] < 0.9 * blind
