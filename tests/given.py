@@ -68,6 +68,7 @@ def save_given(folder: Path, model_type: str, task: str, **shape: Any) -> Networ
     model.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        model_max_length=POSITIONS,
         **{f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")},
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     ).save_pretrained(folder)
@@ -81,14 +82,12 @@ def save_graph(
     inputs: tuple[str, ...] = INPUTS,
     *,
     dynamo: bool = False,
-    fixed: tuple[int, ...] = (),
 ) -> None:
-    """Export a model as optimum does, or by dynamo; the axes `fixed` are not dynamic."""
+    """Export a model as optimum does, or by dynamo."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ids = torch.tensor([[2, *range(10, 22), 3], [2, *range(30, 36), 3, *[0] * 6]])
     arrays = {"input_ids": ids, "attention_mask": (ids > 0).long(), "token_type_ids": 0 * ids}
-    arrays["position_ids"] = torch.arange(ids.shape[1]).expand(ids.shape)
-    axes = {axis: name for axis, name in enumerate(("B", "S")) if axis not in fixed}
+    axes = dict(enumerate(("B", "S")))
     if dynamo:
         dims = {axis: torch.export.Dim(name) for axis, name in axes.items()}
         how: dict[str, Any] = {"dynamic_shapes": (tuple(dims for _ in inputs),), "verbose": False}

@@ -1,6 +1,7 @@
 """Graphs of encoders that are not written here, exported by others' tools, are served and answer as in transformers."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from service.encode import Encoder
 from tests import samples
 from tests.e2e.calls import close
 from tests.e2e.conftest import Server, serving
-from tests.given import INPUTS, LABELS, OUTPUTS, TAGS, save_given, save_graph
+from tests.given import INPUTS, LABELS, OUTPUTS, POSITIONS, TAGS, save_given, save_graph
 
 pytestmark = pytest.mark.e2e
 
@@ -50,6 +51,8 @@ class Case:
 CASES = [
     Case("squeezebert", "classification"),
     Case("ernie", "ner", place="onnx/model.onnx"),
+    # Its positions begin behind the padding token's id, which the graph counts from its tokens.
+    Case("data2vec-text", "ner", shape={"max_position_embeddings": POSITIONS + 1}),
     Case("megatron-bert", "qa"),
     Case("rembert", "embedding", shape={"eos_token_id": 3}),
     # These mix padding into what they compute.
@@ -132,7 +135,7 @@ def entities(folder: Path) -> list[Any]:
 def answers(folder: Path) -> list[Any]:
     """Spans that transformers' logits stand for."""
     said, _ = transformers_model(folder)
-    encoder = Encoder.from_file(folder / "tokenizer.json", 128)
+    encoder = Encoder.from_file(folder / "tokenizer.json", POSITIONS)
     expected = []
     for question, text in zip(QUESTIONS, TEXTS, strict=True):
         found = said(question, text)
@@ -223,3 +226,22 @@ def test_models_say_how_they_are_computed(server: Server) -> None:
     said = {m["name"]: m for m in json.loads(server.get("/models").body)["models"]}
     assert {case.name: case.layout for case in CASES} == {n: m["layout"] for n, m in said.items()}
     assert {"fp32"} == {model["precision"] for model in said.values()}
+
+
+def test_the_real_minilm(minilm_folder: Path, tmp_path: Path) -> None:
+    """Its graph, pooled as `modules.json` says, gives the vectors of sentence-transformers, padded."""
+    peer = pytest.importorskip("sentence_transformers").SentenceTransformer(
+        str(minilm_folder), device="cpu"
+    )
+    skipped = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(minilm_folder, tmp_path / "minilm", ignore=skipped)
+    model = transformers.AutoModel.from_pretrained(minilm_folder).eval()
+    save_graph(folder / "onnx" / "model.onnx", model, OUTPUTS["embedding"])
+    assert 0 == export(["--onnx", str(folder), str(tmp_path / "bundle")])
+    texts = [*samples.STRANGE.values(), *TEXTS, samples.text(800)]
+    with serving(tmp_path / "bundle") as server:
+        (said,) = json.loads(server.get("/models").body)["models"]
+        found = server.answer("/embed", {"inputs": texts})["embeddings"]
+    assert "padded" == said["layout"]
+    expected = peer.encode(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

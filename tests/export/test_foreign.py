@@ -201,6 +201,7 @@ def test_tasks(task: str, folder: Path, out: Path) -> None:
         "embedding": lambda: means(made),
     }[task]()
     assert_gives(made, task, expected)
+    assert "padded" == made.manifest.graphs[0].layout
     (head,) = made.manifest.heads.values()
     assert ((*LABELS.values(),) if task in ("classification", "ner") else ()) == head.labels
     assert (("mean", WIDTH) if task == "embedding" else (None, None)) == (
