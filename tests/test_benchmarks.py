@@ -1,7 +1,9 @@
 """The load generator counts what a server answered, and the padded server is fed the same weights."""
 
 import asyncio
+import gzip
 import json
+import lzma
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
@@ -11,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bare, bench, plot, rounds, servers, tune
+from benchmarks import bare, bench, plot, pretraining, rounds, servers, tune
 from benchmarks.bench import only_portable
 from benchmarks.limit import flops_per_token
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
@@ -19,6 +21,7 @@ from benchmarks.servers import Running
 from benchmarks.traffic import MIXES, NEWS, texts
 from service import bundle
 from service.encode import Encoder
+from tests import samples
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 REQUESTS = [request_bytes("/embed", body) for body in (b"1", b"22", b"333")]
@@ -274,4 +277,37 @@ def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
         {"server": "absent", "closed": {}, "skipped": "not here"},
     ]
     plot.draw(rows, tmp_path / "picture.png", "two servers")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pretraining(tmp_path: Path) -> None:
+    """A family is pretrained, judged and fine-tuned; asked again it knows, and it is told in a table and a picture."""
+    data = tmp_path / "data"
+    for name in ("pretrain", "classification/sst2", "classification/ag_news"):
+        (data / name).mkdir(parents=True)
+    for name in ("wiki_en_00", "wiki_en_07"):
+        with lzma.open(data / f"pretrain/{name}.txt.xz", "wt") as file:
+            file.write("\n\n".join(samples.text(30, seed=i) for i in range(60)))
+    rows = [
+        {"text": f"as {mood} as {i}", "label": mood} for i in range(20) for mood in ("ill", "well")
+    ]
+    for name in ("sst2/train_sentences", "sst2/test", "ag_news/train", "ag_news/test"):
+        with gzip.open(data / f"classification/{name}.jsonl.gz", "wt") as file:
+            file.write("\n".join(map(json.dumps, rows)))
+
+    found = pretraining.measure("electra", 1, 2 * pretraining.STEP, data, tmp_path / "scratch")
+    again = pretraining.measure("electra", 1, 2 * pretraining.STEP, data, tmp_path / "scratch")
+
+    assert found == again
+    assert [tokens for tokens, _ in found["curve"]] == [1024, 2048]
+    assert 0 < found["held_out"] < 10
+    assert {
+        0 <= found[f"{task}, {kind}"] <= 1
+        for task in pretraining.TASKS
+        for kind in ("fresh", "pretrained")
+    } == {True}
+    head, _, row = pretraining.table([found])
+    assert head.count("|") == row.count("|")
+    assert row.startswith("| electra | ")
+    pretraining.draw([found], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
