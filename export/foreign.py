@@ -1,7 +1,7 @@
 """A graph that another tool exported, with what lies beside it, in the layout of optimum's directories.
 
-Its task is what `modules.json` says, else `architectures`, and its outputs have to be that task's. What cannot be
-served is refused by name.
+Its task is embedding where there is a `modules.json`, unless that is a CrossEncoder's, else what `architectures` says,
+and its outputs have to be that task's. What cannot be served is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from export.source import LONGEST, SENTENCE, read_modules, read_tokenizer, said_length
-from model.checkpoint import describe_head, read_json, read_pooling
+from model.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
 from model.family import SUFFIXES
 from model.names import CheckpointError
 from service.bundle import Head, cosine
@@ -46,9 +46,7 @@ POSITIONS_BEHIND_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
-SAME_WAY = (
-    0.9999  # cosine of what was pooled the same way; rounding costs far less, another way far more
-)
+SAME_WAY = 0.9999  # cosine of what is pooled alike: rounding costs far less, another way far more
 
 Array = NDArray[Any]
 Answers = Mapping[str, Array]  # a graph's own outputs for one input, by name: a batch of one
@@ -125,7 +123,7 @@ def _find(given: Path) -> tuple[Path, Path]:
 
 
 def _task(folder: Path, config: Mapping[str, Any]) -> str:
-    if (folder / "modules.json").is_file():
+    if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
         return "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]
     for task, suffix in SUFFIXES.items():

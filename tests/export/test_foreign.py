@@ -301,6 +301,19 @@ def test_modules(folder: Path, out: Path, tmp_path: Path) -> None:
     assert plain.manifest.embedding_space != made.manifest.embedding_space
 
 
+def test_a_cross_encoder(folder: Path, out: Path) -> None:
+    """What sentence-transformers' CrossEncoder writes is a classifier, whose one label comes through a sigmoid."""
+    write_modules(folder)
+    write_json(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder"})
+    proto = first_token(lookup("logits"), "logits")
+    proto.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(TABLES["logits"][:, :1], "logits.table")
+    )
+    made = export(write(folder, "classification", proto, id2label={"0": "fits"}), out)
+    assert_gives(made, "classification", firsts(made, "logits")[:, :1])
+    assert "single_label_classification" == made.manifest.heads["classification"].problem_type
+
+
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", means), ("cls", firsts)])
 def test_sentence_embedding(
     pooling: str, expected: Callable[..., np.ndarray], folder: Path, out: Path
