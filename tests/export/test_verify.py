@@ -23,6 +23,8 @@ Outputs = list[dict[str, NDArray[np.float32]]]
 
 LABELS = Head(task="classification", labels=("a", "b"))
 MANY = Head(task="classification", labels=("a", "b"), problem_type="multi_label_classification")
+ONE = Head(task="classification", labels=("a",))
+GRADE = Head(task="classification", labels=("a",), problem_type="regression")
 TAGS = Head(task="ner", labels=("O", "B-X"))
 SPANS = Head(task="qa")
 VECTOR = Head(task="embedding", pooling="mean", dimensions=2)
@@ -85,11 +87,24 @@ def test_company_that_matters_is_refused(moved: float) -> None:
         (LABELS, [1, 2], [0, 9], 1.0),
         (LABELS, [1, 2], [2, 1], 0.0),
         (MANY, [1, -2], [9, 2], 0.5),
+        (ONE, [1], [9], 1.0),
+        (ONE, [1], [-1], 0.0),
+        (GRADE, [1], [-1], 1.0),
         (TAGS, [[1, 2], [2, 1]], [[1, 2], [1, 2]], 0.5),
         (SPANS, [[1, 9], [3, 2]], [[2, 3], [4, 9]], 0.5),
         (VECTOR, [1, 2], [-1, -2], 1.0),
     ],
-    ids=["label", "other label", "labels", "tags", "ends of a span", "vectors decide nothing"],
+    ids=[
+        "label",
+        "other label",
+        "labels",
+        "holds",
+        "holds no more",
+        "grades decide nothing",
+        "tags",
+        "ends of a span",
+        "vectors decide nothing",
+    ],
 )
 def test_same_decisions(head: Head, a: object, b: object, same: float) -> None:
     """Each task has its own decisions: labels, tags, or the tokens where an answer starts and ends."""

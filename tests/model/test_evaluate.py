@@ -1,7 +1,6 @@
 """What is measured is what will be answered: predictions go through the service's own decoding."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -298,22 +297,14 @@ def test_scores_of_some_pairs_cannot_be_judged(
         judge(model, encoder, "vectors", {"vectors": path})
 
 
-def test_a_single_label_holds_or_not(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_a_single_label_holds_or_not(encoder: Encoder) -> None:
     """From one half, and the order of scores has an average precision."""
-    found = rows.read(files["relevance"], "classification", "regression")
-    logits = [
-        alone(model, "relevance", encoder.pairs([row.text], [row.pair])[0].windows[0])[0, 0]
-        for row in found
-    ]
-    gold = np.asarray([row.score for row in found])
-    metrics, answers = judge(model, encoder, "relevance", files)
-    assert metrics["accuracy"] == np.mean((np.asarray(logits) > 0) == gold)
-    ordered = gold[np.argsort(logits)[::-1]]
-    precision = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)
-    assert metrics["average_precision"] == close(precision[ordered == 1].mean())
-    assert answers == [round(1 / (1 + math.exp(-logit)), 1) for logit in logits]
+    found = [rows.Text("here", "a", "b", score=grade) for grade in (0.0, 1.0, 1.0, 0.0)]
+    (pair,) = encoder.pairs(["a"], ["b"])
+    texts = [(pair, [np.float32([logit])]) for logit in (-3.0, 0.1, -0.1, 0.2)]
+    metrics, answers = evaluate.judge_texts(found, texts, HEADS["relevance"])
+    assert metrics == {"average_precision": pytest.approx((1 / 2 + 2 / 3) / 2), "accuracy": 0.5}
+    assert answers == [0.0, 0.5, 0.5, 0.5]
 
 
 # -- metrics --------------------------------------------------------------------------------------
