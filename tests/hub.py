@@ -48,10 +48,11 @@ def save(model_type: str, folder: Path, kind: Any, **fields: Any) -> Path:
 
 
 def save_sentence_transformer(
-    model_type: str, folder: Path, pooling: str = "mean"
+    model_type: str, folder: Path, pooling: str = "mean", **fields: Any
 ) -> SentenceTransformer:
     """A bi-encoder: its encoder, a pooling, and vectors of length 1."""
-    plain = save(model_type, folder.with_name(f"{folder.name}-plain"), transformers.AutoModel)
+    plain = folder.with_name(f"{folder.name}-plain")
+    save(model_type, plain, transformers.AutoModel, **fields)
     transformer = Transformer(str(plain))
     parts = [transformer, Pooling(transformer.get_embedding_dimension(), pooling), Normalize()]
     made = SentenceTransformer(modules=parts, device="cpu")
@@ -59,10 +60,13 @@ def save_sentence_transformer(
     return made
 
 
-def save_cross_encoder(model_type: str, folder: Path, activation: torch.nn.Module) -> CrossEncoder:
+def save_cross_encoder(
+    model_type: str, folder: Path, activation: torch.nn.Module, **fields: Any
+) -> CrossEncoder:
     """One score of a pair, through an activation."""
     kind = transformers.AutoModelForSequenceClassification
-    plain = save(model_type, folder.with_name(f"{folder.name}-plain"), kind, num_labels=1)
+    plain = folder.with_name(f"{folder.name}-plain")
+    save(model_type, plain, kind, num_labels=1, **fields)
     made = CrossEncoder(str(plain), activation_fn=activation, device="cpu")
     made.save(str(folder))
     return made

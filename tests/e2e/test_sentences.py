@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +31,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """All of them in one service, at fp32."""
+    """All of them in one service, at fp32; of one layer each, for tracing takes its time."""
     saved, bundles = (tmp_path_factory.mktemp(name) for name in ("saved", "bundles"))
-    bi = {name: hub.save_sentence_transformer(name, saved / f"bi-{name}") for name in BI}
+    one: dict[str, Any] = {"num_hidden_layers": 1}
+    bi = {name: hub.save_sentence_transformer(name, saved / f"bi-{name}", **one) for name in BI}
     cross = {
-        name: hub.save_cross_encoder(name, saved / f"cross-{name}", activation)
+        name: hub.save_cross_encoder(name, saved / f"cross-{name}", activation, **one)
         for name, activation in CROSS.items()
     }
     folders = [saved / f"bi-{name}" for name in BI] + [saved / f"cross-{name}" for name in CROSS]
