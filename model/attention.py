@@ -1,6 +1,6 @@
 """Attention: one function with one contract, and the only place that has several lowerings.
 
-    attention(qkv, num_heads, layout, dropout, bias) -> context        qkv [T, 3H] -> [T, H]
+    attention(qkv, num_heads, layout, dropout, bias, scale) -> context        qkv [T, 3H] -> [T, H]
 
 Every other part of the model works on packed tokens `[T, H]` and never sees padding. Here the tokens are gathered
 into `[B, S]` slots and back, in the way that the device or the exported graph does best:
@@ -65,78 +65,109 @@ def attention(
     layout: Layout | Padded,
     dropout: float = 0.0,
     bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017): `[T, 3H]` -> `[T, H]`.
 
-    bias: added to the scaled scores, `[1 or B, N, S, S]`
+    bias: added to the scaled scores, `[1 or B, 1 or N, S, S]`
+    scale: of the scores, 1 / sqrt(D) by default
     """
+    if bias is not None:
+        bias = bias.to(qkv.dtype)
     if isinstance(layout, Padded):
-        return _padded(qkv, num_heads, layout, bias)
+        return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
-        return lowering(qkv, num_heads, layout, bias)
+        return lowering(qkv, num_heads, layout, bias, scale)
     half = qkv.dtype in (torch.float16, torch.bfloat16)
     if qkv.is_cuda and half and not dropout and bias is None:
-        return _varlen(qkv, num_heads, layout)
-    return _gathered(qkv, num_heads, layout, dropout, bias)
+        return _varlen(qkv, num_heads, layout, scale)
+    return _gathered(qkv, num_heads, layout, dropout, bias, scale)
 
 
-def slots(layout: Layout | Padded) -> int:
+def count_slots(layout: Layout | Padded) -> int:
     """S, the longest sequence of a batch."""
     return (layout.attention_mask if isinstance(layout, Padded) else layout.unpack).shape[1]
 
 
-def _slots(qkv: Tensor, num_heads: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed `[T, 3H]` -> query, key, value, each `[B, N, S, D]`."""
-    batch, longest = layout.unpack.shape
+def to_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
+    """`[T, W]` -> `[B, S, W]`; what stands in the slots after a sequence's end is of no meaning."""
+    if isinstance(layout, Padded):
+        return x.view(*layout.attention_mask.shape, -1)
     if not layout.full:
-        qkv = qkv.index_select(0, layout.unpack.reshape(-1))  # [B * S, 3H]
-    query, key, value = qkv.view(batch, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+        x = x.index_select(0, layout.unpack.reshape(-1))
+    return x.view(*layout.unpack.shape, -1)
+
+
+def from_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
+    """`[B, S, W]` -> `[T, W]`"""
+    x = x.reshape(-1, x.shape[-1])
+    return x if isinstance(layout, Padded) or layout.full else x.index_select(0, layout.pack)
+
+
+def real_slots(layout: Layout | Padded) -> Tensor:
+    """`[B, S]`, True where a slot holds a token."""
+    if isinstance(layout, Padded):
+        return layout.attention_mask.bool()
+    columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)
+    return columns < layout.lengths[:, None]
+
+
+def by_head(qkv: Tensor, num_heads: int, layout: Layout | Padded) -> tuple[Tensor, Tensor, Tensor]:
+    """`[T, 3H]` -> query, key, value in slots, each `[B, N, S, D]`."""
+    slots = to_slots(qkv, layout)
+    query, key, value = slots.view(*slots.shape[:2], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
     return query, key, value
 
 
-def _key_mask(layout: Layout) -> Tensor | None:
-    """`[B, 1, 1, S]`, True where a key may be attended to; None where all may."""
-    if layout.full:
-        return None
-    columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)
-    return (columns < layout.lengths[:, None])[:, None, None, :]
-
-
 def _gathered(
-    qkv: Tensor, num_heads: int, layout: Layout, dropout: float, bias: Tensor | None
+    qkv: Tensor,
+    num_heads: int,
+    layout: Layout,
+    dropout: float,
+    bias: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
-    query, key, value = _slots(qkv, num_heads, layout)
-    mask = _key_mask(layout)
-    if bias is not None:
-        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-    context = context.transpose(1, 2).reshape(-1, qkv.shape[1] // 3)  # [B * S, H]
-    return context if layout.full else context.index_select(0, layout.pack)
+    query, key, value = by_head(qkv, num_heads, layout)
+    mask = bias
+    if not layout.full:
+        real = real_slots(layout)[:, None, None, :]
+        mask = real if bias is None else bias.masked_fill(~real, -torch.inf)
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+    return from_slots(context.transpose(1, 2).flatten(2), layout)
 
 
-def _varlen(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
+def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)  # [T, N, D]
     longest = layout.unpack.shape[1]
-    context = varlen_attn(query, key, value, layout.cu_seqlens, layout.cu_seqlens, longest, longest)
+    context = varlen_attn(
+        query,
+        key,
+        value,
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        longest,
+        longest,
+        scale=scale,
+    )
     return context.reshape(len(qkv), -1)
 
 
-def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None) -> Tensor:
-    batch, longest = layout.unpack.shape
-    slots = qkv.index_select(0, layout.unpack.reshape(-1)).view(batch, longest, -1)  # [B, S, 3H]
-    query, key, value = slots.chunk(3, dim=-1)
+def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float) -> Tensor:
+    query, key, value = to_slots(qkv, layout).chunk(3, dim=-1)  # [B, S, H]
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
         [query, key, value, None, layout.lengths.to(torch.int32), *_given(bias)],
-        {"num_heads": num_heads},
+        _settings(num_heads, scale),
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
     )
-    return context.reshape(batch * longest, -1).index_select(0, layout.pack)
+    return from_slots(context, layout)
 
 
 def _given(bias: Tensor | None) -> list[Tensor]:
@@ -144,34 +175,42 @@ def _given(bias: Tensor | None) -> list[Tensor]:
     return [] if bias is None else [bias]
 
 
-def _onnx_cuda(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None) -> Tensor:
+def _settings(num_heads: int, scale: float | None) -> dict[str, int | float]:
+    """An operator's attributes."""
+    return {"num_heads": num_heads} if scale is None else {"num_heads": num_heads, "scale": scale}
+
+
+def _onnx_cuda(
+    qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float
+) -> Tensor:
     query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
     return torch.onnx.ops.symbolic(
         "com.microsoft::PackedMultiHeadAttention",
         [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_given(bias)],
-        {"num_heads": num_heads},
+        _settings(num_heads, scale),
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
     )
 
 
-def _padded(qkv: Tensor, num_heads: int, layout: Padded, bias: Tensor | None) -> Tensor:
+def _padded(
+    qkv: Tensor, num_heads: int, layout: Padded, bias: Tensor | None, scale: float
+) -> Tensor:
     # Written out, so that the graph holds standard operators only.
-    batch, longest = layout.attention_mask.shape
-    query, key, value = qkv.view(batch, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    query, key, value = by_head(qkv, num_heads, layout)
     mask = 1.0 - layout.attention_mask.to(qkv.dtype)[:, None, None, :]
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5  # [B, N, S, S]
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)  # [B, N, S, S]
     if bias is not None:
         scores = scores + bias
     scores = scores + mask * torch.finfo(qkv.dtype).min
     context = torch.softmax(scores, dim=-1) @ value
-    return context.transpose(1, 2).reshape(batch * longest, -1)
+    return from_slots(context.transpose(1, 2).flatten(2), layout)
 
 
 def attention_weights(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
     """Who attends to whom: `[B, N, S, S]`, rows (queries) sum to one. For looking at, not for speed."""
-    query, key, _ = _slots(qkv, num_heads, layout)
+    query, key, _ = by_head(qkv, num_heads, layout)
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    mask = _key_mask(layout)
-    return torch.softmax(scores if mask is None else scores.masked_fill(~mask, -torch.inf), dim=-1)
+    real = real_slots(layout)[:, None, None, :]
+    return torch.softmax(scores.masked_fill(~real, -torch.inf), dim=-1)

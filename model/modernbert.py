@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention, slots
+from model.attention import Layout, Padded, attention, count_slots
 from model.bert import ACTIVATIONS, BERT
 from model.config import BertConfig
 from model.pooling import first_tokens, mean_tokens
@@ -226,7 +226,7 @@ class ModernBert(nn.Module):
         size = c.hidden_size // c.num_attention_heads
         thetas = {GLOBAL: c.global_rope_theta, LOCAL: c.local_rope_theta}
         turns = {kind: rotation(position_ids, size, theta) for kind, theta in thetas.items()}
-        biases = {GLOBAL: None, LOCAL: nearness(slots(layout), c.local_attention // 2, x)}
+        biases = {GLOBAL: None, LOCAL: nearness(count_slots(layout), c.local_attention // 2, x)}
         for layer in self.layers:
             if keep is not None:
                 keep.append(x)

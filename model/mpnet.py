@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, slots
+from model.attention import Layout, Padded, count_slots
 from model.bert import Bert
 from model.distilbert import Embeddings as DistilBertEmbeddings
 from model.roberta import ROBERTA, RobertaConfig
@@ -60,7 +60,7 @@ class MPNet(Bert):
         self.init_weights(self.distances)
 
     def attention_bias(self, layout: Layout | Padded) -> Tensor:
-        places = torch.arange(slots(layout), device=self.distances.weight.device)
+        places = torch.arange(count_slots(layout), device=self.distances.weight.device)
         buckets = bucket(places[None, :] - places[:, None], self.distances.num_embeddings)
         return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]
 

@@ -22,14 +22,22 @@ def draw(lengths: list[int], seed: int = 0) -> tuple[Tensor, Layout]:
     return qkv, Layout.of(packing.make_layout(lengths))
 
 
-def by_definition(qkv: Tensor, lengths: list[int]) -> Tensor:
-    """softmax(Q Kᵀ / √D) V, one sequence and one head after the other."""
+def by_definition(
+    qkv: Tensor, lengths: list[int], bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(Q Kᵀ / √D + bias) V, one sequence and one head after the other."""
+    scale = scale or 1 / math.sqrt(HIDDEN // HEADS)
     contexts = []
-    for rows in qkv.split(lengths):
-        query, key, value = rows.chunk(3, dim=1)
-        heads = zip(*(part.chunk(HEADS, dim=1) for part in (query, key, value)), strict=True)
-        size = math.sqrt(HIDDEN // HEADS)
-        contexts.append(torch.cat([torch.softmax(q @ k.T / size, -1) @ v for q, k, v in heads], 1))
+    for i, rows in enumerate(qkv.split(lengths)):
+        parts = (part.chunk(HEADS, dim=1) for part in rows.chunk(3, dim=1))
+        heads = []
+        for n, (query, key, value) in enumerate(zip(*parts, strict=True)):
+            scores = query @ key.T * scale
+            if bias is not None:
+                own = bias[i % len(bias), n % bias.shape[1]]
+                scores = scores + own[: len(rows), : len(rows)]
+            heads.append(torch.softmax(scores, -1) @ value)
+        contexts.append(torch.cat(heads, 1))
     return torch.cat(contexts)
 
 
@@ -44,17 +52,39 @@ def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
     torch.testing.assert_close(context, by_definition(qkv, lengths), **TOLERANCE)
 
 
+def pad(qkv: Tensor, layout: Layout) -> tuple[Tensor, Padded]:
+    """The same in the trivial layout."""
+    columns = torch.arange(layout.unpack.shape[1])
+    mask = (columns < layout.lengths[:, None]).long()
+    return qkv.index_select(0, layout.unpack.flatten()), Padded(mask)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_padded_is_packed(lengths: list[int]) -> None:
     """The trivial layout gives real tokens what packed attention gives them."""
     qkv, layout = draw(lengths)
-    slots = qkv.index_select(0, layout.unpack.flatten())
-    columns = torch.arange(layout.unpack.shape[1])
-    mask = (columns < layout.lengths[:, None]).long()
+    slots, padded = pad(qkv, layout)
 
-    context = attention(slots, HEADS, Padded(mask)).index_select(0, layout.pack)
+    context = attention(slots, HEADS, padded).index_select(0, layout.pack)
 
     torch.testing.assert_close(context, attention(qkv, HEADS, layout), **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("each", [False, True], ids=["all the same", "each its own"])
+def test_bias_and_scale(lengths: list[int], each: bool) -> None:
+    """A bias for all sequences and heads, or for each, is added to scores that were scaled as told."""
+    qkv, layout = draw(lengths)
+    shape = (len(lengths) if each else 1, HEADS if each else 1, max(lengths), max(lengths))
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = by_definition(qkv, lengths, bias, 0.3)
+
+    torch.testing.assert_close(
+        attention(qkv, HEADS, layout, bias=bias, scale=0.3), expected, **TOLERANCE
+    )
+    slots, padded = pad(qkv, layout)
+    in_slots = attention(slots, HEADS, padded, bias=bias, scale=0.3)
+    torch.testing.assert_close(in_slots.index_select(0, layout.pack), expected, **TOLERANCE)
 
 
 def test_padded_mask_hides() -> None:
