@@ -58,10 +58,14 @@ class MPNet(Bert):
         buckets = config.relative_attention_num_buckets
         self.distances = nn.Embedding(buckets, config.num_attention_heads)
         self.init_weights(self.distances)
+        self.longest = config.max_length
+        away = torch.arange(-self.longest, self.longest + 1)
+        # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
+        self.register_buffer("buckets", bucket(away, buckets), persistent=False)
 
     def attention_bias(self, layout: Layout | Padded) -> Tensor:
-        places = torch.arange(count_slots(layout), device=self.distances.weight.device)
-        buckets = bucket(places[None, :] - places[:, None], self.distances.num_embeddings)
+        places = torch.arange(count_slots(layout), device=self.buckets.device)
+        buckets = self.buckets[places[None, :] - places[:, None] + self.longest]
         return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]
 
 
