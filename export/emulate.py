@@ -75,6 +75,7 @@ class PackedMultiHeadAttention(OpRun):
 
     op_domain = "com.microsoft"
     num_heads: int
+    scale: float | None = None  # 1 / sqrt(D)
 
     def _run(
         self,
@@ -84,6 +85,7 @@ class PackedMultiHeadAttention(OpRun):
         bias: None,
         token_offset: Array,  # [B, S]
         cumulative_sequence_length: Array,  # [B + 1]
+        attention_bias: Array | None = None,  # [1 or B, 1 or N, S, S]
         **_: Any,
     ) -> tuple[Array]:
         batch, longest = token_offset.shape
@@ -96,7 +98,9 @@ class PackedMultiHeadAttention(OpRun):
             return _wide(padded).view(batch, longest, self.num_heads, -1).transpose(1, 2)
 
         mask = torch.from_numpy(real)[:, None, None]
+        if attention_bias is not None:
+            mask = _wide(attention_bias).masked_fill(~mask, -np.inf)
         context = F.scaled_dot_product_attention(
-            spread(query), spread(key), spread(value), attn_mask=mask
+            spread(query), spread(key), spread(value), attn_mask=mask, scale=self.scale
         )
         return _rounded(context.transpose(1, 2).reshape(batch * longest, -1)[slots], query)

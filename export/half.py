@@ -15,17 +15,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.bert import FeedForward, SelfAttention
 from model.heads import Model
+
+PRODUCTS = ("attention", "feed_forward")  # what the layers of every family call them
 
 
 def halved(model: Model) -> Model:
     """A copy that computes so; it can be traced, and run by PyTorch."""
     copied = copy.deepcopy(model).eval()
-    for module in copied.encoder.modules():
+    for name, module in copied.encoder.named_modules():
         if isinstance(module, nn.Embedding):
             module.half().register_forward_hook(_widen)
-        elif isinstance(module, SelfAttention | FeedForward):
+        elif name.rpartition(".")[2] in PRODUCTS:
             module.half().register_forward_hook(_widen)
             module.register_forward_pre_hook(_narrow)
     return copied
