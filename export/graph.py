@@ -16,6 +16,7 @@ from onnx.external_data_helper import set_external_data
 from torch import Tensor, nn
 from torch.export import Dim
 
+from export.fold import fold
 from model.attention import Layout, Padded
 from model.heads import Model
 from service import packing
@@ -148,7 +149,8 @@ def _trace(
     _check_names(outputs)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        for talkative in ("torch.onnx", "onnxscript"):
+            logging.getLogger(talkative).setLevel(logging.ERROR)
         program = torch.onnx.export(
             module.eval(),
             tuple(map(torch.from_numpy, arrays)),
@@ -184,6 +186,7 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
     del proto.graph.value_info[:]
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
+    fold(proto)
     onnx.checker.check_model(proto)
     return proto
 

@@ -17,6 +17,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from export.fold import drop_unused
+
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
 ZERO_POINT = (
@@ -51,7 +53,7 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
         raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
     del graph.node[:]
     graph.node.extend(nodes)
-    _drop_unused(graph)
+    drop_unused(graph)
     onnx.checker.check_model(quantized)
     return quantized
 
@@ -162,10 +164,3 @@ def _array(tensor: TensorProto) -> NDArray[np.float32]:
 
 def _attribute(node: NodeProto, name: str) -> int | None:
     return next((attribute.i for attribute in node.attribute if attribute.name == name), None)
-
-
-def _drop_unused(graph: onnx.GraphProto) -> None:
-    used = {name for node in graph.node for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
