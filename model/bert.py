@@ -8,6 +8,7 @@ T tokens, M masked tokens, B sequences, H hidden, I intermediate, V vocabulary
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +71,19 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Post-norm: each half adds to the stream, and the sum is normalised."""
 
+    make_attention: type[nn.Module] = SelfAttention
+
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.attention = SelfAttention(config)
+        self.attention = self.make_attention(config)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, bias: Tensor | None = None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, layout, bias)))
+    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
+        """`beside`: what else a family's attention takes."""
+        x = self.attention_norm(x + self.dropout(self.attention(x, layout, *beside)))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
 
