@@ -1,22 +1,36 @@
-"""Every family: on random weights it computes what transformers does, and its checkpoints are the hub's."""
+"""Every family: on random weights it computes what transformers does, its checkpoints are the hub's, and a checkpoint
+that transformers wrote is exported, in all its graphs, and served with transformers' answers.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
+from onnx import TensorProto
 from torch import Tensor, nn
 
+from export import emulate
+from export.__main__ import main as export
+from export.goldens import torch_outputs
 from model import checkpoint
 from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
-from service.bundle import Head
+from model.tokenizer import train
+from service import bundle
+from service.bundle import Bundle, Head, Precision, cosine
 from service.packing import Packed
+from service.session import CPU, Session, SessionOptions
+from tests import samples
+from tests.e2e.conftest import Server, serving
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, each, ours, padded, perturb, real, theirs
+from tests.tiny import perturb as perturb_more
 
 SMALL = {
     "vocab_size": 96,
@@ -381,3 +395,161 @@ def test_config(case: Case) -> None:
     own = config.to_dict()
     assert own | {key: theirs_[key] for key in own if key in theirs_} == own
     assert family_of(config).config.from_dict(own) == config
+
+
+# -- as a bundle ------------------------------------------------------------------------------------------------------
+
+TOPICS = ("sea", "sky", "trade")
+TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50)]
+PAIRS = [(TEXTS[2], TEXTS[3]), (TEXTS[0], TEXTS[4])]
+
+
+def save_classifier(model_type: str, folder: Path) -> Path:
+    """A text classifier of random weights with a tokenizer of its family's kind; returns the folder."""
+    family = FAMILIES[model_type]
+    case = next(case for case in CASES.values() if case.model_type == model_type)
+    tokenizer = train(samples.corpus(), vocab_size=500, family=family)
+    shape = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 258,
+        "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
+        "id2label": dict(enumerate(TOPICS)),
+    }
+    words = {family.config.words.get(name, name): value for name, value in shape.items()}
+    config = transformers.AutoConfig.for_model(model_type, **{**case.fields, **words})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    perturb_more(model, scale=0.2).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{f"{kind}_token": token for kind, token in family.special_tokens.items()},
+        model_input_names=["input_ids", "attention_mask"]
+        + ["token_type_ids"] * (family.config().type_vocab_size > 1),
+    ).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint as transformers wrote it, and the bundle that was made of it."""
+
+    checkpoint: Path
+    bundle: Bundle
+
+    def session(self, precision: Precision, layout: str = "packed") -> Session:
+        graphs = self.bundle.manifest.graphs
+        graph = next(g for g in graphs if (g.precision, g.layout) == (precision, layout))
+        return Session(self.bundle, graph, CPU, SessionOptions(threads=1))
+
+    def batch(self, lengths: list[int]) -> Packed:
+        """Random ids, of one segment where the family has one."""
+        config = checkpoint.read_config(self.checkpoint)
+        packed = batch(lengths, config.vocab_size)
+        types = packed.token_type_ids * (config.type_vocab_size > 1)
+        return Packed(packed.input_ids, types, packed.position_ids, packed.layout)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """A family in all precisions, exported when it is first asked for."""
+    folder = tmp_path_factory.mktemp("families")
+
+    @cache
+    def make(model_type: str) -> Exported:
+        source = save_classifier(model_type, folder / "checkpoints" / model_type)
+        out = folder / model_type
+        assert 0 == export([str(source), str(out), "--precision", "fp32", "int8", "fp16"])
+        return Exported(source, bundle.load(out))
+
+    return make
+
+
+@pytest.fixture
+def exported(exports: Callable[[str], Exported], model_type: str) -> Exported:
+    return exports(model_type)
+
+
+every_family = pytest.mark.parametrize("model_type", FAMILIES)
+MIXED = [200, 1, 9, 37, 2, 90]
+
+
+@every_family
+@pytest.mark.parametrize("layout", ["packed", "portable"])
+def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
+    """The fp32 graphs give PyTorch's logits for texts of all lengths together."""
+    packed = exported.batch(MIXED)
+    expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
+    found = exported.session("fp32", layout).run(packed)["classification"]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@every_family
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_company(exported: Exported, precision: Precision) -> None:
+    """A text's logits are the same alone as with others."""
+    session = exported.session(precision)
+    packed = exported.batch(MIXED)
+    together = session.run(packed)["classification"]
+    alone = [session.run(one)["classification"] for one in each(packed)]
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-5)
+
+
+@every_family
+def test_half(exported: Exported) -> None:
+    """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding; its trunk's matrices are fp16."""
+    packed = exported.batch(MIXED)
+    expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
+    found = emulate.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
+    assert cosine(found, expected) > 1 - 1e-4
+    graph = onnx.load(exported.bundle.path / "fp16.onnx", load_external_data=False).graph
+    products = {node.input[1] for node in graph.node if node.op_type == "Gemm"}
+    trunk = {t.name: t.data_type for t in graph.initializer if "encoder.layers" in t.name}
+    matrices = {name: kind for name, kind in trunk.items() if name in products}
+    assert matrices
+    assert {TensorProto.FLOAT16} == {*matrices.values()}
+
+
+@pytest.fixture(scope="module")
+def server(exports: Callable[[str], Exported]) -> Iterator[Server]:
+    """All of them in one service, at fp32."""
+    folders = [exports(model_type).bundle.path for model_type in FAMILIES]
+    with serving(*folders, "--precision", "fp32") as it:
+        yield it
+
+
+def scores(folder: Path, texts: list[Any]) -> list[dict[str, float]]:
+    """What transformers says of each text or pair."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    told = []
+    for text in texts:
+        both = text if isinstance(text, tuple) else (text,)
+        with torch.no_grad():
+            logits = model(**tokenizer(*both, return_tensors="pt")).logits[0]
+        told.append(dict(zip(TOPICS, torch.softmax(logits, -1).tolist(), strict=True)))
+    return told
+
+
+@every_family
+@pytest.mark.e2e
+def test_answers_are_those_of_transformers(
+    server: Server, exported: Exported, model_type: str
+) -> None:
+    """The scores of every label, of texts and of pairs, to 1e-4."""
+    expected = scores(exported.checkpoint, [*TEXTS, *PAIRS])
+    asked = {"model": model_type, "top_k": None}
+    texts = server.answer("/classify", {"inputs": TEXTS, **asked})
+    firsts, seconds = (list(side) for side in zip(*PAIRS, strict=True))
+    pairs = server.answer("/classify", {"inputs": firsts, "text_pair": seconds, **asked})
+    found = [
+        {said["label"]: said["score"] for said in result}
+        for result in texts["results"] + pairs["results"]
+    ]
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, abs=1e-4)
+    assert max(abs(found[0][label] - found[3][label]) for label in TOPICS) > 1e-2
