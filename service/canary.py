@@ -18,7 +18,8 @@ from service.waiting import Outputs
 
 log = structlog.get_logger()
 
-EVERY_S = 0.75  # so that readiness says no within a second
+EVERY_S = 0.75  # without a sign that all is well; so readiness says no within a second
+LOOK_S = 0.1
 LAST = 3  # failures in a row, after which only a restart can help
 
 Probe = Callable[[str, Window], Awaitable[Outputs]]
@@ -42,6 +43,12 @@ class Canary:
     problem: str = ""
     failures: int = 0  # in a row
     well: float = 0.0  # when the bundle's own batches last ended well, by `time.monotonic`
+    tried: float = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether it is to be tried; what failed is tried whatever its batches say."""
+        known = self.tried if self.problem else max(self.tried, self.well)
+        return now - known >= EVERY_S
 
     def compare(self, outputs: Outputs) -> str:
         """How the outputs of today differ from those of the start, if they do."""
@@ -86,9 +93,10 @@ class Canaries:
         """Try those that have not shown to be well for a while, one after the other, again and again."""
         while True:
             for bundle, canary in [*self._of.items()]:
-                if canary.problem or time.monotonic() - canary.well >= EVERY_S:
+                if canary.due(time.monotonic()):
+                    canary.tried = time.monotonic()
                     await self._try(bundle, canary)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(LOOK_S)
 
     async def _try(self, bundle: str, canary: Canary) -> None:
         try:

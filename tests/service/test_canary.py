@@ -65,6 +65,7 @@ async def trying(*bundles: str) -> AsyncIterator[Session]:
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "EVERY_S", 0.01)
+    monkeypatch.setattr(canary, "LOOK_S", 0.001)
 
 
 async def test_each_bundle_is_tried_in_turn() -> None:
@@ -134,6 +135,21 @@ async def test_a_bundle_that_is_busy_and_well_is_left_alone() -> None:
         assert ["b@1"] * 3 == session.asked
         session.canaries.ended_well("a@1")
         await session.until(lambda: "a@1" in session.asked)
+
+
+def test_a_bundle_is_due_when_nothing_shows_that_it_is_well() -> None:
+    """So long after its last batch that ended well, or its last try, and no longer: a look is a tenth of a second."""
+    one = known()
+    one.well = one.tried = 100.0
+    assert not one.due(100.005)
+    assert one.due(100.02)
+    one.well = 200.0
+    assert not one.due(200.005)
+    assert one.due(200.02)
+    one.problem = "no memory"
+    assert one.due(200.005)
+    one.tried = 200.0
+    assert not one.due(200.005)
 
 
 async def test_what_failed_is_tried_whatever_its_batches_say() -> None:
