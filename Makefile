@@ -14,7 +14,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve setup test fuzz check chaos format audit clean
-.PHONY: bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-pretraining tune
+.PHONY: families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-pretraining tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +53,9 @@ audit: ## Look up the known vulnerabilities of every pinned package (needs the i
 
 bench: $(VENV)/.test ## Measure the service beside the bare session: tables, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
+
+families: $(VENV)/.test ## Compare every family with transformers, alone with in company, packed with padded, as a table
+	@$(RUN) -m benchmarks.families $(ARGS)
 
 bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory, likewise
 	@$(RUN) -m benchmarks.goals $(ARGS)

@@ -14,6 +14,7 @@ class BertConfig:
 
     model_type: the family, in the words of `config.json`
     widening: how many times as wide as its hidden states a preset's feed-forward is
+    released: what all releases say, and so every preset, and what is not the default
     words: fields that it has another word for, or none
     activations: what it may compute between the halves of its feed-forward
     """
@@ -22,6 +23,7 @@ class BertConfig:
     words: ClassVar[Mapping[str, str | None]] = {}
     activations: ClassVar[tuple[str, ...]] = ("gelu",)
     widening: ClassVar[float] = 4
+    released: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -112,5 +114,5 @@ def preset(name: str, kind: type[BertConfig] = BertConfig, **overrides: Any) -> 
     known = [field.name for field in fields(kind)]
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(f"{kind.model_type} has no {unknown[0]!r}: one of {', '.join(known)}")
-    said = {**PRESETS[name], **overrides}
+    said = {**PRESETS[name], **kind.released, **overrides}
     return kind(**{"intermediate_size": round(kind.widening * said["hidden_size"]), **said})

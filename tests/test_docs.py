@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from model.families import FAMILIES
 from service import admin, bundle, openapi, schemas
 from service.bundle import Manifest, Provenance
 from service.config import configure
@@ -203,15 +202,6 @@ def test_examples_of_settings_are_some(tmp_path):
 
     assert ["search"] == [*read_keys(tmp_path / "keys.toml")]
     assert 2 == configure({"config": tmp_path / "quartet.toml"}).settings.http_workers
-
-
-def test_families_page_has_a_row_for_each():
-    """In the order of the table in the code, and each names its tokenizer."""
-    _, *rows = re.findall(
-        r"^\| `([\w-]+)` .*\| ([\w -]+) \|$", (DOCS / "families.md").read_text(), re.M
-    )
-    tokenizers = {name: family.tokenizer.lower() for name, family in FAMILIES.items()}
-    assert [(name, said.lower()) for name, said in rows] == [*tokenizers.items()]
 
 
 @pytest.mark.parametrize(("page", "target"), list(links()))

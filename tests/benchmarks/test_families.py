@@ -1,0 +1,56 @@
+"""The table of families is of the code, and what it tells of one was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import families
+from model.families import FAMILIES
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
+
+
+def test_the_page_has_the_table_of_the_code():
+    """All families in their order, with what the code says of each, and a figure in every cell."""
+    _, rest = families.split(PAGE.read_text(encoding="utf-8"), families.MARKS[0])
+    table, _ = families.split(rest, families.MARKS[1])
+    head, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    assert head.strip("| ").split(" | ") == [*families.COLUMNS]
+    assert [row[:5] for row in rows] == [families.described(f) for f in FAMILIES.values()]
+    for row in rows:
+        *differences, speed = map(float, row[5:])
+        assert len(differences) == 4
+        assert max(differences) < 1e-4
+        assert speed > 0
+
+
+def test_a_family_is_measured(tmp_path, monkeypatch):
+    """Differences are those of rounding, and the packed graph takes some time."""
+    monkeypatch.setattr(families, "ROUNDS", 1)
+    row = families.measure("distilbert", tmp_path)
+    assert max(row.hidden, row.packed, row.company, row.company_int8) < 1e-4
+    assert row.speed > 0
+
+
+def test_a_difference_is_told(tmp_path):
+    """A model that is not transformers' is far from it."""
+    peer = families.save_peer("distilbert", tmp_path)
+    model = families.checkpoint.load_model(tmp_path)
+    batch = families.sample(model)
+    assert families.compare_hidden(model, peer, batch) < 1e-4
+    model.encoder.layers[0].attention.output.bias.data[0] += 1
+    assert families.compare_hidden(model, peer, batch) > 1e-2
+
+
+def test_writing_between_the_marks(tmp_path):
+    """What is around them stays; a file without them is left alone."""
+    begin, end = families.MARKS
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    families.write(page, "new")
+    assert page.read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
+    page.write_text("no marks\n")
+    with pytest.raises(ValueError, match="there is no"):
+        families.write(page, "new")
+    assert page.read_text() == "no marks\n"
