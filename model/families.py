@@ -3,6 +3,7 @@
 from model.albert import ALBERT
 from model.bert import BERT
 from model.config import BertConfig
+from model.deberta import DEBERTA, DEBERTA_V2
 from model.distilbert import DISTILBERT
 from model.electra import ELECTRA
 from model.family import Family
@@ -22,6 +23,8 @@ FAMILIES: dict[str, Family] = {
         ELECTRA,
         MPNET,
         MODERNBERT,
+        DEBERTA,
+        DEBERTA_V2,
     )
 }
 

@@ -57,6 +57,15 @@ class Case:
         )
 
 
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+THIRD = {
+    **RELATIVE,
+    "position_biased_input": False,
+    "position_buckets": 8,
+    "max_position_embeddings": 60,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
 CASES = {
     "bert": Case("bert"),
     "bert, wide": Case("bert", {"hidden_size": 48, "num_attention_heads": 2, "type_vocab_size": 3}),
@@ -106,6 +115,29 @@ CASES = {
             "local_attention": 4,
         },
     ),
+    "deberta": Case("deberta", {"position_biased_input": False, **RELATIVE}),
+    "deberta, with all": Case(
+        "deberta",
+        {**RELATIVE, "type_vocab_size": 2, "embedding_size": 16, "max_relative_positions": 5},
+    ),
+    "deberta, from tokens": Case("deberta", {**RELATIVE, "pos_att_type": ["c2p"]}),
+    "deberta, absolute": Case("deberta"),
+    "deberta-v2, as v3": Case("deberta-v2", THIRD),
+    "deberta-v2, convolution": Case(
+        "deberta-v2",
+        {**THIRD, "share_att_key": False, "conv_kernel_size": 3, "conv_act": "gelu"},
+    ),
+    "deberta-v2, wider": Case(
+        "deberta-v2",
+        {
+            **RELATIVE,
+            "conv_kernel_size": 5,
+            "conv_groups": 2,
+            "embedding_size": 16,
+            "type_vocab_size": 2,
+            "pos_att_type": "p2c",
+        },
+    ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -139,7 +171,7 @@ def asked(case: Case, packed: Packed) -> dict[str, Tensor]:
     arguments = theirs(packed)
     mask = arguments["attention_mask"].bool()
     arguments["input_ids"][~mask] = config.pad_token_id
-    if case.model_type not in ("bert", "albert", "electra"):
+    if case.model_type not in ("bert", "albert", "electra", "deberta", "deberta-v2"):
         del arguments["token_type_ids"]
     return arguments
 
