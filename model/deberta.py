@@ -48,7 +48,7 @@ class DebertaConfig(BertConfig):
     released: ClassVar[Mapping[str, Any]] = {
         "relative_attention": True,
         "position_biased_input": False,
-        "pos_att_type": TERMS,
+        "pos_att_type": [*TERMS],
     }
 
     vocab_size: int = 50265
@@ -62,6 +62,7 @@ class DebertaConfig(BertConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "pos_att_type", tuple(self.pos_att_type))
         if not set(self.pos_att_type) <= set(TERMS):
             raise ValueError(f"pos_att_type: of {', '.join(TERMS)}, not {self.pos_att_type}")
         if not self.relative_attention and not self.position_biased_input:

@@ -16,19 +16,25 @@ from tests.tiny import perturb
 POSITIONS = 64
 
 
-def save(model_type: str, folder: Path, kind: Any, **fields: Any) -> Path:
-    """A model of one of transformers' Auto classes, with a tokenizer of its family's kind; returns the folder."""
+def save(
+    model_type: str, folder: Path, kind: Any, positions: int = POSITIONS, **fields: Any
+) -> Path:
+    """A model of one of transformers' Auto classes, with a tokenizer of its family's kind; returns the folder.
+
+    positions: the tokens of its longest text
+    """
     family = FAMILIES[model_type]
     tokenizer = train(samples.corpus(), vocab_size=500, family=family)
     pad = tokenizer.token_to_id(family.special_tokens["pad"])
     unused = 100 - family.config(max_position_embeddings=100, pad_token_id=pad).max_length
     shape = {
+        **family.config.released,
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 64,
-        "max_position_embeddings": POSITIONS + unused,
+        "max_position_embeddings": positions + unused,
         "embedding_size": 16,
         "pad_token_id": pad,
         **fields,
@@ -39,7 +45,7 @@ def save(model_type: str, folder: Path, kind: Any, **fields: Any) -> Path:
     perturb(kind.from_config(config), scale=0.2).save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=POSITIONS,
+        model_max_length=positions,
         **{f"{kind}_token": token for kind, token in family.special_tokens.items()},
         model_input_names=["input_ids", "attention_mask"]
         + ["token_type_ids"] * (family.config().type_vocab_size > 1),

@@ -22,15 +22,13 @@ from export.goldens import torch_outputs
 from model import checkpoint
 from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
-from model.tokenizer import train
 from service import bundle
 from service.bundle import Bundle, Head, Precision, cosine
 from service.packing import Packed
 from service.session import CPU, Session, SessionOptions
-from tests import samples
+from tests import hub, samples
 from tests.e2e.conftest import Server, serving
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, each, ours, padded, perturb, real, theirs
-from tests.tiny import perturb as perturb_more
 
 SMALL = {
     "vocab_size": 96,
@@ -436,35 +434,6 @@ TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50)]
 PAIRS = [(TEXTS[2], TEXTS[3]), (TEXTS[0], TEXTS[4])]
 
 
-def save_classifier(model_type: str, folder: Path) -> Path:
-    """A text classifier of random weights with a tokenizer of its family's kind; returns the folder."""
-    family = FAMILIES[model_type]
-    case = next(case for case in CASES.values() if case.model_type == model_type)
-    tokenizer = train(samples.corpus(), vocab_size=500, family=family)
-    shape = {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "max_position_embeddings": 258,
-        "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
-        "id2label": dict(enumerate(TOPICS)),
-    }
-    words = {family.config.words.get(name, name): value for name, value in shape.items()}
-    config = transformers.AutoConfig.for_model(model_type, **{**case.fields, **words})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    perturb_more(model, scale=0.2).save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **{f"{kind}_token": token for kind, token in family.special_tokens.items()},
-        model_input_names=["input_ids", "attention_mask"]
-        + ["token_type_ids"] * (family.config().type_vocab_size > 1),
-    ).save_pretrained(folder)
-    return folder
-
-
 @dataclass(frozen=True)
 class Exported:
     """A checkpoint as transformers wrote it, and the bundle that was made of it."""
@@ -492,7 +461,13 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exporte
 
     @cache
     def make(model_type: str) -> Exported:
-        source = save_classifier(model_type, folder / "checkpoints" / model_type)
+        source = hub.save(
+            model_type,
+            folder / "checkpoints" / model_type,
+            transformers.AutoModelForSequenceClassification,
+            positions=max(MIXED),
+            id2label=dict(enumerate(TOPICS)),
+        )
         out = folder / model_type
         assert 0 == export([str(source), str(out), "--precision", "fp32", "int8", "fp16"])
         return Exported(source, bundle.load(out))
