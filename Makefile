@@ -14,7 +14,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve setup test fuzz check chaos format audit clean
-.PHONY: families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-pretraining tune
+.PHONY: compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-pretraining tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,9 @@ bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of 
 
 bench-peers: $(VENV)/.test ## Measure Quartet beside its peers, each in an environment of its own (5 GB, most of an hour)
 	@$(RUN) -m benchmarks.compare $(ARGS)
+
+compat: $(VENV)/.test ## Compare answers with those of transformers' pipelines on 500 real texts (1 GB, a quarter of an hour)
+	@$(RUN) -m benchmarks.compat $(ARGS)
 
 bench-gpu: ## Measure what a GPU allows and how much of it is reached, in an environment of its own, .venv-gpu (some GB)
 	@command -v nvidia-smi > /dev/null || { echo "bench-gpu: no NVIDIA driver here (no nvidia-smi on the PATH)"; exit 1; }

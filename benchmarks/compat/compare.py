@@ -1,0 +1,154 @@
+"""The same asked of Quartet and of a pipeline: how many answers are equal, and what the others differ by."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compat import pipelines
+from benchmarks.compat.pipelines import Names
+from service.decode import AGGREGATION_STRATEGIES, Answer, Entity, Label
+
+# Path, columns of the body that have a value for each input, the other fields -> results.
+Ask = Callable[[str, Mapping[str, Sequence[Any]], Mapping[str, Any]], list[Any]]
+Answers = Sequence[Label | Entity | Answer]
+Read = Callable[[Names], Answers]
+
+TOLERANCE = 1e-4  # of a score, by its size, and a little more where it is small: another runtime sums in another order
+LITTLE = 1e-5
+STRIDE = 128  # the pipeline's own for questions
+SHOWN = 3  # of what nothing explains
+
+
+@dataclass
+class Tally:
+    """Of what was asked: how many were answered so, by what the answers differ by (nothing, if they are equal)."""
+
+    what: str
+    texts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    answers: int = 0
+    largest: float = 0.0  # difference of a score
+    unexplained: list[str] = field(default_factory=list)
+
+    def add(
+        self, text: str, found: Answers, peer: Answers, read: Read, names: Sequence[str]
+    ) -> None:
+        """One text: Quartet's answer, the pipeline's, and how the pipeline's reads with differences of these names."""
+        self.answers += len(found)
+        if distance(peer, read(())) is None:
+            self.unexplained.append(f"our reading of the pipeline is wrong: {text!r}: {peer}")
+            return
+        for chosen in pipelines.subsets(names):
+            apart = distance(found, read(chosen) if chosen else peer)
+            if apart is not None:
+                self.texts[chosen] += 1
+                self.largest = max(self.largest, apart)
+                return
+        self.unexplained.append(f"{text!r}: {found} and not {peer}")
+
+
+def distance(one: Answers, other: Answers) -> float | None:
+    """The largest difference of a score; None where the answers are not the same."""
+    if [said._replace(score=0) for said in one] != [said._replace(score=0) for said in other]:
+        return None
+    pairs = [(a.score, b.score) for a, b in zip(one, other, strict=True)]
+    if any(abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + LITTLE for a, b in pairs):
+        return None
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+# -- classification -------------------------------------------------------------------------------
+
+
+def classify(
+    ask: Ask, folder: Path, texts: Sequence[str], pairs: Sequence[tuple[str, str]], max_length: int
+) -> Iterator[Tally]:
+    """One label of several, several at once, a number for a pair, one label for a pair."""
+    of_texts = {"inputs": texts}
+    of_pairs = {"inputs": [a for a, _ in pairs], "text_pair": [b for _, b in pairs]}
+    for head, columns in (
+        ("topic", of_texts),
+        ("topics", of_texts),
+        ("alike", of_pairs),
+        ("follows", of_pairs),
+    ):
+        pipeline = pipelines.load("text-classification", folder / head, max_length)
+        tally = Tally(f"/classify {head}")
+        found = ask("/classify", columns, {"head": head})
+        for result, *own in zip(found, *columns.values(), strict=True):
+            given = dict(zip(("text", "text_pair"), own, strict=False))
+            peer = labels(pipeline(given, top_k=None, truncation=True))
+            tally.add(str(own), labels(result), peer, lambda _, same=peer: same, ())
+        yield tally
+
+
+def labels(said: list[dict[str, Any]]) -> list[Label]:
+    return [Label(one["label"], one["score"]) for one in said]
+
+
+# -- entities -------------------------------------------------------------------------------------
+
+
+def ner(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterator[Tally]:
+    """Every strategy: on the beginning of long texts, and in windows where the pipeline can."""
+    pipeline = pipelines.load("token-classification", folder / "entities", max_length)
+    for stride in (None, STRIDE):
+        tagged = [pipelines.tag(pipeline, text, stride) for text in texts]
+        how = {"truncate": True} if stride is None else {"truncate": "window", "stride": stride}
+        for strategy in AGGREGATION_STRATEGIES[0 if stride is None else 1 :]:
+            fields = {"head": "entities", "aggregation_strategy": strategy, **how}
+            tally = Tally(f"/ner {strategy}" + ("" if stride is None else ", in windows"))
+            found = ask("/ner", {"inputs": texts}, fields)
+            for one, result in zip(tagged, found, strict=True):
+                read = partial(pipelines.read_entities, pipeline, one, strategy)
+                peer = pipelines.entities(pipeline, one, strategy)
+                tally.add(one.text, entities(result), peer, read, pipelines.OF_NER)
+            yield tally
+
+
+def entities(said: list[dict[str, Any]]) -> list[Entity]:
+    return [
+        Entity(one.get("entity_group") or one["entity"], *(one[k] for k in Entity._fields[1:]))
+        for one in said
+    ]
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+# In the pipeline's words; what Quartet is asked is the same without the longest answer, which its head says.
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1, "handle_impossible_answer": True},
+    {"top_k": 5, "handle_impossible_answer": True},
+)
+
+
+def qa(
+    ask: Ask,
+    folder: Path,
+    questions: Sequence[tuple[str, str]],
+    max_length: int,
+    said: Sequence[Sequence[Answers]] | None = None,
+) -> Iterator[Tally]:
+    """The best and the best five, with and without the answer that there is none.
+
+    said: what a pipeline answered, for each question to each of QUESTIONS; None: it is read off the logits
+    """
+    answerer = pipelines.load_answerer(folder / "answers", max_length)
+    windows = [pipelines.ask(answerer, *question, STRIDE) for question in questions]
+    columns = {"inputs": [{"question": q, "context": c} for q, c in questions]}
+    for number, asked in enumerate(QUESTIONS):
+        found = ask("/qa", columns, {"head": "answers", "stride": STRIDE, **asked})
+        tally = Tally("/qa " + ", ".join(f"{name} {value}" for name, value in asked.items()))
+        for which, (result, (question, context)) in enumerate(zip(found, questions, strict=True)):
+            read = partial(pipelines.read_answers, windows[which], context, **asked)
+            peer = read(()) if said is None else said[which][number]
+            tally.add(question, answers(result), peer, read, pipelines.OF_QA)
+        yield tally
+
+
+def answers(said: list[dict[str, Any]]) -> list[Answer]:
+    return [Answer(*(one[name] for name in Answer._fields)) for one in said]

@@ -1,0 +1,135 @@
+"""Answers are those of transformers' pipelines, but for what docs/compat.md lists: a small share of `make compat`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers
+
+from benchmarks.compat import checkpoints, compare, pipelines, texts
+from benchmarks.compat.checkpoints import MAX_LENGTH
+from benchmarks.compat.compare import Ask, Tally
+from tests import samples
+from tests.conftest import run_export
+from tests.e2e.conftest import Server, serving
+
+pytestmark = pytest.mark.e2e
+
+FAMILIES = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
+
+
+class Inputs(NamedTuple):
+    texts: list[str]
+    pairs: list[tuple[str, str]]
+    questions: list[tuple[str, str]]
+
+
+def made_up() -> Inputs:
+    """Short and long texts, and strange ones."""
+    plain = [samples.text(words, seed=words) for words in (1, 5, 20, 60, 150, 500)]
+    found = [*plain, *samples.STRANGE.values()]
+    asked = [(f"Who {verb} it?", text) for verb, text in zip(samples.VERBS, plain, strict=False)]
+    return Inputs(found, list(zip(found, found[::-1], strict=True)), asked)
+
+
+def real() -> Inputs:
+    if not texts.DATA.is_dir():
+        pytest.skip(f"{texts.DATA} (real texts) is not beside this checkout")
+    return Inputs(texts.singles(10), texts.pairs(6), texts.questions(8))
+
+
+@pytest.fixture(scope="module", params=[made_up, real], ids=["made up", "real"])
+def inputs(request: pytest.FixtureRequest) -> Inputs:
+    source: Callable[[], Inputs] = request.param
+    return source()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of every family, as transformers reads it and as a bundle."""
+    transformers.logging.disable_progress_bar()
+    root = tmp_path_factory.mktemp("compat")
+    for family in FAMILIES:
+        own = checkpoints.at_random(
+            family, samples.corpus(), root / family, vocab_size=600, no_entity=0
+        )
+        flags = ("--precision", "fp32", "--max-length", str(MAX_LENGTH))
+        run_export(own / "joint", root / "bundles" / family, *flags)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(*(folder / "bundles" / family for family in FAMILIES)) as running:
+        yield running
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ask(server: Server, family: str) -> Ask:
+    """What that model of the service answers."""
+
+    def answer(
+        path: str, columns: Mapping[str, Sequence[Any]], fields: Mapping[str, Any]
+    ) -> list[Any]:
+        body = {"model": family, **columns, **fields}
+        results: list[Any] = server.answer(path, body)["results"]
+        return results
+
+    return answer
+
+
+def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
+    """What the answers differ by, for each way to ask. Fails for those that nothing listed explains."""
+    found = [*tallies]
+    for tally in found:
+        assert [] == tally.unexplained, tally.what
+        assert tally.answers > 0, tally.what
+    return {tally.what: {name for names in tally.texts for name in names} for tally in found}
+
+
+def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """One label, several, a number, and pairs: there is no difference, also where a text is cut."""
+    found = compare.classify(ask, folder / family, inputs.texts, inputs.pairs, MAX_LENGTH)
+
+    assert set() == set().union(*differences(found).values())
+
+
+def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """Tokens are the same everywhere; words may be others, and long texts are read in another way."""
+    found = differences(compare.ner(ask, folder / family, inputs.texts, MAX_LENGTH))
+
+    assert 9 == len(found)
+    assert {pipelines.EMPTY} >= found["/ner none"] | found["/ner simple"]
+    assert pipelines.CONTEXT in found["/ner simple, in windows"]
+    assert pipelines.CONTEXT not in found["/ner max"]
+
+
+def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """Within a window there is no difference."""
+    found = differences(compare.qa(ask, folder / family, inputs.questions, MAX_LENGTH))
+    short = [(question, context[:200]) for question, context in inputs.questions]
+    alone = differences(compare.qa(ask, folder / family, short, MAX_LENGTH))
+
+    assert all(pipelines.ONE_SOFTMAX in names for names in found.values())
+    assert {pipelines.EMPTY} >= set().union(*alone.values())
+
+
+def test_pipelines_have_their_own_ways(folder: Path) -> None:
+    """What docs/compat.md says that they do where nothing, or too much, is asked of them."""
+    long = samples.text(700)
+    tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)
+    classifier = pipelines.load("text-classification", folder / "bert" / "topic", MAX_LENGTH)
+
+    assert max(found["end"] for found in tagger(long)) < len(long) / 2
+    assert {"entity", "index"} < {name for found in tagger(long) for name in found}
+    assert ["label", "score"] == [*classifier("sea")[0]]
+    with pytest.raises(ValueError, match="stride"):
+        tagger(long, stride=1, aggregation_strategy="none")
+    with pytest.raises((IndexError, RuntimeError)):
+        classifier(long)
