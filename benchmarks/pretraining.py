@@ -3,7 +3,7 @@
     make bench-pretraining ARGS="[--only bert ...] [--seeds 1 2] [--tokens 2e6] [--picture PNG]"
 
 BERT, RoBERTa and ELECTRA have the same blocks and other objectives; ModernBERT has other blocks as well. All read the
-same corpus, cut by one vocabulary, for as many steps at the same rates. What each learnt is told by the loss at hidden
+same corpus, cut by one vocabulary, for as many steps at the same rate. What each learnt is told by the loss at hidden
 tokens of text that none has seen, and by fine-tuning it on two tasks, beside the same encoder without pretraining.
 
 All that is made stays in --scratch, and the same command goes on where it was stopped. Several may run side by side on
@@ -31,9 +31,21 @@ from model.families import FAMILIES
 from model.family import Family
 from model.heads import make_pretraining
 
-SHAPE = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
-# ModernBERT's feed-forward has three matrices where BERT's has two: as many parameters.
-OWN = {"bert": {}, "roberta": {}, "electra": {}, "modernbert": {"intermediate_size": 344}}
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+}
+# ModernBERT's feed-forward has three matrices where BERT's has two: as many parameters. ELECTRA also at its authors'
+# rate.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "electra": {},
+    "electra-5e-4": {"family": "electra", "lr": 5e-4},
+    "modernbert": {"shape": {"intermediate_size": 344}},
+}
 LENGTH = 64
 STEP = 1024  # tokens
 TASKS = {"sst2": ("train_sentences", 2), "ag_news": ("train", 1)}  # what is trained on, and epochs
@@ -46,7 +58,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--tokens", type=float, default=2e6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--only", nargs="+", choices=OWN, default=list(OWN))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     found = [
@@ -62,21 +74,22 @@ def main() -> None:
 
 
 def measure(name: str, seed: int, tokens: int, data: Path, scratch: Path) -> dict[str, Any]:
-    """Pretrain a family, and fine-tune what came out as well as what went in."""
-    family = FAMILIES[name]
+    """Pretrain a variant, and fine-tune what came out as well as what went in."""
+    own = {"family": name, "lr": 1e-3, **VARIANTS[name]}
+    family = FAMILIES[own["family"]]
     words = vocabulary(family, data, scratch)
     out = scratch / f"{name}-{tokens}-{seed}"
     settings = pretrain.Settings(
         output=str(out / "pretrain"),
         corpus=[str(data / "pretrain/wiki_en_00.txt.xz")],
         tokenizer=str(words),
-        family=name,
-        shape={**SHAPE, "intermediate_size": 4 * SHAPE["hidden_size"], **OWN[name]},
+        family=family.model_type,
+        shape={**SHAPE, **own.get("shape", {})},
         max_position_embeddings=LENGTH + 2,
         steps=tokens // STEP,
         phases=[[1, LENGTH]],
         batch_tokens=STEP,
-        lr=1e-3,
+        lr=own["lr"],
         warmup=0.1,
         dropout=0.0,
         precision="fp32",  # the same on every machine
@@ -94,7 +107,7 @@ def measure(name: str, seed: int, tokens: int, data: Path, scratch: Path) -> dic
         save_fresh(fresh, settings)
     trained = out / "pretrain" / "checkpoint"
     return {
-        "family": name,
+        "variant": name,
         "seed": seed,
         "cpu_seconds": json.loads((out / "cpu_seconds.json").read_text()),
         "curve": list(curve(out / "pretrain" / "tensorboard")),
@@ -188,10 +201,10 @@ def curve(folder: Path) -> Iterator[tuple[float, float]]:
 def table(found: list[dict[str, Any]]) -> Iterator[str]:
     """Means over the seeds, and each seed's."""
     columns = ["held_out", *(key for key in found[0] if ", " in key), "cpu_seconds"]
-    yield f"| family | {' | '.join(columns)} |"
+    yield f"| variant | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
-    for name in dict.fromkeys(one["family"] for one in found):
-        rows = [one for one in found if one["family"] == name]
+    for name in dict.fromkeys(one["variant"] for one in found):
+        rows = [one for one in found if one["variant"] == name]
         cells = [told([row[column] for row in rows], column) for column in columns]
         yield f"| {name} | {' | '.join(cells)} |"
 
@@ -206,14 +219,14 @@ def draw(found: list[dict[str, Any]], picture: Path) -> None:
     """The loss over tokens, and for each task a bar per family: pale before pretraining, a dot for each seed."""
     matplotlib.use("agg")
     figure, panels = pyplot.subplots(1, 1 + len(TASKS), figsize=(11, 3.8), layout="constrained")
-    families = list(dict.fromkeys(one["family"] for one in found))
+    families = list(dict.fromkeys(one["variant"] for one in found))
     colours = dict(
         zip(families, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False)
     )
     for one in found:
         tokens, losses = zip(*one["curve"], strict=True)
-        label = one["family"] if one["seed"] == found[0]["seed"] else None
-        colour = colours[one["family"]]
+        label = one["variant"] if one["seed"] == found[0]["seed"] else None
+        colour = colours[one["variant"]]
         panels[0].plot(np.asarray(tokens) / 1e6, losses, color=colour, label=label)
     panels[0].set(xlabel="million tokens", ylabel="loss at hidden tokens of fixed batches")
     panels[0].legend(fontsize=8)
@@ -222,7 +235,7 @@ def draw(found: list[dict[str, Any]], picture: Path) -> None:
         lowest = 1.0
         for place, name in enumerate(families):
             for side, kind in ((-0.2, "fresh"), (0.2, "pretrained")):
-                values = [one[f"{task}, {kind}"] for one in found if one["family"] == name]
+                values = [one[f"{task}, {kind}"] for one in found if one["variant"] == name]
                 alpha = 0.35 if kind == "fresh" else 1.0
                 height = 100 * statistics.mean(values)
                 panel.bar(place + side, height, 0.38, color=colours[name], alpha=alpha)

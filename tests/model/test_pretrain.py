@@ -176,6 +176,10 @@ def test_resumed_is_uninterrupted(
     assert all(torch.equal(parts["model"][name], t) for name, t in whole["model"].items())
     assert all(map(torch.equal, tensors(parts["optimizer"]), tensors(whole["optimizer"])))
 
+    run(monkeypatch, tmp_path / "parts", arguments)  # when nothing is left to do
+    found = [json.loads((tmp_path / n / "metrics.json").read_text()) for n in ("whole", "parts")]
+    assert found[0]["fixed_batches"] == found[1]["fixed_batches"]
+
 
 def test_dropout_is_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
