@@ -145,6 +145,9 @@ def save_fresh(folder: Path, settings: pretrain.Settings) -> None:
 
 def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Path) -> float:
     """The loss at the same hidden tokens of the same unseen texts; ELECTRA's is its generator's."""
+    done = folder / "held_out.json"
+    if done.is_file():
+        return json.loads(done.read_text())
     beside = folder / "generator"
     model = checkpoint.load_pretraining(beside if beside.is_dir() else folder)
     text = corpus.load([data / "pretrain/wiki_en_07.txt.xz"], words, scratch / "cache")
@@ -157,7 +160,9 @@ def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Pat
     ]
     model.next_sentence = None  # the texts are no pairs
     model.weights = {"mlm": 1.0}
-    return pretrain.evaluate(model, batches, torch.device("cpu"))["mlm"]
+    loss = pretrain.evaluate(model, batches, torch.device("cpu"))["mlm"]
+    done.write_text(json.dumps(loss))
+    return loss
 
 
 def accuracy(task: str, start: Path, out: Path, seed: int, data: Path) -> float:
@@ -216,7 +221,7 @@ def told(values: list[float], column: str) -> str:
 
 
 def draw(found: list[dict[str, Any]], picture: Path) -> None:
-    """The loss over tokens, and for each task a bar per family: pale before pretraining, a dot for each seed."""
+    """The loss over tokens, and for each task bars per variant: pale without pretraining, a dot for each seed."""
     matplotlib.use("agg")
     figure, panels = pyplot.subplots(1, 1 + len(TASKS), figsize=(11, 3.8), layout="constrained")
     families = list(dict.fromkeys(one["variant"] for one in found))
@@ -242,7 +247,7 @@ def draw(found: list[dict[str, Any]], picture: Path) -> None:
                 dots = [place + side] * len(values)
                 panel.plot(dots, [100 * value for value in values], "k.", markersize=4)
                 lowest = min(lowest, *values)
-        panel.set_xticks(range(len(families)), families, fontsize=8)
+        panel.set_xticks(range(len(families)), families, fontsize=8, rotation=20)
         panel.set(title=f"{task}: accuracy, %", ylim=(100 * lowest - 4, None))
         panel.grid(alpha=0.3, axis="y")
     figure.suptitle("Without pretraining (pale) and with it")
