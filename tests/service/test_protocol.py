@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -250,7 +250,8 @@ async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> Non
                 await asyncio.sleep(0.01)
 
         dripping = asyncio.create_task(drip())
-        assert await client.ended()
+        with suppress(ConnectionResetError):  # of a line that was on its way when it was closed
+            assert await client.ended()
         dripping.cancel()
 
 
