@@ -104,6 +104,7 @@ class Bert(nn.Module):
 
     # Where other families differ.
     make_embeddings: type[nn.Module] = Embeddings
+    make_layer: type[nn.Module] = Layer
     has_pooler = True
 
     def __init__(self, config: BertConfig, pooler: bool = True):
@@ -131,24 +132,24 @@ class Bert(nn.Module):
     ) -> Tensor:
         """`keep`, when given, collects the embeddings' and each layer's hidden states."""
         x = self.embeddings(input_ids, token_type_ids, position_ids)
-        bias = self.attention_bias(layout)
+        shared = self.shared(layout)
         for layer in self.in_order():
             if keep is not None:
                 keep.append(x)
-            x = layer(x, layout, bias)
+            x = layer(x, layout, shared)
         if keep is not None:
             keep.append(x)
         return x
 
     def make_layers(self, config: BertConfig) -> nn.ModuleList:
-        return nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        return nn.ModuleList(self.make_layer(config) for _ in range(config.num_hidden_layers))
 
     def in_order(self) -> Iterable[nn.Module]:
         """The layers as they are passed through."""
         return self.layers
 
-    def attention_bias(self, layout: Layout | Padded) -> Tensor | None:
-        """What is added to all layers' attention scores, `[1, N, S, S]`."""
+    def shared(self, layout: Layout | Padded) -> Any:
+        """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none."""
         return None
 
 

@@ -318,14 +318,6 @@ class FirstSelfAttention(SelfAttention):
         return {term: nn.Linear(hidden, hidden, bias=term == "p2c") for term in self.terms}
 
 
-class FirstLayer(Layer):
-    make_attention = FirstSelfAttention
-
-
-class SecondLayer(Layer):
-    make_attention = SelfAttention
-
-
 class Convolution(nn.Module):
     """What stands around each token in its own sequence, added to what the first layer made of it."""
 
@@ -338,19 +330,38 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, embedded: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, x: Tensor, before: Tensor, layout: Layout | Padded) -> Tensor:
         slots = (
-            to_slots(embedded, layout) * real_slots(layout)[:, :, None]
+            to_slots(before, layout) * real_slots(layout)[:, :, None]
         )  # beyond an end is nothing
         around = from_slots(self.around(slots.transpose(1, 2)).transpose(1, 2), layout)
         return self.norm(x + self.activation(self.dropout(around)))  # [T, H]
+
+
+class FirstVersionLayer(Layer):
+    make_attention = FirstSelfAttention
+
+
+class SecondVersionLayer(Layer):
+    make_attention = SelfAttention
+
+
+class ConvolvedLayer(SecondVersionLayer):
+    """With a convolution of what goes in beside it."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.convolution = Convolution(config)
+
+    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
+        return self.convolution(super().forward(x, layout, *beside), x, layout)  # [T, H]
 
 
 class Deberta(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
     make_embeddings = Embeddings
-    make_layer: type[Layer] = FirstLayer
+    make_layer = FirstVersionLayer
     has_pooler = False
 
     def __init__(self, config: DebertaConfig, pooler: bool = True):
@@ -358,43 +369,21 @@ class Deberta(Bert):
         self.distances = Table(config) if config.relative_attention else None
         if self.distances is not None:
             self.distances.apply(self.init_weights)
-        self.convolution: Convolution | None = None
 
-    def make_layers(self, config: DebertaConfig) -> nn.ModuleList:
-        return nn.ModuleList(self.make_layer(config) for _ in range(config.num_hidden_layers))
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        layout: Layout | Padded,
-        keep: list[Tensor] | None = None,
-    ) -> Tensor:
-        """`keep`, when given, collects the embeddings' and each layer's hidden states."""
-        embedded = x = self.embeddings(input_ids, token_type_ids, position_ids)
-        distances = None if self.distances is None else self.distances(layout)
-        for depth, layer in enumerate(self.layers):
-            if keep is not None:
-                keep.append(x)
-            x = layer(x, layout, distances)
-            if depth == 0 and self.convolution is not None:
-                x = self.convolution(x, embedded, layout)
-        if keep is not None:
-            keep.append(x)
-        return x
+    def shared(self, layout: Layout | Padded) -> Distances | None:
+        return None if self.distances is None else self.distances(layout)
 
 
 class DebertaV2(Deberta):
     """The encoder of the second version and the third, called likewise."""
 
-    make_layer = SecondLayer
+    make_layer = SecondVersionLayer
 
-    def __init__(self, config: DebertaV2Config, pooler: bool = True):
-        super().__init__(config, pooler)
+    def make_layers(self, config: DebertaV2Config) -> nn.ModuleList:
+        layers = super().make_layers(config)
         if config.conv_kernel_size:
-            self.convolution = Convolution(config)
-            self.convolution.apply(self.init_weights)
+            layers[0] = ConvolvedLayer(config)
+        return layers
 
 
 LAYER = r"layers\.(\d+)"
@@ -428,8 +417,8 @@ DEBERTA_V2 = replace(
     trunk={
         **DEBERTA.trunk,
         r"distances\.norm": ["encoder.LayerNorm"],
-        r"convolution\.around": ["encoder.conv.conv"],
-        r"convolution\.norm": ["encoder.conv.LayerNorm"],
+        r"layers\.0\.convolution\.around": ["encoder.conv.conv"],
+        r"layers\.0\.convolution\.norm": ["encoder.conv.LayerNorm"],
         rf"{LAYER}\.attention\.qkv": [
             r"encoder.layer.\1.attention.self.query_proj",
             r"encoder.layer.\1.attention.self.key_proj",
