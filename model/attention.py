@@ -6,6 +6,7 @@ Every other part of the model works on packed tokens `[T, H]` and never sees pad
 into `[B, S]` slots and back, in the way that the device or the exported graph does best:
 
     Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
+    Layout, CPU half     the same written out, where gradients are wanted: its backward pass is the faster one
     Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
     Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
     Layout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service import packing
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ def attention(
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
         return lowering(qkv, num_heads, layout, bias, scale)
-    half = qkv.dtype in (torch.float16, torch.bfloat16)
-    if qkv.is_cuda and half and not dropout and bias is None:
+    if qkv.is_cuda and qkv.dtype in HALF and not dropout and bias is None:
         return _varlen(qkv, num_heads, layout, scale)
     return _gathered(qkv, num_heads, layout, dropout, bias, scale)
 
@@ -133,10 +135,33 @@ def _gathered(
     if not layout.full:
         real = real_slots(layout)[:, None, None, :]
         mask = real if bias is None else bias.masked_fill(~real, -torch.inf)
-    context = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-    )
+    if qkv.dtype in HALF and not qkv.is_cuda and torch.is_grad_enabled():
+        context = _written_out(query, key, value, mask, dropout, scale)
+    else:
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+        )
     return from_slots(context.transpose(1, 2).flatten(2), layout)
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all weights `[B, N, S, S]` in memory.
+
+    mask: True where a key may be seen, or what is added to the scores
+    """
+    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    if mask is not None:
+        hidden = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
+    weights = scores.softmax(dim=-1)
+    return (F.dropout(weights, dropout) if dropout else weights) @ value
 
 
 def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) -> Tensor:
@@ -199,12 +224,10 @@ def _padded(
 ) -> Tensor:
     # Written out, so that the graph holds standard operators only.
     query, key, value = by_head(qkv, num_heads, layout)
-    mask = 1.0 - layout.attention_mask.to(qkv.dtype)[:, None, None, :]
-    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)  # [B, N, S, S]
-    if bias is not None:
-        scores = scores + bias
-    scores = scores + mask * torch.finfo(qkv.dtype).min
-    context = torch.softmax(scores, dim=-1) @ value
+    mask = (1.0 - layout.attention_mask.to(qkv.dtype)) * torch.finfo(qkv.dtype).min
+    mask = mask[:, None, None, :]
+    mask = mask if bias is None else bias + mask
+    context = _written_out(query, key, value, mask, 0.0, scale)
     return from_slots(context.transpose(1, 2).flatten(2), layout)
 
 

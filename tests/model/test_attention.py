@@ -125,6 +125,53 @@ def test_sequences_do_not_see_each_other() -> None:
     assert not torch.allclose(after[1], before[1])
 
 
+@pytest.mark.parametrize("lengths", [[4, 1, 7], [6, 6, 6]], ids=["uneven", "full"])
+@pytest.mark.parametrize("biased", [False, True], ids=["without bias", "with bias"])
+def test_written_out_is_the_same(lengths: list[int], biased: bool) -> None:
+    """Where a CPU trains in half precision attention is written out: to the precision of bfloat16 it is the same."""
+    qkv, layout = draw(lengths)
+    longest = max(lengths)
+    bias = torch.randn(1, HEADS, longest, longest) if biased else None
+    half = qkv.bfloat16().requires_grad_()
+
+    context = attention(half, HEADS, layout, bias=bias)
+    with torch.no_grad():
+        fused = attention(half, HEADS, layout, bias=bias)
+
+    rounded = half.detach().float()
+    expected = by_definition(rounded, lengths, None if bias is None else bias.bfloat16().float())
+    torch.testing.assert_close(context.float(), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(context, fused, rtol=0.02, atol=0.02)
+    assert "Softmax" in str(graph_of(context))
+    context.sum().backward()
+    assert half.grad is not None
+    assert half.grad.isfinite().all()
+
+
+def graph_of(x: Tensor) -> set[str]:
+    """The names of all operations that a tensor came from and that learn."""
+    found, waiting = set(), [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found.add(type(node).__name__)
+            waiting += [previous for previous, _ in node.next_functions]
+    return found
+
+
+def test_dropout_written_out() -> None:
+    """Dropout takes weights away there, too, and gives the others more: the mean stays."""
+    qkv, layout = draw([8, 8])
+    half = (0.01 * qkv).bfloat16().requires_grad_()
+
+    torch.manual_seed(0)
+    drawn = torch.stack([attention(half, HEADS, layout, dropout=0.5) for _ in range(300)])
+
+    assert len({tuple(context.flatten().tolist()) for context in drawn[:10]}) == 10
+    expected = attention(half, HEADS, layout).float()
+    torch.testing.assert_close(drawn.float().mean(0), expected, rtol=0, atol=0.002)
+
+
 def test_gradients() -> None:
     """The gradients of packed attention are those of its definition."""
     lengths = [4, 1, 7]
