@@ -212,12 +212,19 @@ def test_answers_are_those_of_transformers(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_many_at_once_get_what_each_gets_alone(server: Server, case: Case) -> None:
     """In batches, or in spite of them where a batch would change the answers."""
-    calls = [call_for(case, [index]) for index in range(len(TEXTS))]
-    alone = [server.answer(*call) for call in calls]
+    every = [*range(len(TEXTS))]
+    alone = [server.answer(*call_for(case, [index])) for index in every]
+    many = call_for(
+        case, every * 8
+    )  # of which those of a length wait for each other: a batch is sure
     with ThreadPoolExecutor(32) as clients:
-        replies = list(clients.map(lambda call: server.post(*call), calls * 8))
+        singles = clients.map(lambda index: server.post(*call_for(case, [index])), every * 8)
+        together = server.post(*many)
+        replies = [together, *singles]
+    expected = [results(answer)[0] for answer in alone] * 8
+    assert_near(expected, results(together.json()))
+    assert all(close(a, b.json()) for a, b in zip(alone * 8, replies[1:], strict=True))
     sizes = [int(r.headers["x-quartet-batch"].split(";")[0].removeprefix("size=")) for r in replies]
-    assert all(close(a, b.json()) for a, b in zip(alone * 8, replies, strict=True))
     assert (max(sizes) > 1) is (case.layout == "padded")
 
 
