@@ -30,6 +30,7 @@ from model import checkpoint, corpus, finetune, pretrain, tokenizer
 from model.families import FAMILIES
 from model.family import Family
 from model.heads import make_pretraining
+from model.samples import Sampler, Specials
 
 SHAPE = {
     "num_hidden_layers": 4,
@@ -151,16 +152,13 @@ def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Pat
     beside = folder / "generator"
     model = checkpoint.load_pretraining(beside if beside.is_dir() else folder)
     text = corpus.load([data / "pretrain/wiki_en_07.txt.xz"], words, scratch / "cache")
-    specials = corpus.Specials.of(tokenizers.Tokenizer.from_file(str(words)), family)
-    batches = [
-        corpus.make_batch(
-            text, specials, seed=1, step=step, size=32, length=LENGTH, rate=0.15, pairs=None
-        )
-        for step in range(HELD // 32)
-    ]
+    specials = Specials.of(tokenizers.Tokenizer.from_file(str(words)), family)
+    sampler = Sampler(text, specials, pairs=None)
+    drawn = {"seed": 1, "size": 32, "length": LENGTH, "rate": 0.15}
+    batches = [sampler.samples(step=step, **drawn).pack() for step in range(HELD // 32)]
     model.next_sentence = None  # the texts are no pairs
     model.weights = {"mlm": 1.0}
-    loss = pretrain.evaluate(model, batches, torch.device("cpu"))["mlm"]
+    loss = pretrain.evaluate(model, batches)["mlm"]
     done.write_text(json.dumps(loss))
     return loss
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,18 @@ from typing import Any
 import onnx
 from pydantic import ValidationError
 
-from export import append, card, evaluation, foreign, goldens, graph, half, quantize, verify
+from export import (
+    append,
+    card,
+    evaluation,
+    foreign,
+    goldens,
+    graph,
+    half,
+    provenance,
+    quantize,
+    verify,
+)
 from export.source import Source, read_source
 from model.names import CheckpointError
 from service import bundle
@@ -131,7 +141,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
         max_length=given.max_length,
         evaluations={head: Path(file) for head, file in evaluations.items()},
         max_changed=given.max_changed,
-        told=tomllib.loads(given.provenance.read_text()) if given.provenance else {},
+        told=provenance.read_told(given.provenance) if given.provenance else {},
         replace=given.replace,
     )
 
@@ -156,6 +166,7 @@ def export(asked: Request) -> None:
 def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Trace, quantise and check: the full bundle of a model that is written here."""
     source = read_source(asked.checkpoint)
+    asked = replace(asked, told=provenance.with_teachers(asked.told, source.folder))
     encoder = Encoder(source.tokenizer, _max_length(asked, source.max_length))
     heads = source.model.described
     announce(asked, source.folder, heads, encoder)

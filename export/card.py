@@ -15,10 +15,10 @@ def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str
         _heads(manifest),
         _metrics(manifest),
         _parity(parity),
-        _section("How it was trained", told.get("training")),
+        _training(manifest, told.get("training", "")),
         _data(manifest),
         _section("Limits", told.get("limits")),
-        f"## Terms\n\nWeights: {manifest.weights_license}. The data sets have terms of their own, above.",
+        _terms(manifest),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -82,6 +82,13 @@ def _parity(parity: Mapping[str, str]) -> str:
     return f"## Parity\n\n{table}"
 
 
+def _training(manifest: Manifest, told: str) -> str:
+    """Not from data alone, where another model taught it."""
+    names = " and ".join(f"`{name}`" for name in manifest.provenance.teachers)
+    taught = f"Distilled from {names}." if names else ""
+    return _section("How it was trained", f"{taught}\n\n{told}".strip())
+
+
 def _data(manifest: Manifest) -> str:
     rows = [
         [data.name, data.used_for, data.origin, data.terms, data.commercial_use]
@@ -91,3 +98,11 @@ def _data(manifest: Manifest) -> str:
         return ""
     header = ["data set", "used for", "origin", "terms", "commercial use"]
     return f"## Data\n\n{_table(header, rows)}"
+
+
+def _terms(manifest: Manifest) -> str:
+    told = (
+        f"Weights: {manifest.weights_license}. The data sets have terms of their own, above.\n\n"
+        f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
+    )
+    return _section("Terms", told)

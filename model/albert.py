@@ -6,9 +6,9 @@ A group of layers is shared by several depths. What follows a text is told from 
 T tokens, H hidden, E embedding
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -39,6 +39,11 @@ class AlbertConfig(BertConfig):
     @property
     def embedding_width(self) -> int:
         return self.embedding_size
+
+    def keeping(self, layers: Sequence[int]) -> Self:
+        if self.num_hidden_groups > 1:
+            raise ValueError(f"layers: {self.num_hidden_groups} groups of layers share them")
+        return super().keeping(layers)
 
 
 class Embeddings(BertEmbeddings):

@@ -16,6 +16,7 @@ from model import checkpoint
 from model.attention import Layout, attention_weights
 from model.bert import Bert
 from model.fill import OURS, find_checkpoint, read_encoder
+from model.watch import projections
 from service import packing
 from service.encode import Encoding
 
@@ -27,17 +28,9 @@ def attention_maps(encoder: Bert, encoding: Encoding) -> Tensor:
     """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns)."""
     packed = packing.pack([encoding])
     layout = Layout.of(packed.layout)
-    seen: list[Tensor] = []  # each layer's query, key and value [S, 3H]
-    hooks = [
-        layer.attention.qkv.register_forward_hook(lambda module, inputs, qkv: seen.append(qkv))
-        for layer in encoder.layers
-    ]
     ids = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
-    try:
+    with projections(encoder) as seen:
         encoder(*ids, layout)
-    finally:
-        for hook in hooks:
-            hook.remove()
     heads = encoder.config.num_attention_heads
     return torch.cat([attention_weights(qkv, heads, layout) for qkv in seen])
 

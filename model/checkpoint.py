@@ -38,6 +38,7 @@ from model.names import (
 )
 from service import bundle
 
+PROVENANCE = "provenance.json"  # fields of the manifest's, of a checkpoint that has more to say than its weights
 # What the hub has no word for; kept in `config.json` where it differs from the default.
 OURS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
@@ -238,9 +239,10 @@ def load_pretraining(source: str | Path) -> Pretraining:
     """A checkpoint with the masked LM, and with next sentence prediction when it has that."""
     folder = locate(source)
     config = read_config(folder)
+    weights = read_weights(folder)
     asked = family_of(config).objectives.get("next_sentence.classifier")
-    model = Pretraining(config, f"{asked}.weight" in read_weights(folder))
-    init_pretraining(model, folder)
+    model = Pretraining(config, f"{asked}.weight" in weights)
+    _fill_parts({folder: (model, weights)})
     return model.eval()
 
 
@@ -268,18 +270,23 @@ def init_pretraining(model: nn.Module, source: str | Path) -> None:
 
     Raises CheckpointError for what is missing, and where tensors that should be one are not.
     """
-    parts = {locate(source) / folder: part for folder, part in model.parts().items()}
-    held = {folder: read_weights(folder) for folder in parts}
-    for folder, part in parts.items():
+    folder = locate(source)
+    places = ((folder / name, part) for name, part in model.parts().items())
+    _fill_parts({place: (part, read_weights(place)) for place, part in places})
+
+
+def _fill_parts(parts: Mapping[Path, tuple[nn.Module, State]]) -> None:
+    """Fill the parts of a model, by the folder that each is read from, with what was read there."""
+    for folder, (part, weights) in parts.items():
         for name, child in part.named_children():
             names = within(pretraining_names(family_of(part.config)), name)
-            wanted, has = set(to_hub(child, names)), held[folder].keys()
+            wanted, has = set(to_hub(child, names)), weights.keys()
             if name in NEEDED and has.isdisjoint(wanted):
                 raise CheckpointError(f"{folder} has no {NEEDED[name]}")
             if name != "next_sentence" or has >= wanted:
-                fill(child, held[folder], names, folder)
-    for folder, part in parts.items():
-        _check_tied(part, held[folder], folder)
+                fill(child, weights, names, folder)
+    for folder, (part, weights) in parts.items():
+        _check_tied(part, weights, folder)
 
 
 def _check_tied(part: nn.Module, weights: State, folder: Path) -> None:

@@ -3,8 +3,8 @@
 Other families' configurations derive from it, each in its own file: they differ in defaults and in some words.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 
@@ -57,6 +57,10 @@ class BertConfig:
     def embedding_width(self) -> int:
         """Of the rows of the embedding tables."""
         return self.hidden_size
+
+    def keeping(self, layers: Sequence[int]) -> Self:
+        """Of an encoder that has only these of the layers. Raises ValueError where they cannot be told apart."""
+        return replace(self, num_hidden_layers=len(layers))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:

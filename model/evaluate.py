@@ -397,9 +397,11 @@ def main() -> None:
             parser.error(f"--eval {asked}: HEAD=FILE, with a head of {', '.join(model.described)}")
         head = model.described[name]
         run = torch_run(model, [name])
-        metrics[asked] = judge(
-            run, encoder, head, name, file, stride=arguments.stride, limit=arguments.limit
-        ).metrics
+        windows = {"stride": arguments.stride, "limit": arguments.limit}
+        try:
+            metrics[asked] = judge(run, encoder, head, name, file, **windows).metrics
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{error}") from None
         told = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[asked].items())
         table.add_row(name, file, told)
     Console().print(table)

@@ -1,24 +1,29 @@
 """Fine-tune heads: `python -m model.finetune model/configs/minilm-sst2.toml [--name value ...]`.
 
 One head or several on one trunk. A step adds up one micro-batch of each head, so that every update
-hears all tasks (MUPPET, Aghajanyan et al. 2021). Interrupt it at any time: the same command goes on
-where it stopped, with the losses that an uninterrupted run would have had.
+hears all tasks (MUPPET, Aghajanyan et al. 2021). A head may have a teacher of its own beside its labels
+(BAM, Clark et al. 2019). Interrupt it at any time: the same command goes on where it stopped, with the
+losses that an uninterrupted run would have had.
 """
 
 import dataclasses
 import functools
+import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 
-from model import checkpoint, config, evaluate, optim, tasks
+from model import checkpoint, config, evaluate, optim, tasks, teach
 from model.heads import Model
 from model.run import Run, read_settings
+from model.teach import Answers, Lesson, Teacher, Teaching
 from service import bundle
 from service.encode import Encoder, load_tokenizer
 
@@ -27,10 +32,13 @@ from service.encode import Encoder, load_tokenizer
 class Settings:
     output: str
     heads: dict[str, Any]  # a table for each, in the manifest's order: see tasks.HeadSettings
+    only: str = ""  # one of them alone
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
     preset: str = "mini"  # without init_from: the shape of a fresh encoder
     tokenizer: str = ""  # a tokenizer.json; with init_from, its own
     max_length: int = 128
+    anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
+    temperature: float = 1.0  # of the answers of teacher and student
     epochs: float = 3.0  # of the head that takes longest for one
     steps: int = 0  # 0: what `epochs` comes to
     lr: float = 5e-5
@@ -48,15 +56,24 @@ class Settings:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        if not (self.init_from or self.tokenizer):
-            raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
+        self.check_start()
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
-        optim.check_choice("preset", self.preset, config.PRESETS)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: {self.temperature} is not above 0")
+        if self.only:
+            optim.check_choice("only", self.only, self.heads)
+            self.heads = {self.only: self.heads[self.only]}
         known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
         for name, table in self.heads.items():
             if unknown := sorted(set(table) - known):
                 raise ValueError(f"heads.{name}: unknown setting {unknown[0]!r}")
         self.heads = {name: tasks.HeadSettings(**table) for name, table in self.heads.items()}
+
+    def check_start(self) -> None:
+        """Raises ValueError where it is not said what to begin from."""
+        if not (self.init_from or self.tokenizer):
+            raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
+        optim.check_choice("preset", self.preset, config.PRESETS)
 
 
 def evaluate_heads(
@@ -88,22 +105,108 @@ def evaluate_heads(
     return metrics
 
 
-def save_checkpoint(folder: Path, model: Model, tokenizer: Path) -> None:
-    """An ordinary checkpoint of one head, or a joint one of several; never half of it."""
+def judge_teachers(
+    teaching: Teaching, s: Settings, encoders: Mapping[str, Encoder]
+) -> dict[str, dict[str, Any]]:
+    """Of each teacher its size, and its own metrics on the dev files of the heads that it answers for."""
+    found = {
+        teacher.name: {"parameters": count_parameters(teacher.model), "heads": {}}
+        for teacher in teaching.teachers
+    }
+    for name, asked in teaching.answers.items():
+        if asked and s.heads[name].dev:
+            encoder = Encoder(asked.teacher.tokenizer, encoders[name].max_length)
+            found[asked.teacher.name]["heads"][name] = evaluate.judge(
+                evaluate.torch_run(asked.teacher.model, [asked.head]),
+                encoder,
+                asked.described,
+                asked.head,
+                s.heads[name].dev,
+                stride=s.heads[name].stride,
+            ).metrics
+    return found
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str) -> None:
+    """An ordinary checkpoint of one head or none, or a joint one of several; never half of it.
+
+    teachers: who taught it, which is kept beside it for its provenance
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if len(model.described) == 1:
+    if not model.described:
+        checkpoint.save_encoder(partial, model.encoder, tokenizer)
+    elif len(model.described) == 1:
         checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
     else:
         checkpoint.save_joint(partial, model, tokenizer)
+    if teachers:
+        told = json.dumps({"teachers": teachers}, indent=2)
+        (partial / checkpoint.PROVENANCE).write_text(told + "\n", encoding="utf-8")
     bundle.swap(partial, folder)
+
+
+def check_fits(
+    name: str, shape: config.BertConfig, tokenizer: tokenizers.Tokenizer, longest: int
+) -> None:
+    """Raises CheckpointError for texts or tokens that an encoder of this shape cannot read."""
+    positions, vocabulary = shape.max_length, shape.vocab_size
+    if longest > positions or tokenizer.get_vocab_size() > vocabulary:
+        raise checkpoint.CheckpointError(
+            f"{name}: {positions} positions and a vocabulary of {vocabulary} "
+            f"do not hold {longest} tokens of {tokenizer.get_vocab_size()}"
+        )
+
+
+def read_lessons(
+    s: Settings,
+    encoders: Mapping[str, Encoder],
+    hidden_size: int,
+    teacher_of: Mapping[str, Teacher],
+    weights: Mapping[str, float],
+    trunk: Teacher | None = None,
+) -> tuple[dict[str, bundle.Head], dict[str, Answers | None], list[Lesson]]:
+    """What each head is, who answers for it, and the lessons that its rows make.
+
+    weights: how much each of `teach.LOSSES` counts
+    Raises ValueError for a head without rows, and for a head's own teacher that has no such head.
+    """
+    described, answers, lessons = {}, {}, []
+    for name, h in s.heads.items():
+        found = [row for file in h.train for row in tasks.read(file, h)]
+        tasks.check_contrast(found, h)
+        described[name] = head = tasks.describe(h, found, hidden_size)
+        if h.dev:  # what is wrong with it is said now
+            tasks.check(tasks.read(h.dev, head), head)
+        teacher = teacher_of.get(name)
+        answers[name] = teach.ask(teacher, name, head) if teacher else None
+        if h.teacher and answers[name] is None:
+            has = ", ".join(teacher.model.described) or "none"
+            raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
+        if found:
+            asked = answers[name] if weights.get(teach.kind_of(h.task)) else None
+            lessons += teach.lessons(found, name, head, h, encoders[name], asked, trunk)
+        elif h.task != "embedding":  # which plain text may teach
+            raise ValueError(f"heads.{name}: no rows to train on")
+    return described, answers, lessons
+
+
+def with_rates(s: Settings, shape: config.BertConfig) -> config.BertConfig:
+    """With the rates of dropout that are given."""
+    rates = {
+        "hidden_dropout_prob": s.dropout,
+        "attention_probs_dropout_prob": s.attention_dropout,
+    }
+    given = {name: rate for name, rate in rates.items() if rate is not None}
+    return dataclasses.replace(shape, **given)
 
 
 def finetune(s: Settings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
-    device = optim.pick_device()
-    dtype = optim.precision(s.precision, device)
-
     # data
     source = checkpoint.locate(s.init_from) if s.init_from else None
     tokenizer_file = Path(s.tokenizer or f"{source}/tokenizer.json")
@@ -112,48 +215,57 @@ def finetune(s: Settings) -> dict[str, Any]:
     fresh = functools.partial(config.preset, s.preset, vocab_size=tokenizer.get_vocab_size())
     shape = checkpoint.read_config(source) if source else fresh()
     longest = max(encoder.max_length for encoder in encoders.values())
-    positions, vocabulary = shape.max_length, shape.vocab_size
-    if longest > positions or tokenizer.get_vocab_size() > vocabulary:
-        raise checkpoint.CheckpointError(
-            f"{s.init_from or s.preset}: {positions} positions and a vocabulary of {vocabulary} "
-            f"do not hold {longest} tokens of {tokenizer.get_vocab_size()}"
-        )
-
-    described, streams = {}, []
-    for name, h in s.heads.items():
-        found = [row for file in h.train for row in tasks.read(file, h)]
-        tasks.check_contrast(found, h)
-        described[name] = tasks.describe(h, found, shape.hidden_size)
-        if h.dev:  # what is wrong with it is said now
-            tasks.check(tasks.read(h.dev, described[name]), described[name])
-        examples = list(tasks.examples(found, described[name], encoders[name], h.stride))
-        streams += tasks.streams(name, h, described[name], examples)
-    epoch = max(len(stream.examples) / stream.batch_size for stream in streams)
-    steps = s.steps or math.ceil(s.epochs * epoch)
+    check_fits(s.init_from or s.preset, shape, tokenizer, longest)
+    own = {name: h.teacher for name, h in s.heads.items() if h.teacher}
+    teachers = {name: teach.load(name, optim.pick_device()) for name in {*own.values()}}
+    teacher_of = {name: teachers[source] for name, source in own.items()}
+    weights = {"labels": 1.0, "logits": 1.0, "embedding": 1.0}
+    described, answers, lessons = read_lessons(s, encoders, shape.hidden_size, teacher_of, weights)
 
     # model
     torch.manual_seed(s.seed)
-    rates = {
-        "hidden_dropout_prob": s.dropout,
-        "attention_probs_dropout_prob": s.attention_dropout,
-    }
-    given = {name: rate for name, rate in rates.items() if rate is not None}
-    model = Model(dataclasses.replace(shape, **given), described)
+    model = Model(with_rates(s, shape), described)
     if source:
         checkpoint.init_from(model, source)
-    model.to(device).train()
+    given = {"temperature": s.temperature, "anneal": s.anneal}
+    teaching = Teaching(model, lessons, answers, weights, **given)
 
-    # optimiser
-    optimizer = optim.adamw(
-        model.named_parameters(), s.lr, s.weight_decay, (0.9, s.beta2), s.head_lr
-    )
+    return train(s, model, teaching, encoders, tokenizer_file)
+
+
+def train(
+    s: Settings,
+    model: Model,
+    teaching: Teaching,
+    encoders: dict[str, Encoder],
+    tokenizer_file: Path,
+) -> dict[str, Any]:
+    """Optimiser and loop, for all that has heads or teachers; gives what goes into `metrics.json`.
+
+    encoders: by head, of what it is judged on
+    """
+    device = optim.pick_device()
+    dtype = optim.precision(s.precision, device)
+    lessons = teaching.lessons
+    teachers = [teacher.name for teacher in teaching.teachers]
+    if not lessons:
+        raise ValueError("there is nothing to train on")
+    epoch = max(lesson.stream.size / lesson.stream.batch_size for lesson in lessons)
+    steps = s.steps or math.ceil(s.epochs * epoch)
+    model.to(device).train()
+    teaching.to(device)
+
+    # optimiser; a map is as new as a head
+    learnt = [*model.named_parameters(), *teaching.named_parameters("heads")]
+    optimizer = optim.adamw(learnt, s.lr, s.weight_decay, (0.9, s.beta2), s.head_lr)
 
     # loop
     with Run.open(s.output, steps, s) as run:
-        for stream in streams:
-            run.say(f"{stream.name}: {len(stream.examples):,} examples")
+        for lesson in lessons:
+            run.say(f"{lesson.stream.name}: {lesson.stream.size:,} examples")
         run.say(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
+        teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
@@ -161,18 +273,19 @@ def finetune(s: Settings) -> dict[str, Any]:
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
             losses, tokens = {"loss": 0.0}, 0
-            for number, stream in enumerate(streams):
-                batch = stream.batch((s.seed, number), step)
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    outputs = tasks.forward(model, batch.encodings, [stream.head])
-                loss, chance = stream.loss(outputs[stream.head], batch)
-                share = stream.weight * loss / (chance if len(streams) > 1 else 1.0)
-                optim.check_finite(share, step)
+            for number, lesson in enumerate(lessons):
+                batch, read = lesson.batch((s.seed, number), step)
+                parts = teaching(model, lesson, batch, read, step / max(1, steps - 1), dtype)
+                share = lesson.stream.weight * sum(
+                    weight * loss.value / (loss.chance if len(lessons) > 1 else 1.0)
+                    for weight, loss in parts.values()
+                )
+                optim.check_finite(share.item(), step)
                 share.backward()
                 losses["loss"] += share.item()
-                losses[stream.name] = loss.item()
+                losses |= {name: loss.value.item() for name, (_, loss) in parts.items()}
                 tokens += batch.tokens
-            torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            torch.nn.utils.clip_grad_norm_([parameter for _, parameter in learnt], s.clip)
             optimizer.step()
             run.step(step, losses, tokens, lr)
             last = step + 1 == steps
@@ -181,24 +294,31 @@ def finetune(s: Settings) -> dict[str, Any]:
                 main = {n: next(iter(found.values())) for n, found in metrics.items()}
                 for name, value in main.items():
                     run.scalar(f"dev/{name}", value, step)
-                told = "  ".join(f"{name} {value:.4f}" for name, value in main.items())
-                run.say(f"step {step + 1}: {told}")
+                if main:
+                    told = "  ".join(f"{name} {value:.4f}" for name, value in main.items())
+                    run.say(f"step {step + 1}: {told}")
                 score = float(np.mean(list(main.values()))) if main else 0.0
                 if score >= best:
                     best, best_step = score, step + 1
-                    save_checkpoint(run.output / "checkpoint", model, tokenizer_file)
+                    save_checkpoint(run.output / "checkpoint", model, tokenizer_file, *teachers)
             if (step + 1) % s.save_every == 0 or last:
-                run.save(step + 1, model, optimizer, best=best, best_step=best_step)
+                maps = teaching.state_dict()
+                run.save(step + 1, model, optimizer, best=best, best_step=best_step, maps=maps)
 
-        kept = checkpoint.load_model(run.output / "checkpoint").to(device)
-        metrics = evaluate_heads(kept, s, encoders, torch.float32)
-        save_checkpoint(run.output / "checkpoint", kept, tokenizer_file)
+        metrics = {}
+        if s.heads:
+            kept = checkpoint.load_model(run.output / "checkpoint").to(device)
+            metrics = evaluate_heads(kept, s, encoders, torch.float32)
+            save_checkpoint(run.output / "checkpoint", kept, tokenizer_file, *teachers)
         result = {
             "heads": metrics,
+            "parameters": count_parameters(model),
             "steps": steps,
             "best_step": best_step,
             "tokens_per_second": run.tokens_per_second(),
         }
+        if teachers:
+            result["teachers"] = judge_teachers(teaching, s, encoders)
         run.finish(result)
         for name, found in metrics.items():
             told = "  ".join(f"{metric} {value:.4f}" for metric, value in found.items())

@@ -8,7 +8,7 @@ T tokens, H hidden, I intermediate, N heads, D head size, S longest sequence
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -73,6 +73,10 @@ class ModernBertConfig(BertConfig):
             raise ValueError(f"layer_types: one of {GLOBAL}, {LOCAL} for each layer, not {types}")
         if self.classifier_pooling not in POOLED:
             raise ValueError(f"classifier_pooling {self.classifier_pooling!r}: cls or mean")
+
+    def keeping(self, layers: Sequence[int]) -> Self:
+        types = tuple(self.layer_types[layer] for layer in layers)
+        return replace(self, num_hidden_layers=len(layers), layer_types=types)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:

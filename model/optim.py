@@ -1,10 +1,11 @@
 """AdamW with decay groups, the learning rate schedule, and the precision that this machine computes best in."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def adamw(
@@ -119,13 +120,14 @@ def pick_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def seed_dropout(seed: int, step: int) -> None:
-    """Make what the step draws at random in torch (dropout) follow from the seed and the step alone."""
-    torch.manual_seed((seed * 1_000_003 + step) % 2**63)
+def seed_dropout(seed: int, step: int, rank: int = 0) -> None:
+    """Make what the step draws at random in torch (dropout) follow from the seed and the step alone.
+
+    rank: of several processes, which draw differently
+    """
+    torch.manual_seed((seed * 1_000_003 + step + (rank << 40)) % 2**63)
 
 
-def check_finite(loss: Tensor, step: int) -> None:
-    if not torch.isfinite(loss):
-        raise FloatingPointError(
-            f"the loss is {loss.item()} at step {step}: lower the learning rate"
-        )
+def check_finite(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at step {step}: lower the learning rate")

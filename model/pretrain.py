@@ -2,27 +2,32 @@
 
 What it is taught is its family's matter: to fill in what was hidden, and for some whether two texts belong together, or
 which tokens were replaced. Interrupt it at any time: the same command goes on where it stopped, with the losses that an
-uninterrupted run would have had.
+uninterrupted run would have had. `torchrun --nproc-per-node N -m model.pretrain ...` runs it on N devices.
 """
 
 import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor, nn
 
-from model import checkpoint, config, corpus, optim
-from model.attention import Layout
+from model import checkpoint, config, corpus, optim, samples
 from model.bert import BERT
 from model.families import FAMILIES, family_of
 from model.family import Family
 from model.heads import make_pretraining
+from model.ranks import Ranks
 from model.run import Run, read_settings
-from service import packing
+from model.samples import Batch, Sampler, Samples, Specials
 from service.encode import load_tokenizer
 
 
@@ -37,9 +42,13 @@ class Settings:
     max_position_embeddings: int | None = None  # the family's, unless given
     init_from: str = ""  # a checkpoint to go on from, a local directory or a hub name
     steps: int = 10_000
-    phases: list[list[float]] | None = None  # [share of the steps, tokens per sample], in order
+    minutes: float = 0.0  # instead of steps: as many as are taken in that time
+    # [share of the steps, tokens per sample] in order, and tokens per step where others than
+    phases: list[list[float]] | None = None
     batch_tokens: int = 8192
+    micro_batch_tokens: int = 0  # so many at a time (all at once, unless given)
     mask_rate: float | None = None  # the family's, unless given
+    whole_words: bool = False  # hide all pieces of a word or none
     next_sentence: bool | None = None  # ask about pairs of texts; as the family does, unless given
     weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of losses by name
     optimizer: str = "adamw"  # or muon, for the layers' matrices
@@ -52,6 +61,7 @@ class Settings:
     dropout: float = 0.1
     seed: int = 1
     precision: str = "auto"  # auto, fp32 or bf16
+    compile: str = "auto"  # the step: yes, no or auto, which is on a GPU
     save_every: int = 200
     eval_every: int = 500
     cache: str = "runs/cache"
@@ -59,42 +69,76 @@ class Settings:
     def __post_init__(self) -> None:
         optim.check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
+        optim.check_choice("compile", self.compile, ("auto", "yes", "no"))
         optim.check_choice("preset", self.preset, config.PRESETS)
         if self.family:
             optim.check_choice("family", self.family, FAMILIES)
 
 
-def sample_length(step: int, steps: int, phases: list[list[float]]) -> int:
-    """Tokens per sample at a step."""
+class Phase(NamedTuple):
+    """A part of a run: its share of the steps, the tokens of a sample, and those of a step."""
+
+    share: float
+    length: int
+    batch_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Samples of a step."""
+        return max(1, self.batch_tokens // self.length)
+
+
+def phases_of(s: Settings) -> list[Phase]:
+    """Raises ValueError for what is no list of phases."""
+    found = []
+    for given in s.phases or [[0.9, 128], [0.1, 512]]:
+        if len(given) not in (2, 3):
+            raise ValueError(f"phases: {given} is not [share, tokens per sample (, per step)]")
+        share, length, *tokens = given
+        found.append(Phase(share, int(length), int(tokens[0]) if tokens else s.batch_tokens))
+    return found
+
+
+def phase_at(step: int, steps: int, phases: list[Phase]) -> Phase:
     end = 0.0
-    for share, length in phases:
-        end += share
+    for phase in phases:
+        end += phase.share
         if step < round(end * steps):
-            return int(length)
-    return int(phases[-1][1])
+            return phase
+    return phases[-1]
 
 
-def losses(model: nn.Module, batch: corpus.Batch, device: torch.device) -> dict[str, Tensor]:
-    """The mean loss of everything that the model is taught, and as `loss` their weighted sum."""
-    layout = Layout.of(batch.layout, device)
-    positions = packing.positions(batch.layout)
-    tensors = (batch.input_ids, batch.token_type_ids, positions)
-    taught = (batch.masked, batch.labels, batch.is_next)
-    inputs = (torch.as_tensor(array, device=device) for array in tensors)
-    parts = model.losses((*inputs, layout), *(torch.as_tensor(a, device=device) for a in taught))
+def losses(
+    model: nn.Module, batch: Batch, shares: Mapping[str, float] | None = None
+) -> dict[str, Tensor]:
+    """The mean loss of everything that the model is taught, and as `loss` their weighted sum.
+
+    shares: what the batch is of the whole one that a step reads, by loss: each counts so much
+    """
+    found = model.losses(batch.inputs, batch.masked, batch.labels, batch.is_next)
+    parts = {name: part * (shares[name] if shares else 1.0) for name, part in found.items()}
     whole = sum(model.weights[name] * part for name, part in parts.items())
     return {"loss": whole, **parts}
 
 
+class Objective(nn.Module):
+    """A model's losses as a module's output, which is what can be compiled, and shared between processes."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, shares: Mapping[str, float]) -> dict[str, Tensor]:
+        return losses(self.model, batch, shares)
+
+
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: list[corpus.Batch], device: torch.device
-) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
     """Mean losses over fixed batches, with the same draws each time where a model draws."""
     model.eval()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found = [losses(model, batch, device) for batch in batches]
+        found = [losses(model, batch) for batch in batches]
     model.train()
     return {name: float(np.mean([loss[name].item() for loss in found])) for name in found[0]}
 
@@ -106,14 +150,6 @@ def corpus_files(paths: list[str]) -> list[Path]:
         for file in (sorted(path.iterdir()) if path.is_dir() else [path])
     ]
     return [file for file in found if file.suffix in corpus.OPENERS and ".titles." not in file.name]
-
-
-def main() -> None:
-    settings = read_settings(Settings, __doc__ or "")
-    try:
-        pretrain(settings)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{error}") from None
 
 
 def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, config.BertConfig]:
@@ -137,96 +173,168 @@ def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, co
     return family, config.preset(s.preset, family.config, **known)
 
 
+class Trainer:
+    """A model with its optimiser, which takes one step after the other."""
+
+    def __init__(self, s: Settings, shape: config.BertConfig, in_pairs: bool, ranks: Ranks):
+        self.s, self.ranks = s, ranks
+        self.dtype = optim.precision(s.precision, ranks.device)
+        torch.manual_seed(s.seed)
+        rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
+        self.model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
+        if s.init_from:
+            checkpoint.init_pretraining(self.model, s.init_from)
+        if unknown := sorted(set(s.weights) - set(self.model.weights)):
+            raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(self.model.weights)}")
+        self.model.weights |= s.weights
+        self.model.to(ranks.device).train()
+
+        compiled = s.compile == "yes" or (s.compile == "auto" and ranks.device.type == "cuda")
+        objective = Objective(self.model)
+        if compiled:
+            objective.compile()
+        self.objective = ranks.share(objective)
+
+        named, betas = self.model.named_parameters(), (0.9, s.beta2)
+        if s.optimizer == "muon":
+            self.optimizer = optim.muon(named, s.lr, s.muon_lr, s.weight_decay, betas)
+        else:
+            self.optimizer = optim.adamw(named, s.lr, s.weight_decay, betas)
+
+    def step(self, whole: Samples, step: int, lr: float) -> dict[str, float]:
+        """Learn from the samples of a step, this process from its part of them; the losses are of all."""
+        s, ranks = self.s, self.ranks
+        optim.set_lr(self.optimizer, lr)
+        optim.seed_dropout(s.seed, step, ranks.rank)
+        self.optimizer.zero_grad(set_to_none=True)
+        own = whole.part(ranks.rank, ranks.world)
+        pieces = math.ceil(own.tokens / (s.micro_batch_tokens or own.tokens))
+        pieces = min(pieces, len(own))  # of a sample at least
+        found: dict[str, float] = {}
+        for number in range(pieces):
+            piece = own.part(number, pieces)
+            shares = {name: count / whole.counts[name] for name, count in piece.counts.items()}
+            with ranks.alone(self.objective, number + 1 < pieces):
+                with torch.autocast(
+                    ranks.device.type, self.dtype, enabled=self.dtype != torch.float32
+                ):
+                    parts = self.objective(piece.pack(), shares)
+                (parts["loss"] * ranks.world).backward()  # of which the mean is taken
+            found = {name: found.get(name, 0.0) + part.item() for name, part in parts.items()}
+        found = ranks.total(found)
+        optim.check_finite(found["loss"], step)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+        self.optimizer.step()
+        return found
+
+
+def plan_steps(
+    s: Settings, phases: list[Phase], make: Callable[[], Trainer], draw: Callable[..., Samples]
+) -> int:
+    """How many steps there is time for: measured once, and kept in `<output>/plan.json`.
+
+    Three steps of each phase are timed after two that are not, with a model that is then thrown away.
+    """
+    kept = Path(s.output) / "plan.json"
+    if kept.is_file():
+        return int(json.loads(kept.read_text())["steps"])
+    trainer, seconds = make(), 0.0
+    for phase in phases:
+        for number in range(5):
+            if number == 2:
+                begun = time.monotonic()
+            trainer.step(draw(number, phase), number, 0.0)
+        seconds += phase.share * (time.monotonic() - begun) / 3
+    steps = trainer.ranks.agreed(max(1, round(60 * s.minutes / seconds)))
+    if trainer.ranks.leads:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        plan = {"steps": steps, "minutes": s.minutes, "seconds_per_step": seconds}
+        kept.write_text(json.dumps(plan, indent=2) + "\n")
+    return steps
+
+
+def main() -> None:
+    settings = read_settings(Settings, __doc__ or "")
+    try:
+        pretrain(settings)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
+
+
 def pretrain(s: Settings) -> None:
     """Train, and leave the last checkpoint in `<output>/checkpoint`."""
-    device = optim.pick_device()
-    dtype = optim.precision(s.precision, device)
-    phases = s.phases or [[0.9, 128], [0.1, 512]]
+    with Ranks.join() as ranks:
+        _pretrain(s, ranks)
+
+
+def _pretrain(s: Settings, ranks: Ranks) -> None:
+    phases = phases_of(s)
 
     # data
     tokenizer = load_tokenizer(s.tokenizer)
     family, shape = read_shape(s, tokenizer)
-    specials = corpus.Specials.of(tokenizer, family)
+    specials = Specials.of(tokenizer, family)
     in_pairs = family.pairs is not None if s.next_sentence is None else s.next_sentence
     if in_pairs and not family.pairs:
         raise ValueError(f"next_sentence: {family.model_type} is given one text at a time")
-    text = corpus.load(corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
-
-    def batch_at(step: int, seed: int, length: int) -> corpus.Batch:
-        size = max(1, s.batch_tokens // length)
-        return corpus.make_batch(
-            text,
-            specials,
-            seed=seed,
-            step=step,
-            size=size,
-            length=length,
-            rate=family.mask_rate if s.mask_rate is None else s.mask_rate,
-            pairs=family.pairs if in_pairs else None,
-        )
-
-    longest = max(int(length) for _, length in phases)
-    held = [batch_at(step, seed=s.seed + 10_000, length=min(128, longest)) for step in range(8)]
+    with ranks.leader_first():
+        text = corpus.load(corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
+    sampler = Sampler(
+        text,
+        specials,
+        family.pairs if in_pairs else None,
+        ranks.device,
+        samples.continues(tokenizer) if s.whole_words else None,
+    )
+    rate = family.mask_rate if s.mask_rate is None else s.mask_rate
 
     # model
-    torch.manual_seed(s.seed)
-    rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
-    model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
-    if s.init_from:
-        checkpoint.init_pretraining(model, s.init_from)
-    if unknown := sorted(set(s.weights) - set(model.weights)):
-        raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(model.weights)}")
-    model.weights |= s.weights
-    if longest > model.config.max_length or specials.vocab_size > model.config.vocab_size:
+    make = functools.partial(Trainer, s, shape, in_pairs, ranks)
+    longest = max(phase.length for phase in phases)
+    if longest > shape.max_length or specials.vocab_size > shape.vocab_size:
         raise SystemExit(
             f"{specials.vocab_size} tokens and samples of {longest} do not fit the model's vocabulary of "
-            f"{model.config.vocab_size} and {model.config.max_length} positions"
+            f"{shape.vocab_size} and {shape.max_length} positions"
         )
-    model.to(device).train()
+    smallest = min(phase.size for phase in phases)
+    if smallest < ranks.world:
+        raise ValueError(f"{ranks.world} processes cannot share steps of {smallest} samples")
 
-    # optimiser
-    betas = (0.9, s.beta2)
-    if s.optimizer == "muon":
-        optimizer = optim.muon(model.named_parameters(), s.lr, s.muon_lr, s.weight_decay, betas)
-    else:
-        optimizer = optim.adamw(model.named_parameters(), s.lr, s.weight_decay, betas)
+    def draw(step: int, phase: Phase, seed: int = s.seed) -> Samples:
+        return sampler.samples(
+            seed=seed, step=step, size=phase.size, length=phase.length, rate=rate
+        )
+
+    steps = plan_steps(s, phases, make, draw) if s.minutes else s.steps
+    fixed = Phase(1.0, min(128, longest), s.batch_tokens)
+    held = [draw(step, fixed, s.seed + 10_000).pack() for step in range(8)]
 
     # loop
-    with Run.open(s.output, s.steps, s) as run:
+    trainer = make()
+    model, optimizer = trainer.model, trainer.optimizer
+    with Run.open(s.output, steps, s, ranks.leads) as run:
         run.say(
-            f"{len(text.ids):,} tokens in {text.num_documents:,} documents; {device.type}, {dtype}"
+            f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
+            f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"
         )
         first = run.resume(model, optimizer)["step"]
-        for step in range(first, s.steps):
-            lr = s.lr * optim.linear_schedule(step, s.steps, s.warmup)
-            optim.set_lr(optimizer, lr)
-            batch = batch_at(step, s.seed, sample_length(step, s.steps, phases))
-            optim.seed_dropout(s.seed, step)
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = losses(model, batch, device)
-            optim.check_finite(loss["loss"], step)
-            optimizer.zero_grad(set_to_none=True)
-            loss["loss"].backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            run.step(
-                step, {name: value.item() for name, value in loss.items()}, len(batch.input_ids), lr
-            )
-            last = step + 1 == s.steps
-            if (step + 1) % s.eval_every == 0 or last:
-                found = evaluate(model, held, device)
+        for step in range(first, steps):
+            lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
+            whole = draw(step, phase_at(step, steps, phases))
+            run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)
+            last = step + 1 == steps
+            if ranks.leads and ((step + 1) % s.eval_every == 0 or last):
+                found = evaluate(model, held)
                 for name, value in found.items():
                     run.scalar(f"held/{name}", value, step)
                 run.say(f"step {step + 1}: fixed-batch losses {found}")
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)
-        checkpoint.save_pretraining(run.output / "checkpoint", model, Path(s.tokenizer))
-        run.finish(
-            {
-                "fixed_batches": evaluate(model, held, device),
-                "tokens_per_second": run.tokens_per_second(),
-            }
-        )
+        if ranks.leads:
+            checkpoint.save_pretraining(run.output / "checkpoint", model, Path(s.tokenizer))
+            found = evaluate(model, held)
+            speed = run.tokens_per_second()
+            run.finish({"fixed_batches": found, "tokens_per_second": speed})
 
 
 if __name__ == "__main__":

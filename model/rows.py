@@ -9,7 +9,8 @@
                      {"anchor", "positive", "negative"?}                        .jsonl
 
 Where a row is a JSON object, a file may also be .tsv: its first line names the columns, and what stands
-between two tabs is text, quotation marks too. Any of them may be packed (.gz, .xz).
+between two tabs is text, quotation marks too. Any of them may be packed (.gz, .xz). In the place of a file
+there may be the name of a data set on the hub: see hub.py.
 """
 
 import json
@@ -22,14 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from model import hub, lock
 from model.corpus import OPENERS
+from model.lock import DataError
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
-NEGATIVES = re.compile(r"negatives?|negative_\d+")
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names the file, and the line or question."""
+TAG = re.compile(r"O|[BI]-.+")
 
 
 @dataclass(frozen=True)
@@ -89,22 +88,31 @@ class Similar:
         return self.texts + self.negatives
 
 
-def read(path: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
-    """The rows of a file. Raises DataError naming file and line, also when there is no row."""
-    path = Path(path)
+def read(source: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
+    """The rows of a file, or of a data set on the hub.
+
+    Raises DataError naming file and line, also when there is no row or the file is not as locked.
+    """
+    named = str(source).startswith(hub.PREFIX)
+    path = Path(source)
+    if named:
+        records = hub.records(str(source), task, numbers=problem_type == "regression")
+    else:
+        lock.check(path)
+        records = _records(path)
     match task:
         case "classification":
-            found: list[Any] = [_text(*line, problem_type) for line in _records(path)]
+            found: list[Any] = [_text(*record, problem_type) for record in records]
         case "ner":
-            found = list(_sentences(path))
+            found = [_tagged(*record) for record in records] if named else list(_sentences(path))
         case "qa":
-            found = list(_questions(path))
+            found = [_asked(*record) for record in records] if named else list(_questions(path))
         case "embedding":
-            found = list(_similar(path))
+            found = list(_similar(records))
         case _:
             raise ValueError(f"task {task!r} is none of classification, ner, qa, embedding")
     if not found:
-        raise DataError(f"{path}: no rows")
+        raise DataError(f"{source}: no rows")
     return found
 
 
@@ -192,13 +200,23 @@ def _sentences(path: Path) -> Iterator[Sentence]:
                 yield Sentence(start, words, to_bio(tags))
             words, tags = [], []
             continue
-        if len(columns) < 2 or not re.fullmatch(r"O|[BI]-.+", columns[-1]):
+        if len(columns) < 2 or not TAG.fullmatch(columns[-1]):
             raise DataError(f"{where}: not a token and its tag: O, B-... or I-...")
         start = where if not words else start
         words.append(columns[0])
         tags.append(columns[-1])
     if words:
         yield Sentence(start, words, to_bio(tags))
+
+
+def _tagged(where: str, row: dict[str, Any]) -> Sentence:
+    words, tags = _get(where, row, "tokens", kind=list), _get(where, row, "tags", kind=list)
+    if len(words) != len(tags) or not all(isinstance(word, str) for word in words):
+        raise DataError(f"{where}: tokens must be strings, and as many as tags")
+    for tag in tags:
+        if not TAG.fullmatch(str(tag)):
+            raise DataError(f"{where}: a tag may not be {tag!r}: O, B-... or I-...")
+    return Sentence(where, words, to_bio(tags))
 
 
 def to_bio(tags: Sequence[str]) -> list[str]:
@@ -225,13 +243,29 @@ def _questions(path: Path) -> Iterator[Question]:
                 )
 
 
+def _asked(where: str, row: dict[str, Any]) -> Question:
+    """Answers are a list of objects, or an object of lists."""
+    answers = _get(where, row, "answers", kind=dict | list)
+    if isinstance(answers, dict):
+        texts, starts = (_get(where, answers, n, kind=list) for n in ("text", "answer_start"))
+        if len(texts) != len(starts):
+            raise DataError(f"{where}: {len(texts)} answers and {len(starts)} starts")
+        answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
+    return Question(
+        where,
+        _get(where, row, "question"),
+        _get(where, row, "context"),
+        tuple(_answer(where, answer) for answer in answers),
+    )
+
+
 def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
     return _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
 
 
-def _similar(path: Path) -> Iterator[Similar]:
-    """Scores are stretched from the lowest and highest of the file to 0 and 1."""
-    lines = list(_records(path))
+def _similar(records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]:
+    """Scores are stretched from the lowest and highest of all to 0 and 1."""
+    lines = list(records)
     scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
     low, high = min(scores, default=0), max(scores, default=0)
     for where, row in lines:
@@ -255,7 +289,7 @@ def _anchored(where: str, row: dict[str, Any]) -> Similar:
     """`negative` may be a string or a list of them, and there may be `negative_1`, `negative_2` and so on."""
     pair = (_get(where, row, "anchor"), _get(where, row, "positive"))
     negatives: list[str] = []
-    for name in filter(NEGATIVES.fullmatch, row):
+    for name in filter(hub.NEGATIVES.fullmatch, row):
         if row[name] is not None:
             found = _get(where, row, name, kind=str | list)
             negatives += [found] if isinstance(found, str) else found

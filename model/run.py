@@ -71,23 +71,25 @@ class Run:
     steps: int
     history: list[tuple[int, float]]
     started: float
+    tells: bool = True  # or does another process of the same run?
 
     @classmethod
-    def open(cls, output: str, steps: int, settings: Any) -> Self:
+    def open(cls, output: str, steps: int, settings: Any, tells: bool = True) -> Self:
         folder = Path(output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
-        return cls(folder, steps, [], time.monotonic())
+        if tells:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
+        return cls(folder, steps, [], time.monotonic(), tells)
 
     def __post_init__(self) -> None:
-        self.writer = SummaryWriter(str(self.output / "tensorboard"))
+        self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.tells else None
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(),
-            disable=not sys.stdout.isatty(),
+            disable=not (self.tells and sys.stdout.isatty()),
         )
         self.bar = self.progress.add_task("training", total=self.steps, state="")
         self.tokens = 0
@@ -100,7 +102,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        self.writer.close()
+        if self.writer:
+            self.writer.close()
 
     def step(self, step: int, losses: dict[str, float], tokens: int, lr: float) -> None:
         """Record one optimiser step: its losses by name (`loss` is the whole), its tokens, its learning rate."""
@@ -110,25 +113,31 @@ class Run:
         self.smooth = loss if self.smooth is None else 0.98 * self.smooth + 0.02 * loss
         self.history.append((step, loss))
         for name, value in losses.items():
-            self.writer.add_scalar(f"train/{name}", value, step)
-        self.writer.add_scalar("train/lr", lr, step)
+            self.scalar(f"train/{name}", value, step)
+        self.scalar("train/lr", lr, step)
         state = f"loss {self.smooth:.3f}  {self.tokens_per_second():,.0f} tokens/s"
         self.progress.update(self.bar, completed=step + 1, state=state)
         if self.progress.disable and (step + 1) % 50 == 0:
             left = (time.monotonic() - self.started) / self.taken * (self.steps - step - 1)
-            print(f"step {step + 1}/{self.steps}  {state}  {left / 60:.0f} min left", flush=True)
+            self.say(f"step {step + 1}/{self.steps}  {state}  {left / 60:.0f} min left")
 
     def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
     def scalar(self, name: str, value: float, step: int) -> None:
-        self.writer.add_scalar(name, value, step)
+        if self.writer:
+            self.writer.add_scalar(name, value, step)
 
     def say(self, text: str) -> None:
-        self.progress.console.print(text) if not self.progress.disable else print(text, flush=True)
+        if not self.progress.disable:
+            self.progress.console.print(text)
+        elif self.tells:
+            print(text, flush=True)
 
     def save(self, step: int, model: nn.Module, optimizer: Any, **extra: Any) -> None:
         """Keep all that a resumed run needs, so that a crash leaves the old or the new, never half of one."""
+        if not self.tells:
+            return
         state = {
             "step": step,
             "model": model.state_dict(),

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import Layout
-from model.heads import IGNORE_INDEX
+from model.heads import IGNORE_INDEX, Inputs
 from model.optim import check_choice
 from model.rows import DataError, Question, Sentence, Text
 from model.rows import read as read_rows
 from service import bundle, packing
-from service.encode import Encoded, Encoder, Encoding
+from service.encode import Encoded, Encoder, Encoding, Window
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool]
@@ -49,6 +49,7 @@ class HeadSettings:
     batch_size: int = 32  # rows of a micro-batch; for embeddings, texts that belong together
     scored_batch_size: int = 32  # embeddings: pairs with a score, a micro-batch of their own
     weight: float = 1.0  # of this head's loss among the others
+    teacher: str = ""  # a checkpoint with this head, whose answers are learnt beside the labels
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that neighbouring windows share
     # How embeddings are learnt.
@@ -338,6 +339,11 @@ class Stream:
     weight: float
     loss: Callable[[Tensor, Batch], Loss]
 
+    @property
+    def size(self) -> int:
+        """The examples of an epoch."""
+        return len(self.examples)
+
     def batch(self, seed: tuple[int, ...], step: int) -> Batch:
         """The batch of a step: a pure function of seed and step.
 
@@ -399,20 +405,26 @@ def streams(
     ]
 
 
+def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
+    """What a model takes, of one batch."""
+    packed = packing.pack(encodings)
+    arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    ids, types, positions = (torch.as_tensor(array, device=device) for array in arrays)
+    return ids, types, positions, Layout.of(packed.layout, device)
+
+
 def forward(model: nn.Module, encodings: Sequence[Encoding], heads: list[str]) -> dict[str, Tensor]:
     """The named heads' outputs for a packed batch, in full precision: `[B, ...]` or `[T, ...]`."""
     device = next(model.parameters()).device
-    packed = packing.pack(encodings)
-    arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
-    inputs = (torch.as_tensor(array, device=device) for array in arrays)
-    outputs = model(*inputs, Layout.of(packed.layout, device), heads=heads)
+    outputs = model(*pack(encodings, device), heads=heads)
     return {name: output.float() for name, output in outputs.items()}
 
 
 # -- outputs to losses ----------------------------------------------------------------------------
 
 
-def _chance(choices: float) -> float:
+def evenly(choices: float) -> float:
+    """What guessing costs, in nats."""
     return math.log(max(choices, 2))
 
 
@@ -427,25 +439,35 @@ def text_loss(logits: Tensor, batch: Batch, problem_type: str | None) -> Loss:
     if problem_type == "regression":
         return Loss(F.mse_loss(logits, labels), 1.0)
     if problem_type == "multi_label_classification" or logits.shape[1] == 1:
-        return Loss(F.binary_cross_entropy_with_logits(logits, labels), _chance(2))
-    return Loss(F.cross_entropy(logits, labels), _chance(logits.shape[1]))
+        return Loss(F.binary_cross_entropy_with_logits(logits, labels), evenly(2))
+    return Loss(F.cross_entropy(logits, labels), evenly(logits.shape[1]))
 
 
 def token_loss(logits: Tensor, batch: Batch) -> Loss:
     """logits [T, C]: cross-entropy at every token of the text."""
-    labels = _joined(batch, logits, np.concatenate)
+    labels = tagged(batch, logits)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
-    return Loss(loss, _chance(logits.shape[1]))
+    return Loss(loss, evenly(logits.shape[1]))
+
+
+def tagged(batch: Batch, logits: Tensor) -> Tensor:
+    """The labels of all tokens `[T]`; IGNORE_INDEX at those that have none."""
+    return _joined(batch, logits, np.concatenate)
 
 
 def span_loss(logits: Tensor, batch: Batch) -> Loss:
     """logits [T, 2]: cross-entropy of start and of end, among the tokens that may be either."""
+    slots, choices = among_candidates(logits, batch)
+    return Loss(F.cross_entropy(slots, _joined(batch, logits)), evenly(choices))
+
+
+def among_candidates(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    """`[T, 2]` to `[B, S, 2]`, minus infinity where no answer may be; and in how many places it may, on average."""
     may = torch.as_tensor(np.concatenate([candidates(window) for window in batch.encodings]))
     logits = logits.masked_fill(~may.to(logits.device)[:, None], -math.inf)
     sequences = logits.split([len(window) for window in batch.encodings])
-    slots = pad_sequence(sequences, batch_first=True, padding_value=-math.inf)  # [B, S, 2]
-    choices = int(may.sum()) / len(sequences)
-    return Loss(F.cross_entropy(slots, _joined(batch, logits)), _chance(choices))
+    slots = pad_sequence(sequences, batch_first=True, padding_value=-math.inf)
+    return slots, int(may.sum()) / len(sequences)
 
 
 def ranking_loss(
@@ -468,11 +490,11 @@ def ranking_loss(
     np.fill_diagonal(right, False)
     scores = scores.masked_fill(torch.as_tensor(right, device=scores.device), -math.inf)
     own = torch.arange(size, device=scores.device)
-    found = Loss(F.cross_entropy(scores, own), _chance(scores.shape[1]))
+    found = Loss(F.cross_entropy(scores, own), evenly(scores.shape[1]))
     if not symmetric:
         return found
     back = F.cross_entropy(scores[:, :size].T, own)
-    return Loss((found.value + back) / 2, (found.chance + _chance(size)) / 2)
+    return Loss((found.value + back) / 2, (found.chance + evenly(size)) / 2)
 
 
 def triplet_loss(
@@ -517,7 +539,7 @@ def cosent_loss(vectors: Tensor, batch: Batch) -> Loss:
     excess = SCALE * (cosines[:, None] - cosines)  # [B, B] of the row's over the column's
     wrong = excess[scores[:, None] < scores]
     terms = torch.cat([wrong.new_zeros(1), wrong])
-    return Loss(torch.logsumexp(terms, dim=0), _chance(len(terms)))
+    return Loss(torch.logsumexp(terms, dim=0), evenly(len(terms)))
 
 
 def cosine_loss(vectors: Tensor, batch: Batch) -> Loss:

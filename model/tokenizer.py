@@ -5,15 +5,19 @@ merged bytes (BPE, Sennrich et al. 2016, as in GPT-2), or the likeliest pieces o
 """
 
 import argparse
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from model import lock
 from model.bert import BERT
 from model.families import FAMILIES
 from model.family import Family
+
+ALPHABET = 400  # characters that pieces of words are made of; others are unknown
 
 
 def train(
@@ -21,32 +25,77 @@ def train(
 ) -> tokenizers.Tokenizer:
     """A family's tokenizer, learnt from texts. Its special tokens take the first ids.
 
+    The same texts give the same tokenizer, token by token; of unigrams nearly so, for their trainer's sums differ in
+    the last digits from one process to the next.
+
     lowercase: WordPiece and unigram; it also strips accents, as BERT's uncased models do
     """
-    tokenizer = _untrained(family, lowercase)
-    settings = {
-        "vocab_size": vocab_size,
-        "special_tokens": _specials(family),
-        "show_progress": False,
-    }
+    tokenizer, specials = _untrained(family, lowercase), _specials(family)
+    settings = {"vocab_size": vocab_size, "show_progress": False}
     match family.tokenizer:
         case "wordpiece":
-            trainer = trainers.WordPieceTrainer(limit_alphabet=400, **settings)
+            texts = list(texts)  # gone through twice
+            letters, inner = _alphabet(texts, tokenizer)
+            trainer = trainers.WordPieceTrainer(
+                special_tokens=specials + inner,
+                initial_alphabet=letters,
+                limit_alphabet=len(letters),
+                **settings,
+            )
+            tokenizer.train_from_iterator(texts, trainer)
+            tokenizer = _with_pieces(
+                tokenizer.get_vocab(with_added_tokens=False), family, lowercase
+            )
         case "byte-level BPE":
             alphabet = pre_tokenizers.ByteLevel.alphabet()
-            trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
+            trainer = trainers.BpeTrainer(
+                special_tokens=specials, initial_alphabet=alphabet, **settings
+            )
+            tokenizer.train_from_iterator(texts, trainer)
         case "unigram":
-            trainer = trainers.UnigramTrainer(unk_token=family.special_tokens["unk"], **settings)
-    tokenizer.train_from_iterator(texts, trainer)
+            unknown = family.special_tokens["unk"]
+            trainer = trainers.UnigramTrainer(
+                special_tokens=specials, unk_token=unknown, **settings
+            )
+            tokenizer.train_from_iterator(texts, trainer)
     _frame(tokenizer, family)
+    return tokenizer
+
+
+def _alphabet(texts: Iterable[str], tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+    """The most frequent characters, and those of them that can go on with a word, spelled as its pieces are.
+
+    Left to itself the trainer numbers the latter as it comes across them, in another order in every process, and
+    merges what is equally frequent by these numbers.
+    """
+    raw = Counter[str]()
+    for text in texts:
+        raw.update(text)
+    cleaned = Counter[str]()
+    for character, count in raw.items():
+        for letter in tokenizer.normalizer.normalize_str(character):
+            cleaned[letter] += count
+    del cleaned[" "]
+    letters = sorted(sorted(cleaned), key=lambda letter: -cleaned[letter])[:ALPHABET]
+    clean, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
+    inner = [f"##{letter}" for letter in sorted(letters) if len(split(clean(f"a{letter}"))) == 1]
+    return sorted(letters), inner
+
+
+def _with_pieces(
+    vocabulary: Mapping[str, int], family: Family, lowercase: bool
+) -> tokenizers.Tokenizer:
+    """The tokenizer of these pieces of words."""
+    tokenizer = _untrained(family, lowercase)
+    unknown = family.special_tokens["unk"]
+    tokenizer.model = models.WordPiece(dict(vocabulary), unk_token=unknown)
+    tokenizer.add_special_tokens(_specials(family))
     return tokenizer
 
 
 def wordpiece(vocabulary: str, lowercase: bool = True) -> tokenizers.Tokenizer:
     """The tokenizer that an older checkpoint's `vocab.txt` stands for: one token a line, in order of their ids."""
-    tokenizer = _untrained(BERT, lowercase)
-    tokenizer.model = models.WordPiece.from_file(vocabulary, unk_token="[UNK]")
-    tokenizer.add_special_tokens(_specials(BERT))
+    tokenizer = _with_pieces(models.WordPiece.read_file(vocabulary), BERT, lowercase)
     _frame(tokenizer, BERT)
     return tokenizer
 
@@ -103,6 +152,11 @@ def main() -> None:
     parser.add_argument("--cased", action="store_true", help="keep case and accents")
     parser.add_argument("--family", choices=FAMILIES, default=BERT.model_type)
     arguments = parser.parse_args()
+    try:
+        for file in arguments.files:
+            lock.check(file)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
     paragraphs = (paragraph for document in documents(arguments.files) for paragraph in document)
     tokenizer = train(
         paragraphs, arguments.vocab_size, not arguments.cased, FAMILIES[arguments.family]

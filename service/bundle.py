@@ -131,10 +131,19 @@ class DataSet(_Record):
 
 class Provenance(_Record):
     datasets: tuple[DataSet, ...] = ()
+    teachers: tuple[str, ...] = ()  # models that it was distilled from
     recipe: str = ""
     commit: str = ""
     seed: int | None = None
     runtime: str = ""  # what the goldens were verified with at export
+
+    @property
+    def commercial_use(self) -> str:
+        """Whether the terms of all data sets allow it, in a line: "yes", or the worst answer and whose it is."""
+        for answer in ("no", "unclear"):
+            if names := [data.name for data in self.datasets if data.commercial_use == answer]:
+                return f"{answer}: {'; '.join(names)}"
+        return "yes" if self.datasets else "unclear: no data set is named"
 
 
 class Manifest(_Record):

@@ -489,6 +489,7 @@ class Engine:
             "embedding_space": manifest.embedding_space,
             "metrics": manifest.metrics,
             "weights_license": manifest.weights_license,
+            "commercial_use": manifest.provenance.commercial_use,
             "datasets": [data.model_dump() for data in manifest.provenance.datasets],
         }
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from model.bert import BERT
 from model.tokenizer import train
-from tests import samples
-from tests.tiny import perturb
+from tests import hub, samples
 
 LABELS = ("sea", "sky", "trade")
 TAGS = ("O", "B-PER", "I-PER")
@@ -48,31 +48,10 @@ def save_given(folder: Path, model_type: str, task: str, **shape: Any) -> Networ
     """Write a model of two layers and its tokenizer as transformers does; returns the model."""
     tokenizer = train(samples.corpus(), vocab_size=500)
     labels = {"classification": LABELS, "ner": TAGS}.get(task, ())
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        **{
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "max_position_embeddings": POSITIONS,
-            "embedding_size": 32,
-            "pad_token_id": tokenizer.token_to_id("[PAD]"),
-            **({"id2label": dict(enumerate(labels))} if labels else {}),
-            **shape,
-        },
-    )
-    torch.manual_seed(0)
-    model = perturb(AUTO[task].from_config(config), scale=0.2)
-    model.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=POSITIONS,
-        **{f"{kind}_token": f"[{kind.upper()}]" for kind in ("unk", "cls", "sep", "pad", "mask")},
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)
-    return model
+    fields = {"max_position_embeddings": POSITIONS, "embedding_size": 32}
+    fields |= {"id2label": dict(enumerate(labels))} if labels else {}
+    fields = {**hub.SHAPE, **fields, **shape}
+    return hub.save_beside(tokenizer, BERT, POSITIONS, folder, AUTO[task], model_type, **fields)
 
 
 def save_graph(

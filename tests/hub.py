@@ -7,13 +7,22 @@ import torch
 import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from tokenizers import Tokenizer
 
 from model.families import FAMILIES
+from model.family import Family
 from model.tokenizer import train
 from tests import samples
 from tests.tiny import perturb
 
 POSITIONS = 64
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "embedding_size": 16,
+}
 
 
 def save(
@@ -29,20 +38,34 @@ def save(
     unused = 100 - family.config(max_position_embeddings=100, pad_token_id=pad).max_length
     shape = {
         **family.config.released,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
+        **SHAPE,
         "max_position_embeddings": positions + unused,
-        "embedding_size": 16,
-        "pad_token_id": pad,
         **fields,
     }
     words = {family.config.words.get(name, name): value for name, value in shape.items()}
-    config = transformers.AutoConfig.for_model(model_type, **words)
+    save_beside(tokenizer, family, positions, folder, kind, model_type, **words)
+    return folder
+
+
+def save_beside(
+    tokenizer: Tokenizer,
+    family: Family,
+    positions: int,
+    folder: Path,
+    kind: Any,
+    model_type: str,
+    **fields: Any,
+) -> Any:
+    """Write a model of any encoder of transformers beside a tokenizer that a family has; returns the model."""
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=tokenizer.get_vocab_size(),
+        pad_token_id=tokenizer.token_to_id(family.special_tokens["pad"]),
+        **fields,
+    )
     torch.manual_seed(0)
-    perturb(kind.from_config(config), scale=0.2).save_pretrained(folder)
+    model = perturb(kind.from_config(config), scale=0.2)
+    model.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=positions,
@@ -50,7 +73,7 @@ def save(
         model_input_names=["input_ids", "attention_mask"]
         + ["token_type_ids"] * (family.config().type_vocab_size > 1),
     ).save_pretrained(folder)
-    return folder
+    return model
 
 
 def save_sentence_transformer(

@@ -19,6 +19,7 @@ from benchmarks.limit import flops_per_token
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
 from benchmarks.servers import Running
 from benchmarks.traffic import MIXES, NEWS, texts
+from model import lock
 from service import bundle
 from service.encode import Encoder
 from tests import samples
@@ -280,8 +281,10 @@ def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_pretraining(tmp_path: Path) -> None:
+def test_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family is pretrained, judged and fine-tuned; asked again it knows, and it is told in a table and a picture."""
+    monkeypatch.setattr(lock, "LOCK", tmp_path / "datasets.toml")
+    lock.LOCK.touch()  # or these files would have to be those that have their names
     data = tmp_path / "data"
     for name in ("pretrain", "classification/sst2", "classification/ag_news"):
         (data / name).mkdir(parents=True)

@@ -181,17 +181,25 @@ def test_worked_example_is_right():
     assert (0, True) == (found.failed, found.attempted > 0)
 
 
-def test_training_examples_are_settings():
-    """The settings shown for fine-tuning, and the provenance shown for export, are read as they stand."""
+def test_training_examples_are_settings(tmp_path):
+    """The settings and the provenance that are shown are read as they stand."""
+    from export.provenance import read_told
+    from model.distill import Settings as Distilling
     from model.finetune import Settings as Finetuning
     from model.tasks import is_graded
 
-    single, joint, graded, told = map(tomllib.loads, examples(read("training.md"), "toml"))
+    *settings, provenance = examples(read("training.md"), "toml")
+    single, joint, graded, half, general = map(tomllib.loads, settings)
+    (tmp_path / "told.toml").write_text(provenance)
+    told = read_told(tmp_path / "told.toml")
 
     assert ["sentiment"] == [*Finetuning(**single).heads]
     assert ["sentiment", "entities"] == [*Finetuning(**joint).heads]
     assert is_graded(Finetuning(**graded).heads["relevance"])
-    assert "SST-2" == Provenance.model_validate(told["provenance"]).datasets[0].name
+    assert ["labels", "logits", "relations"] == [*Distilling(**half).losses]
+    assert "mini" == Distilling(**general).preset
+    datasets = Provenance.model_validate(told["provenance"]).datasets
+    assert ["SST-2", "shop reviews 2026"] == [data_set.name for data_set in datasets]
 
 
 def test_examples_of_settings_are_some(tmp_path):

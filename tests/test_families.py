@@ -24,11 +24,11 @@ from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
 from service import bundle
 from service.bundle import Bundle, Head, Precision, cosine
-from service.packing import Packed
+from service.packing import Packed, each
 from service.session import CPU, Session, SessionOptions
 from tests import hub, samples
 from tests.e2e.conftest import Server, serving
-from tests.model.helpers import LENGTHS, TOLERANCE, batch, each, ours, padded, perturb, real, theirs
+from tests.model.helpers import LENGTHS, TOLERANCE, batch, ours, padded, perturb, real, theirs
 
 SMALL = {
     "vocab_size": 96,

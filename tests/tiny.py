@@ -49,14 +49,14 @@ def make_tiny(learnt: tokenizers.Tokenizer) -> Model:
         intermediate_size=256,
         max_position_embeddings=MAX_LENGTH,
     )
-    model = perturb(Model(config, HEADS), scale=0.2)
+    model = perturb(Model(config, HEADS), scale=0.2, seed=6)  # which has use for every label
     plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
     return model
 
 
-def perturb(module: M, scale: float = 0.1) -> M:
+def perturb(module: M, scale: float = 0.1, seed: int = 0) -> M:
     """Move every parameter at random, norms and biases too."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

@@ -344,6 +344,12 @@ function describe({ precision, provider, max_length: length }) {
   return [precision, device, length && `${length} tokens`].filter(Boolean).join(" · ");
 }
 
+function terms({ commercial_use: use }) {
+  if (!use) return [];
+  const [answer, names] = use.split(/: (.*)/s);
+  return ["Commercial use, by its data’s terms: ", node("strong", {}, answer), ...(names ? [` (${names})`] : [])];
+}
+
 async function loadModels(panels) {
   const place = document.getElementById("models-error");
   const select = document.getElementById("model");
@@ -355,6 +361,7 @@ async function loadModels(panels) {
     select.onchange = () => {
       const model = models.find(({ id }) => id === select.value);
       document.getElementById("model-facts").textContent = describe(model);
+      document.getElementById("model-terms").replaceChildren(...terms(model));
       panels.forEach((panel) => applyModel(panel, model));
     };
     select.value = (models.find((model) => model.default) ?? models[0]).id;

@@ -255,6 +255,29 @@ def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> N
     page.close()
 
 
+@pytest.mark.parametrize(
+    ("use", "shown"),
+    [
+        ("yes", "Commercial use, by its data’s terms: yes"),
+        ("no: A: a part; B", "Commercial use, by its data’s terms: no (A: a part; B)"),
+    ],
+)
+def test_terms_of_the_data_are_shown(
+    browser: Browser, server_url: str, use: str, shown: str
+) -> None:
+    """Whether the data of the model that is asked may be used commercially, and if not, which may not."""
+    page = browser.new_page()
+    others = [{"id": "b@1", "commercial_use": use}, {"id": "c@1"}]
+    answer_with(page, "models", json={"models": [{"id": "a@1"}, *others]})
+    page.goto(server_url)
+    expect(page.locator("#model")).to_be_enabled()
+    page.select_option("#model", "b@1")
+    expect(page.locator("#model-terms")).to_have_text(shown)
+    page.select_option("#model", "c@1")
+    expect(page.locator("#model-terms")).to_be_empty()
+    page.close()
+
+
 def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> None:
     """The page takes a key, sends it with every call, and shows it in no command."""
     page = browser.new_page()

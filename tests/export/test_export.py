@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from onnx import numpy_helper
 from export import graph, quantize, verify
 from export.__main__ import main
 from export.goldens import run_torch
+from export.provenance import read_told
 from model.checkpoint import load_model
 from service import bundle
 from service.encode import Encoder
@@ -23,6 +23,9 @@ from tests import samples
 from tests.conftest import Traced
 from tests.tiny import HEADS
 
+pytestmark = pytest.mark.usefixtures("scratch")
+
+ROOT = Path(__file__).parents[2]
 Spoil = Callable[[Path], None]
 
 FULL = {
@@ -52,26 +55,16 @@ origin = "these tests"
 terms = "none"
 commercial_use = "yes"
 used_for = "nothing"
+
+[[provenance.datasets]]
+key = "conll2003"
+used_for = "nothing either"
 """
 
 
 @pytest.fixture(autouse=True)
 def _no_tracing(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     traced.spare(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary files go where a test can see whether they went."""
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where to export to; its parent holds nothing else."""
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "tiny"
 
 
 def export(checkpoint: Path, out: Path, *flags: str | Path) -> int:
@@ -190,7 +183,7 @@ def test_half(gpu_bundle: Path) -> None:
     tolerance = manifest.goldens.tolerance["fp16"]
     assert dict.fromkeys(HEADS, verify.FP16_COSINE) == tolerance.min_cosine
     card = (gpu_bundle / "README.md").read_text(encoding="utf-8")
-    assert "| fp16 packed | against fp32 on the goldens: sentiment cosine 0.99999" in card
+    assert "| fp16 packed | against fp32 on the goldens: sentiment cosine 0.9999" in card
     assert "GPU" in card
 
 
@@ -236,16 +229,56 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
         manifest.provenance.recipe,
         manifest.provenance.seed,
     )
-    assert ["made-up"] == [data.name for data in manifest.provenance.datasets]
+    named = [(data.name, data.commercial_use) for data in manifest.provenance.datasets]
+    assert [("made-up", "yes"), ("CoNLL-2003 English", "no")] == named
     card = (out / "README.md").read_text()
     for told in (
         "A model that knows nothing.",
         "## How it was trained\n\nIt was not.",
         "| made-up | nothing | these tests | none | yes |",
+        "| CoNLL-2003 English | nothing either | https://www.clips.uantwerpen.be/conll2003/ner | research use | no |",
         "## Limits\n\nAll there are.",
         "Weights: CC0-1.0.",
+        "Do the terms of the data allow commercial use? no: CoNLL-2003 English\n",
     ):
         assert told in card
+
+
+TAUGHT = '{"teachers": ["a large model", "another"]}'
+
+
+def taught_copy(folder: Path, told: str, to: Path) -> Path:
+    """A checkpoint that says who taught it."""
+    shutil.copytree(folder, to)
+    (to / "provenance.json").write_text(told)
+    return to
+
+
+@pytest.mark.parametrize("training", ["", 'training = "In a day."'])
+def test_who_taught_it(training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """What a checkpoint says of its teachers is in the manifest and on the card, beside what was told."""
+    student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
+    (tmp_path / "told.toml").write_text(f"{training}\n[provenance]\nseed = 7\n")
+    assert 0 == export(student, out, "--provenance", tmp_path / "told.toml")
+    told = bundle.load(out).manifest.provenance
+    assert (told.teachers, told.seed) == (("a large model", "another"), 7)
+    said = "Distilled from `a large model` and `another`."
+    expected = f"{said}\n\nIn a day." if training else said
+    assert f"## How it was trained\n\n{expected}\n\n#" in (out / "README.md").read_text()
+
+
+def test_nobody_taught_it(tiny_bundle: Path) -> None:
+    """Then nobody is named."""
+    assert () == bundle.load(tiny_bundle).manifest.provenance.teachers
+    assert "Distilled" not in (tiny_bundle / "README.md").read_text()
+
+
+def test_teachers_have_names(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anything else is refused before anything is traced."""
+    student = taught_copy(tiny_checkpoint, '{"teachers": [7]}', tmp_path / "student")
+    assert_refused(export(student, out), "teachers: [7] is no list of names", out, capsys)
 
 
 # -- replacing ------------------------------------------------------------------------------------
@@ -368,6 +401,12 @@ def test_refusals(
     [
         ("[provenance]\nsede = 1\n", "sede: Extra inputs are not permitted"),
         ("[[provenance.datasets]]\nname = 'x'\n", "datasets.0.origin: Field required"),
+        ("[[provenance.datasets]]\nkey = 'x'\n", "'x' is none of wikipedia, books, sst2"),
+        (
+            "[[provenance.datasets]]\nkey = 'sst2'\nterms = 'mine'\n",
+            "sst2: model/datasets.toml says its terms",
+        ),
+        ("provenance = 1", "valid dictionary"),
         ("[provenance", "Expected ']'"),
     ],
 )
@@ -383,6 +422,17 @@ def test_refused_provenance(
     (tmp_path / "told.toml").write_text(text)
     status = export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
     assert_refused(status, said, out, capsys)
+
+
+def test_shipped_provenance_is_the_lock_s() -> None:
+    """Of its data sets the shipped bundle says what the lock says, and what its provenance file names."""
+    shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
+    told = read_told(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
+    alike = {"name", "terms", "commercial_use", "used_for"}
+    assert len(told["datasets"]) > 5
+    assert [data.model_dump(include=alike) for data in shipped.datasets] == [
+        {field: data[field] for field in data if field in alike} for data in told["datasets"]
+    ]
 
 
 def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +499,7 @@ def test_half_parity_failure(
     table.CopyFrom(numpy_helper.from_array(rolled, table.name))
     monkeypatch.setattr(graph, "export_cuda", lambda _: proto)
     status = export(tiny_checkpoint, out, "--precision", "fp32", "fp16")
-    assert_refused(status, "fp16 packed: head sentiment has cosine 0.", out, capsys)
+    assert_refused(status, "fp16 packed: head sentiment has cosine", out, capsys)
 
 
 def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:

@@ -1,7 +1,6 @@
 """`python -m export --onnx`: graphs of others get their heads, and what cannot be served is refused by name."""
 
 import json
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,8 @@ from service.packing import Packed
 from service.session import CPU, Outputs, SessionOptions, open_session
 from tests import samples
 
+pytestmark = pytest.mark.usefixtures("scratch")
+
 VOCAB, WIDTH = 500, 24
 TOKENIZER = train(samples.corpus(), vocab_size=VOCAB)
 TEXTS = [samples.text(words, seed=words) for words in (1, 9, 3, 20)]
@@ -43,20 +44,6 @@ ARCHITECTURES = {
 }
 LABELS = {"0": "sea", "1": "sky", "2": "trade"}
 Spoil = Callable[[Path], object]
-
-
-@pytest.fixture(autouse=True)
-def _scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary files go where a test can see whether they went."""
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where to export to; its parent holds nothing else."""
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "given"
 
 
 @pytest.fixture

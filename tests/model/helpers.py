@@ -56,16 +56,6 @@ def batch(lengths: Sequence[int], vocab_size: int = 96, seed: int = 0) -> Packed
     return Packed(ids, types, packing.positions(layout), layout)
 
 
-def each(packed: Packed) -> list[Packed]:
-    """Every sequence of a batch as a batch of its own."""
-    alone = []
-    for start, end in zip(packed.layout.cu_seqlens, packed.layout.cu_seqlens[1:], strict=False):
-        layout = packing.make_layout([end - start])
-        rows = (packed.input_ids[start:end], packed.token_type_ids[start:end])
-        alone.append(Packed(*rows, packing.positions(layout), layout))
-    return alone
-
-
 def ours(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Layout]:
     """What our modules take."""
     ids = (packed.input_ids, packed.token_type_ids, packed.position_ids)

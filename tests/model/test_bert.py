@@ -16,12 +16,11 @@ from model.bert import BERT, Bert
 from model.config import BertConfig, preset
 from service import packing
 from service.encode import Encoder
-from service.packing import Packed
+from service.packing import Packed, each
 from tests.model.helpers import (
     LENGTHS,
     TOLERANCE,
     batch,
-    each,
     ours,
     padded,
     perturb,

@@ -486,3 +486,15 @@ def test_the_command_refuses_an_unknown_head(
     with pytest.raises(SystemExit):
         evaluate.main()
     assert "a head of sentiment, topics" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong_with_a_file(
+    model: Model, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line, not a traceback."""
+    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    (tmp_path / "a.jsonl").write_text("{}")
+    asked = f"sentiment={tmp_path / 'a.jsonl'}"
+    monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", asked])
+    with pytest.raises(SystemExit, match=r"a\.jsonl:1: no text"):
+        evaluate.main()

@@ -17,11 +17,11 @@ from model.heads import (
     mean_tokens,
 )
 from service.bundle import Head
+from service.packing import each
 from tests.model.helpers import (
     LENGTHS,
     TOLERANCE,
     batch,
-    each,
     ours,
     padded,
     perturb,

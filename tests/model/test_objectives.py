@@ -17,15 +17,12 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
 from model import checkpoint, corpus, pretrain, tokenizer
-from model.attention import Layout
 from model.families import FAMILIES
 from model.heads import make_pretraining
-from service import packing
-
-CPU = torch.device("cpu")
+from model.samples import Batch, Sampler, Specials
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +116,8 @@ class Learnt:
     """A family's model after a short run, batches that it was not trained on, and the loss of who goes by frequency."""
 
     model: nn.Module
-    batches: list[corpus.Batch]
-    specials: corpus.Specials
+    batches: list[Batch]
+    specials: Specials
     words_alone: float
 
 
@@ -139,22 +136,15 @@ def learn(
         checkpoint.init_pretraining(model, kept)
 
         text = corpus.load([topics_file], words, out / "cache")
-        specials = corpus.Specials.of(Tokenizer.from_file(str(words)), family)
-        drawn = {"size": 32, "length": 32, "rate": 0.15, "pairs": family.pairs}
-        batches = [
-            corpus.make_batch(text, specials, seed=99, step=step, **drawn) for step in range(20)
-        ]
+        specials = Specials.of(Tokenizer.from_file(str(words)), family)
+        sampler = Sampler(text, specials, family.pairs)
+        drawn = {"seed": 99, "size": 32, "length": 32, "rate": 0.15}
+        batches = [sampler.samples(step=step, **drawn).pack() for step in range(20)]
         shares = np.bincount(text.ids) / len(text.ids)
         shares = shares[shares > 0]
         return Learnt(model.eval(), batches, specials, float(-(shares * np.log(shares)).sum()))
 
     return run
-
-
-def inputs(batch: corpus.Batch) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    positions = packing.positions(batch.layout)
-    ids = map(torch.as_tensor, (batch.input_ids, batch.token_type_ids, positions))
-    return (*ids, Layout.of(batch.layout))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +154,7 @@ def inputs(batch: corpus.Batch) -> tuple[Tensor, Tensor, Tensor, Layout]:
 def test_hidden_tokens(name: str, of_words_alone: float, learn: Callable[[str], Learnt]) -> None:
     """Are guessed better than from how frequent words are; by ELECTRA's generator, which is small, a little better."""
     learnt = learn(name)
-    found = pretrain.evaluate(learnt.model, learnt.batches, CPU)
+    found = pretrain.evaluate(learnt.model, learnt.batches)
     assert found["mlm"] < of_words_alone * learnt.words_alone
 
 
@@ -173,11 +163,14 @@ def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
     """Whether a text is the next one (a quarter of the false ones keep to the topic), or two stand in order."""
     learnt = learn(name)
     with torch.no_grad():
-        logits = [learnt.model(*inputs(batch))[1] for batch in learnt.batches]
+        logits = [learnt.model(*batch.inputs)[1] for batch in learnt.batches]
     right = np.concatenate(
-        [one.argmax(1).numpy() == b.is_next for one, b in zip(logits, learnt.batches, strict=True)]
+        [
+            (one.argmax(1) == b.is_next).numpy()
+            for one, b in zip(logits, learnt.batches, strict=True)
+        ]
     )
-    found = pretrain.evaluate(learnt.model, learnt.batches, CPU)
+    found = pretrain.evaluate(learnt.model, learnt.batches)
     assert len(right) == 640
     assert right.mean() > 0.7  # ten standard deviations above a coin
     assert found[FAMILIES[name].pair_objective] < 0.8 * math.log(2)
@@ -190,10 +183,13 @@ def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for batch in learnt.batches:
-            given = inputs(batch)
-            masked, labels = torch.as_tensor(batch.masked), torch.as_tensor(batch.labels)
-            seen = learnt.model.replace(given, masked, learnt.model.generator(*given, masked))
-            real = given[0].index_copy(0, masked, labels)
+            given = (
+                batch.inputs,
+                batch.masked,
+                learnt.model.generator(*batch.inputs, batch.masked),
+            )
+            seen = learnt.model.replace(*given)
+            real = batch.inputs[0].index_copy(0, batch.masked, batch.labels)
             suspicion.append(learnt.model.discriminator(*seen))
             replaced.append(seen[0] != real)
             of_words.append(~torch.isin(real, torch.tensor([*learnt.specials.ids.values()])))
@@ -204,4 +200,4 @@ def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
     more_suspect = (scores[truth][:, None] > scores[~truth]).float().mean()
     assert truth.sum() > 1500
     assert more_suspect > 0.65  # by chance 0.5, give or take 0.007
-    assert pretrain.evaluate(learnt.model, learnt.batches, CPU)["rtd"] < 0.9 * blind
+    assert pretrain.evaluate(learnt.model, learnt.batches)["rtd"] < 0.9 * blind

@@ -147,7 +147,7 @@ def test_dropout_follows_seed_and_step() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_loss(value: float) -> None:
     """A loss that is not finite stops the run, naming the step."""
-    optim.check_finite(torch.tensor(1.0), step=6)
+    optim.check_finite(1.0, step=6)
 
     with pytest.raises(FloatingPointError, match="at step 7"):
-        optim.check_finite(torch.tensor(value), step=7)
+        optim.check_finite(value, step=7)

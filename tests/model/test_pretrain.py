@@ -1,5 +1,6 @@
 """Pretraining learns, at masked positions only, and an interrupted run is an uninterrupted one."""
 
+import itertools
 import json
 import math
 import sys
@@ -12,21 +13,20 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer
 
-from model import corpus, optim, pretrain
+from model import corpus, optim, pretrain, samples
 from model.bert import BERT
-from model.corpus import Batch, Specials, make_batch
 from model.heads import Pretraining
+from model.samples import Batch, Sampler, Specials
 from tests.model.helpers import TOLERANCE, perturb, shape, watch_steps
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("step", "length"), [(0, 128), (89, 128), (90, 512), (99, 512), (100, 512)]
 )
-def test_sample_length(step: int, length: int) -> None:
+def test_phases(step: int, length: int) -> None:
     """Each phase has its share of the steps, and the last one what is left."""
-    assert pretrain.sample_length(step, 100, [[0.9, 128], [0.1, 512]]) == length
+    phases = [pretrain.Phase(0.9, 128, 8192), pretrain.Phase(0.1, 512, 8192)]
+    assert pretrain.phase_at(step, 100, phases).length == length
 
 
 def test_corpus_files(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_corpus_files(tmp_path: Path) -> None:
 def drawn(corpus_file: Path, small_tokenizer: Tokenizer) -> Batch:
     """A batch of pairs from the made-up corpus."""
     text = corpus.build([corpus_file], small_tokenizer)
-    arguments: dict[str, Any] = {"step": 0, "size": 6, "length": 32, "rate": 0.15, "pairs": "nsp"}
-    return make_batch(text, Specials.of(small_tokenizer, BERT), seed=1, **arguments)
+    sampler = Sampler(text, Specials.of(small_tokenizer, BERT), "nsp")
+    return sampler.samples(seed=1, step=0, size=6, length=32, rate=0.15).pack()
 
 
 def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
@@ -60,15 +60,13 @@ def test_losses(drawn: Batch, small_tokenizer: Tokenizer) -> None:
     model = model_for(small_tokenizer)
 
     with torch.no_grad():
-        found = pretrain.losses(model, drawn, CPU)
+        found = pretrain.losses(model, drawn)
 
-        positions = torch.as_tensor(pretrain.packing.positions(drawn.layout))
-        ids = (torch.as_tensor(drawn.input_ids), torch.as_tensor(drawn.token_type_ids), positions)
-        token_logits, next_logits = model(*ids, pretrain.Layout.of(drawn.layout))
-    targets = torch.full((len(drawn.input_ids),), -100)
-    targets[drawn.masked] = torch.as_tensor(drawn.labels)
+        token_logits, next_logits = model(*drawn.inputs)
+    targets = torch.full((len(token_logits),), -100)
+    targets[drawn.masked] = drawn.labels
     mlm = F.cross_entropy(token_logits, targets, ignore_index=-100)
-    nsp = F.cross_entropy(next_logits, torch.as_tensor(drawn.is_next))
+    nsp = F.cross_entropy(next_logits, drawn.is_next)
     torch.testing.assert_close(found, {"loss": mlm + nsp, "mlm": mlm, "nsp": nsp}, **TOLERANCE)
 
 
@@ -78,24 +76,24 @@ def test_loss_at_masked_positions_only(drawn: Batch, small_tokenizer: Tokenizer)
     states = []
     hook = model.encoder.register_forward_hook(lambda m, i, output: states.append(output))
 
-    found = pretrain.losses(model, drawn, CPU)
+    found = pretrain.losses(model, drawn)
     hook.remove()
     [gradient] = torch.autograd.grad(found["loss"], states)
 
     taught = gradient.abs().sum(dim=1).nonzero().flatten()
     assert found.keys() == {"loss", "mlm"}
     assert taught.tolist() == drawn.masked.tolist()
-    assert len(drawn.labels) == len(drawn.masked) < len(drawn.input_ids) / 4
+    assert len(drawn.labels) == len(drawn.masked) < len(drawn.inputs[0]) / 4
 
 
 def test_evaluate(drawn: Batch, small_tokenizer: Tokenizer) -> None:
     """Evaluating averages over batches without dropout, and leaves the model in training."""
     model = model_for(small_tokenizer, hidden_dropout_prob=0.5).train()
 
-    found = pretrain.evaluate(model, [drawn, drawn], CPU)
+    found = pretrain.evaluate(model, [drawn, drawn])
 
     assert model.training
-    assert found == pretrain.evaluate(model, [drawn], CPU)
+    assert found == pretrain.evaluate(model, [drawn])
 
 
 @pytest.fixture
@@ -157,8 +155,8 @@ def test_resumed_is_uninterrupted(
 
     seed_dropout = optim.seed_dropout
 
-    def interrupt(seed: int, step: int) -> None:
-        seed_dropout(seed, step)
+    def interrupt(seed: int, step: int, rank: int) -> None:
+        seed_dropout(seed, step, rank)
         if step == 5:
             raise KeyboardInterrupt
 
@@ -257,11 +255,11 @@ def test_share_of_hidden_tokens(
     rate: float,
 ) -> None:
     """Is the family's, where none is asked for."""
-    made, make_batch = [], corpus.make_batch
+    made, drawn = [], Sampler.samples
     monkeypatch.setattr(
-        corpus,
-        "make_batch",
-        lambda *a, **named: made.append(named["rate"]) or make_batch(*a, **named),
+        Sampler,
+        "samples",
+        lambda self, **named: made.append(named["rate"]) or drawn(self, **named),
     )
     run(monkeypatch, tmp_path / "run", {**arguments, "steps": 1, "family": family})
     assert set(made) == {rate}
@@ -300,9 +298,9 @@ def test_the_recipe_is_followed(
     rates, norms = watch_steps(monkeypatch)
     masked, losses = [], pretrain.losses
 
-    def counted(model: Any, batch: Batch, device: torch.device) -> Any:
-        masked.append(len(batch.masked) / len(batch.input_ids))
-        return losses(model, batch, device)
+    def counted(model: Any, batch: Batch, *shares: Any) -> Any:
+        masked.append(len(batch.masked) / len(batch.inputs[0]))
+        return losses(model, batch, *shares)
 
     monkeypatch.setattr(pretrain, "losses", counted)
     recipe = {"steps": 10, "lr": 1e-3, "warmup": 0.2, "clip": 0.01, "mask_rate": 0.4}
@@ -314,11 +312,94 @@ def test_the_recipe_is_followed(
     assert 0.3 < sum(masked) / len(masked) < 0.45
 
 
+def test_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """A budget becomes a number of steps, once; what was measured it by leaves no trace in the model."""
+    seconds = itertools.count(step=0.5)
+    monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(seconds))
+    del arguments["steps"]
+    phases = [[0.25, 16], [0.75, 32, 64]]
+    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.025})
+
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    each = 0.5 / 3  # between two looks at the clock, three steps
+    assert plan == {
+        "steps": round(1.5 / each),
+        "minutes": 0.025,
+        "seconds_per_step": pytest.approx(each),
+    }
+    assert len(last(tmp_path / "run")["history"]) == plan["steps"] == 9
+
+    planned = {**arguments, "phases": phases, "steps": plan["steps"]}
+    run(monkeypatch, tmp_path / "steps", planned)
+    assert last(tmp_path / "steps")["history"] == last(tmp_path / "run")["history"]
+
+    (tmp_path / "run/last.pt").unlink()
+    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 500})
+    assert len(last(tmp_path / "run")["history"]) == plan["steps"]
+
+
+def test_phases_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """Steps are of as many tokens, in samples as long, as their phase says."""
+    drawn: list[tuple[int, ...]] = []
+    step = pretrain.Trainer.step
+
+    def listen(trainer: pretrain.Trainer, whole: samples.Samples, *rest: Any) -> dict[str, float]:
+        drawn.append(whole.lengths)
+        return step(trainer, whole, *rest)
+
+    monkeypatch.setattr(pretrain.Trainer, "step", listen)
+    phases = {"phases": [[0.5, 16, 64], [0.25, 16], [0.25, 32]], "steps": 4, "next_sentence": False}
+    run(monkeypatch, tmp_path / "run", {**arguments, **phases})
+
+    assert drawn == [(16,) * 4] * 2 + [(16,) * 8] + [(32,) * 4]
+
+
+def test_whole_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """Where asked for, the tokens that go on with a word are known to who hides them."""
+    known: list[Any] = []
+    make = samples.Sampler
+    monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))
+    for asked in (False, True):
+        short = {**arguments, "steps": 1, "whole_words": asked}
+        run(monkeypatch, tmp_path / str(asked), short)
+
+    goes_on = samples.continues(Tokenizer.from_file(arguments["tokenizer"]))
+    assert known == [None, goes_on]
+    assert 0 < sum(goes_on) < len(goes_on)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "compiled"),
+    [("yes", "cpu", True), ("no", "cpu", False), ("auto", "cpu", False), ("auto", "cuda", True)],
+)
+def test_compiling(
+    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, compiled: bool
+) -> None:
+    """The step is compiled as asked, and by itself on a GPU."""
+    done: list[bool] = []
+    monkeypatch.setattr(pretrain.Objective, "compile", lambda self: done.append(True))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
+    monkeypatch.setattr(optim, "precision", lambda *_: torch.float32)
+    settings = pretrain.Settings("", [], "", compile=asked)
+
+    pretrain.Trainer(settings, shape(), False, pretrain.Ranks(0, 1, torch.device(device)))
+
+    assert bool(done) == compiled
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"optimizer": "moun"}, "optimizer: 'moun' is none of adamw, muon"),
         ({"precision": "fp16"}, "precision: 'fp16' is none of auto, fp32, bf16"),
+        ({"compile": "maybe"}, "compile: 'maybe' is none of auto, yes, no"),
+        ({"phases": [[1]]}, "phases: [1] is not [share, tokens per sample"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny, mini"),
         ({"family": "gpt2"}, "family: 'gpt2' is none of bert, roberta"),
         ({"shape": {"depth": 3}}, "bert has no 'depth': one of vocab_size, hidden_size"),

@@ -1,5 +1,7 @@
 """A tokenizer trained here is BERT's: WordPiece, its special tokens, its template for texts and pairs."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from tokenizers import Tokenizer
 from model import tokenizer
 from model.families import FAMILIES
 from model.tokenizer import train
+from tests import samples
 
 TEXTS = ["the unaffable river affected the café", "The river is unaffected, unlike the Café"] * 10
 
@@ -62,6 +65,30 @@ def test_word_pieces() -> None:
 def test_vocabulary_size_is_a_limit() -> None:
     """No more tokens are learnt than asked for."""
     assert train(TEXTS, vocab_size=50).get_vocab_size() == 50
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_the_same_everywhere(family: str) -> None:
+    """Another process learns the same tokenizer from the same texts."""
+    program = (
+        "from model.families import FAMILIES; from model.tokenizer import train; from tests import samples;"
+        f"print(train(samples.corpus(), 400, family=FAMILIES[{family!r}]).to_str())"
+    )
+    root = Path(tokenizer.__file__).parents[1]
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+
+    here = train(samples.corpus(), 400, family=FAMILIES[family])
+
+    assert json.loads(output.stdout) == json.loads(here.to_str())
+
+
+def test_letters_within_words() -> None:
+    """Every letter can go on with a word, and nothing else can: not what is always split off."""
+    vocabulary = train(["a b, c 漢"], vocab_size=60).get_vocab()
+
+    assert {token for token in vocabulary if token.startswith("##")} == {"##a", "##b", "##c"}
+    assert vocabulary.keys() >= {",", "漢"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -548,3 +548,23 @@ def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> Non
     (copy / "tokenizer.json").unlink()
     with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
         bundle.read_texts(loaded)
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (["yes", "yes"], "yes"),
+        (["yes", "unclear", "no", "no"], "no: 2; 3"),
+        (["unclear", "yes", "unclear"], "unclear: 0; 2"),
+        ([], "unclear: no data set is named"),
+    ],
+)
+def test_data_sets_allow_together_what_the_least_allows(
+    answers: list[Literal["yes", "no", "unclear"]], told: str
+) -> None:
+    """And those are named that forbid it, or may."""
+    sets = [
+        bundle.DataSet(name=str(number), origin="here", terms="some", commercial_use=answer)
+        for number, answer in enumerate(answers)
+    ]
+    assert told == bundle.Provenance(datasets=tuple(sets)).commercial_use

@@ -511,6 +511,7 @@ async def test_description(tiny: Engine) -> None:
         told[key] for key in ("id", "name", "version", "max_length", "precision", "layout")
     )
     assert ["sentiment", "topics", "entities", "answers", "embeddings"] == [*told["heads"]]
+    assert "unclear: no data set is named" == told["commercial_use"]
     assert tiny.fingerprint.startswith(f"{tiny.sha256[:12]};precision=fp32;provider=CPU")
 
 

@@ -1,0 +1,42 @@
+"""What the provenance file says, with what the lock knows of the data sets that it names, and who taught the model."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model import lock
+from model.checkpoint import PROVENANCE, read_json
+
+
+def read_told(path: Path) -> dict[str, Any]:
+    """The file's tables, with every data set in full. Raises ValueError, also where a data set is not known."""
+    told = tomllib.loads(path.read_text(encoding="utf-8"))
+    provenance = told.get("provenance")
+    if isinstance(provenance, dict) and isinstance(provenance.get("datasets"), list):
+        provenance["datasets"] = [_in_full(table) for table in provenance["datasets"]]
+    return told
+
+
+def with_teachers(told: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What is told, and who taught the model of a checkpoint, if that says so and nothing else was told of it.
+
+    Raises ValueError for what no names are.
+    """
+    path = folder / PROVENANCE
+    teachers = read_json(path).get("teachers", []) if path.is_file() else []
+    if not isinstance(teachers, list) or not all(isinstance(name, str) for name in teachers):
+        raise ValueError(f"{path}: teachers: {teachers!r} is no list of names")
+    return {**told, "provenance": {"teachers": teachers, **told.get("provenance", {})}}
+
+
+def _in_full(table: Any) -> Any:
+    """A data set that is named by its `key` as the lock has it; another one as it is."""
+    if not isinstance(table, Mapping) or "key" not in table:
+        return table
+    key, known = str(table["key"]), lock.read_lock()
+    if key not in known:
+        raise ValueError(f"provenance.datasets: {key!r} is none of {', '.join(known)}")
+    if said := sorted(set(table) - {"key", "used_for"}):
+        raise ValueError(f"provenance.datasets: {key}: model/{lock.LOCK.name} says its {said[0]}")
+    return known[key].describe(table.get("used_for", "")).model_dump()
