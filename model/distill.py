@@ -1,0 +1,350 @@
+"""Distil a model into a smaller one: `python -m model.distill model/configs/minilm-sst2-half.toml [--name value ...]`.
+
+The student is some layers of a checkpoint, or a fresh encoder of any family. It learns from rows, as in fine-tuning,
+from plain text, as in pretraining, or from both; how much each loss counts stands in the table `losses`. The loop is
+that of `finetune`, and so is what an interruption costs: nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+import torch
+
+from model import checkpoint, config, corpus, finetune, optim, pretrain, tasks, teach
+from model.corpus import Corpus
+from model.families import FAMILIES, family_of
+from model.heads import Model
+from model.run import read_settings
+from model.samples import Sampler, Specials
+from model.teach import Lesson, Teacher, Teaching
+from service.encode import Encoder, Window, load_tokenizer
+
+UNITS = ("sentences", "blocks")
+
+
+@dataclass
+class Settings(finetune.Settings):
+    heads: dict[str, Any] = field(default_factory=dict)  # as in fine-tuning; rows are optional
+    teacher: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
+    losses: dict[str, float] = field(default_factory=dict)  # how much each of teach.LOSSES counts
+    # A student of layers: of `init_from`, which is the teacher unless given.
+    layers: list[int] = field(default_factory=list)  # which, from 0, in order
+    num_layers: int = 0  # or how many, spread evenly from the first on; half of them, unless given
+    # A fresh student.
+    preset: str = ""
+    family: str = ""  # a model_type; bert, unless given
+    shape: dict[str, Any] = field(default_factory=dict)  # fields of its own beside the preset
+    max_position_embeddings: int | None = None  # the family's, unless given
+    # How the losses are taken.
+    # Pairs of a student's and a teacher's layer, 0 the embeddings.
+    hidden_layers: list[list[int]] = field(default_factory=list)
+    # The teacher's, from 0 on or from the end back; the student's is its last.
+    relation_layer: int = -1
+    relation_heads: int = 0  # 0: as many as the teacher has heads
+    distance: str = "cosine"  # of vectors; or mse
+    # Plain text.
+    corpus: list[str] = field(default_factory=list)  # files or folders of .txt, .gz, .xz
+    unit: str = "sentences"  # or blocks, as long as max_length
+    corpus_batch_size: int = 32
+    cache: str = "runs/cache"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        optim.check_choice("unit", self.unit, UNITS)
+        optim.check_choice("distance", self.distance, teach.DISTANCES)
+        for name, weight in self.losses.items():
+            optim.check_choice("losses", name, teach.LOSSES)
+            if weight < 0:
+                raise ValueError(f"losses: {name} counts {weight}, which is below 0")
+        if not any(self.losses.values()):
+            raise ValueError(f"losses: none of {', '.join(teach.LOSSES)} counts")
+        if not (self.heads or self.corpus):
+            raise ValueError("missing: heads with rows, or a corpus")
+
+    def check_start(self) -> None:
+        if not self.teacher:
+            raise ValueError("missing: teacher")
+        of_layers = [n for n in ("init_from", "layers", "num_layers") if getattr(self, n)]
+        fresh = ("preset", "family", "shape", "max_position_embeddings", "tokenizer")
+        of_fresh = [n for n in fresh if getattr(self, n)]
+        if self.preset:
+            optim.check_choice("preset", self.preset, config.PRESETS)
+            if of_layers:
+                raise ValueError(f"preset: a fresh student, of which {of_layers[0]} says nothing")
+        elif of_fresh:
+            raise ValueError(f"{of_fresh[0]} is for a fresh student, which begins from a preset")
+        if self.layers and self.num_layers:
+            raise ValueError("layers and num_layers: one of them says it")
+        if self.family:
+            optim.check_choice("family", self.family, FAMILIES)
+
+    def counts(self, *names: str) -> bool:
+        """Does any of these losses count?"""
+        return any(self.losses.get(name) for name in names)
+
+
+# -- the student ------------------------------------------------------------------------------------------------------
+
+
+class Begin(NamedTuple):
+    """What a student begins as: a shape, and these layers of a checkpoint where it is not fresh."""
+
+    shape: config.BertConfig
+    tokenizer: tokenizers.Tokenizer
+    tokenizer_file: Path
+    layers: Sequence[int] = ()
+    source: Teacher | None = None
+
+
+def begin(s: Settings, teachers: Mapping[str, Teacher]) -> Begin:
+    """Raises ValueError for layers that there are not, and where a family's special tokens are missing."""
+    if s.preset:
+        file = Path(s.tokenizer or checkpoint.locate(s.teacher) / "tokenizer.json")
+        tokenizer = load_tokenizer(file)
+        family, shape = pretrain.read_shape(s, tokenizer)
+        Specials.of(tokenizer, family)
+        return Begin(shape, tokenizer, file)
+    name = s.init_from or s.teacher
+    source = teachers.get(name) or teach.load(name, torch.device("cpu"))
+    whole = source.model.config
+    layers = choose_layers(s, whole.num_hidden_layers)
+    file = checkpoint.locate(name) / "tokenizer.json"
+    return Begin(whole.keeping(layers), source.tokenizer, file, layers, source)
+
+
+def choose_layers(s: Settings, depth: int) -> list[int]:
+    """Which of `depth` layers are kept. Raises ValueError for such as there are not."""
+    count = s.num_layers or (depth + 1) // 2
+    if not 0 < count <= depth:
+        raise ValueError(f"num_layers: {count} of {depth} layers")
+    chosen = s.layers or [place * depth // count for place in range(count)]
+    if sorted(set(chosen)) != chosen or not set(chosen) <= set(range(depth)):
+        raise ValueError(f"layers: {chosen} are not some of 0 to {depth - 1}, in order")
+    return chosen
+
+
+def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequence[int]) -> None:
+    """Fill an encoder with these layers of a deeper one, and with all else of it.
+
+    Raises ValueError where a layer is not made as the one in whose place it comes.
+    """
+    weights = encoder.state_dict()
+    if len(encoder.layers) == encoder.config.num_hidden_layers:  # else depths share their weights
+        rest = {name: t for name, t in weights.items() if not name.startswith("layers.")}
+        kept = {
+            f"layers.{place}.{name}": tensor
+            for place, layer in enumerate(layers)
+            for name, tensor in encoder.layers[layer].state_dict().items()
+        }
+        weights = rest | kept
+    if odd := sorted(student.state_dict().keys() ^ weights.keys()):
+        family = encoder.config.model_type
+        raise ValueError(
+            f"layers: {odd[0]}: {family}'s first layer differs from the others: keep it first"
+        )
+    student.load_state_dict(weights)
+
+
+def inherit(student: Model, source: Teacher, layers: Sequence[int]) -> None:
+    """Begin as some layers of a checkpoint, and with its heads where it has the same."""
+    checkpoint.init_from(student, source.name)  # poolers, too
+    keep_layers(student.encoder, source.model.encoder, layers)
+    for name, head in student.described.items():
+        found = teach.find_head(source, name, head)
+        if found and source.model.described[found].labels == head.labels:
+            theirs = source.model.heads[found].state_dict()
+            if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
+                student.heads[name].load_state_dict(theirs)
+
+
+def _shapes(state: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+# -- plain text -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A stream of plain text, for no head: sentences, or blocks of running text, which are the `sampler`'s."""
+
+    corpus: Corpus
+    specials: Specials
+    batch_size: int
+    length: int
+    sampler: Sampler | None = None
+    name: str = "text"
+    head: str = ""
+    weight: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """The examples of an epoch."""
+        if self.sampler is None:
+            return self.corpus.num_sentences
+        return math.ceil(len(self.corpus.ids) / self.specials.room(self.length))
+
+    def batch(self, seed: tuple[int, ...], step: int) -> tasks.Batch:
+        """The batch of a step: a pure function of seed and step, and the same sentences in any tokens."""
+        if self.sampler is None:
+            room = self.specials.room(self.length)
+            drawn = tasks.draw(self.size, self.batch_size, seed, step)
+            texts = (self.corpus.tokens(i, i + 1)[:room] for i in drawn)
+            return tasks.Batch([Window(*self.specials.around(text)) for text in texts], [])
+        number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        size, length = self.batch_size, self.length
+        blocks = self.sampler.samples(seed=number, step=step, size=size, length=length, rate=0.0)
+        rows = zip(blocks.original_ids.numpy(), blocks.token_type_ids.numpy(), strict=True)
+        return tasks.Batch([Window(ids, types) for ids, types in rows], [])
+
+
+def read_texts(
+    s: Settings, shape: config.BertConfig, encoder: Encoder, tokenizer_file: Path, teacher: Teacher
+) -> tuple[Texts, dict[str, Texts]]:
+    """The corpus as the student reads it; and as the teacher does, by its name, where its tokens are others.
+
+    Raises ValueError for blocks, and for losses of tokens, where they are.
+    """
+    in_blocks = s.unit == "blocks"
+    by_token = in_blocks or s.counts(*teach.BY_TOKEN)
+    other = teach.read_alike(teacher, encoder, "a corpus in blocks" if in_blocks else "", by_token)
+
+    def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> Texts:
+        text = corpus.load(pretrain.corpus_files(s.corpus), file, Path(s.cache))
+        specials = Specials.of(tokenizer, family_of(shape))
+        sampler = Sampler(text, specials, None) if in_blocks else None
+        return Texts(text, specials, s.corpus_batch_size, s.max_length, sampler)
+
+    ours = read(tokenizer_file, encoder.tokenizer, shape)
+    if other is None:
+        return ours, {}
+    file = checkpoint.locate(teacher.name) / "tokenizer.json"
+    return ours, {teacher.name: read(file, teacher.tokenizer, teacher.model.config)}
+
+
+# -- what is taught ---------------------------------------------------------------------------------------------------
+
+
+def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]) -> None:
+    """Raises ValueError for a loss that nothing is there for, and for a head that nothing teaches."""
+    embeddings = [name for name, h in s.heads.items() if h.task == "embedding"]
+    labelled = [lesson for lesson in lessons if lesson.stream.head]
+    if s.counts("embedding") and not embeddings:
+        raise ValueError("losses.embedding: there is no head of embeddings, with rows or without")
+    if s.counts("logits") and not any(
+        answers[lesson.stream.head] and lesson.stream.head not in embeddings for lesson in labelled
+    ):
+        raise ValueError(f"losses.logits: {s.teacher} answers for none of the heads")
+    if s.counts("labels") and not labelled:
+        raise ValueError("losses.labels: no head has rows")
+    for name, h in s.heads.items():
+        kind = teach.kind_of(h.task)
+        if h.teacher and not s.counts(kind):
+            raise ValueError(f"heads.{name}: it has a teacher, and losses.{kind} counts nothing")
+    for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
+        asked = answers[name] and s.counts(teach.kind_of(s.heads[name].task))
+        if not (s.counts("labels", *teach.BY_TOKEN) or asked):
+            raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
+
+
+def hidden_pairs(s: Settings, ours: int, theirs: int) -> list[tuple[int, int]]:
+    """Which hidden states are compared: those after every student's layer with as many teacher's, spread evenly.
+
+    Raises ValueError for such as there are not.
+    """
+    every = [(i, max(1, round(i * theirs / ours))) for i in range(1, ours + 1)]
+    pairs = [tuple(pair) for pair in s.hidden_layers] or every
+    for pair in pairs:
+        if len(pair) != 2 or not (0 <= pair[0] <= ours and 0 <= pair[1] <= theirs):
+            raise ValueError(
+                f"hidden_layers: {[*pair]} is not [0 to {ours}, 0 to {theirs}]: student's, teacher's"
+            )
+    return pairs
+
+
+def relation_heads(s: Settings, ours: config.BertConfig, theirs: config.BertConfig) -> int:
+    """Raises ValueError for a number of them that does not divide both widths, and for a layer that there is not."""
+    heads = s.relation_heads or theirs.num_attention_heads
+    if heads < 1 or ours.hidden_size % heads or theirs.hidden_size % heads:
+        raise ValueError(
+            f"relation_heads: {heads} does not divide the widths {ours.hidden_size} and {theirs.hidden_size}"
+        )
+    depth = theirs.num_hidden_layers
+    if not -depth <= s.relation_layer < depth:
+        raise ValueError(f"relation_layer: {s.relation_layer} is none of the teacher's {depth}")
+    return heads
+
+
+def distill(s: Settings) -> dict[str, Any]:
+    """Train, and give what goes into `metrics.json`; the best on dev, or else the last, is in `<output>/checkpoint`."""
+    device = optim.pick_device()
+
+    # teachers
+    sources = {s.teacher, *(h.teacher for h in s.heads.values() if h.teacher)}
+    teachers = {source: teach.load(source, device) for source in sorted(sources)}
+    trunk = teachers[s.teacher]
+    teacher_of = {name: teachers[h.teacher or s.teacher] for name, h in s.heads.items()}
+
+    # data
+    shape, tokenizer, tokenizer_file, layers, source = begin(s, teachers)
+    encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
+    longest = max(each.max_length for each in encoders.values()) if encoders else 0
+    longest = max(longest, s.max_length if s.corpus else 0)
+    finetune.check_fits(s.preset or s.init_from or s.teacher, shape, tokenizer, longest)
+    of_trunk = trunk if s.counts(*teach.BY_TOKEN) else None
+    if of_trunk:
+        counting = ", ".join(f"losses.{name}" for name in teach.BY_TOKEN if s.counts(name))
+        teach.read_alike(trunk, Encoder(tokenizer, longest), counting, by_token=True)
+    described, answers, lessons = finetune.read_lessons(
+        s, encoders, shape.hidden_size, teacher_of, s.losses, of_trunk
+    )
+    if s.corpus:
+        texts = Encoder(tokenizer, s.max_length)
+        ours, twins = read_texts(s, shape, texts, tokenizer_file, trunk)
+        vectors = {n: teach.ask(trunk, n, h) for n, h in described.items() if h.task == "embedding"}
+        asked = vectors if s.counts("embedding") else {}
+        if of_trunk or asked:
+            lessons.append(Lesson(ours, asked, of_trunk, twins))
+    check_taught(s, lessons, answers)
+
+    # student
+    torch.manual_seed(s.seed)
+    student = Model(finetune.with_rates(s, shape), described)
+    if source:
+        inherit(student, source, layers)
+    theirs = trunk.model.config
+    how: dict[str, Any] = {}
+    if s.counts("hidden"):
+        how["hidden"] = hidden_pairs(s, shape.num_hidden_layers, theirs.num_hidden_layers)
+    if s.counts("relations"):
+        how |= {"relation_layer": s.relation_layer}
+        how |= {"relation_heads": relation_heads(s, shape, theirs)}
+    teaching = Teaching(
+        student,
+        lessons,
+        answers,
+        s.losses,
+        temperature=s.temperature,
+        anneal=s.anneal,
+        distance=s.distance,
+        **how,
+    )
+
+    return finetune.train(s, student, teaching, encoders, tokenizer_file)
+
+
+def main() -> None:
+    settings = read_settings(Settings, __doc__ or "")
+    try:
+        distill(settings)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
+
+
+if __name__ == "__main__":
+    main()
