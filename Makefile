@@ -14,7 +14,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve setup test fuzz check chaos format audit clean
-.PHONY: compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-pretraining tune
+.PHONY: compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +76,9 @@ bench-gpu: ## Measure what a GPU allows and how much of it is reached, in an env
 	@command -v nvidia-smi > /dev/null || { echo "bench-gpu: no NVIDIA driver here (no nvidia-smi on the PATH)"; exit 1; }
 	@$(MAKE) --no-print-directory VENV=.venv-gpu DEVICE=gpu .venv-gpu/.test
 	@.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
+
+bench-train: $(VENV)/.test ## Measure pretraining and fine-tuning beside transformers, step by step (some minutes)
+	@$(RUN) -m benchmarks.training $(ARGS)
 
 bench-pretraining: $(VENV)/.test ## Pretrain four families under one budget, and fine-tune each (some hours of one core)
 	@$(RUN) -m benchmarks.pretraining $(ARGS)
