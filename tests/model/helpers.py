@@ -1,6 +1,7 @@
 """Small models, random batches, and what transformers is called with for the same batch."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded
 from model.config import BertConfig
+from model.run import Run
 from service import packing
 from service.packing import Packed
 
@@ -105,3 +107,19 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[float]], list
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     return rates, norms
+
+
+@contextlib.contextmanager
+def interrupted(at: int) -> Iterator[None]:
+    """A training run within is interrupted in this step, before anything of the step is kept."""
+    record = Run.step
+
+    def step(run: Run, step: int, *rest: Any) -> None:
+        if step == at:
+            raise KeyboardInterrupt
+        record(run, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            yield

@@ -20,7 +20,7 @@ from model.families import FAMILIES
 from model.heads import Model
 from service.bundle import Head
 from service.encode import Encoder
-from tests.model.helpers import batch, ours, perturb, shape
+from tests.model.helpers import batch, interrupted, ours, perturb, shape
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -685,18 +685,9 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     }
     losses = {**ALL, "labels": 1.0}
     start(joint, losses, output=str(tmp_path / "whole"), **settings)
-    record = finetune.Run.step
-
-    def interrupted(run: finetune.Run, step: int, *rest: Any) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-        record(run, step, *rest)
-
-    monkeypatch.setattr(finetune.Run, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(at=4):
         start(joint, losses, output=str(tmp_path / "cut"), **settings)
     assert len(history(tmp_path / "cut")) == 3
-    monkeypatch.undo()
     start(joint, losses, output=str(tmp_path / "cut"), **settings)
 
     assert history(tmp_path / "cut") == history(tmp_path / "whole")

@@ -15,7 +15,7 @@ from model.bert import Bert
 from model.finetune import Settings
 from model.heads import Model
 from service.bundle import Head
-from tests.model.helpers import shape, watch_steps
+from tests.model.helpers import interrupted, shape, watch_steps
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -264,19 +264,9 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     """Every loss is the same, bit for bit, with dropout, over heads and epochs of all lengths."""
     settings = {"steps": 8, "save_every": 3, "dropout": 0.1, "attention_dropout": 0.1}
     start(heads(data), output=str(tmp_path / "whole"), **settings)
-
-    record = finetune.Run.step
-
-    def interrupted(run: finetune.Run, step: int, *rest: Any) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-        record(run, step, *rest)
-
-    monkeypatch.setattr(finetune.Run, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(at=4):
         start(heads(data), output=str(tmp_path / "cut"), **settings)
     assert len(losses(tmp_path / "cut")) == 3
-    monkeypatch.undo()
     start(heads(data), output=str(tmp_path / "cut"), **settings)
 
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -401,10 +391,8 @@ def test_the_best_on_dev_survives_an_interruption(
     monkeypatch.setattr(finetune, "evaluate_heads", judged)
     table = {"head": heads(data)["names"]}
     settings = {"eval_every": 2, "save_every": 2, "dev_limit": 3, "precision": "bf16"}
-    with monkeypatch.context() as patch:
-        patch.setattr(optim, "check_finite", lambda _, step: next(iter([])) if step == 4 else None)
-        with pytest.raises(StopIteration):
-            start(table, steps=6, **settings)
+    with interrupted(at=4):
+        start(table, steps=6, **settings)
     result = start(table, steps=6, **settings)
 
     assert result["best_step"] == 2

@@ -17,7 +17,7 @@ from model import corpus, optim, pretrain, samples
 from model.bert import BERT
 from model.heads import Pretraining
 from model.samples import Batch, Sampler, Specials
-from tests.model.helpers import TOLERANCE, perturb, shape, watch_steps
+from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps
 
 
 @pytest.mark.parametrize(
@@ -153,17 +153,8 @@ def test_resumed_is_uninterrupted(
     arguments = {**arguments, "optimizer": optimizer, "family": family, "eval_every": 5}
     run(monkeypatch, tmp_path / "whole", arguments)
 
-    seed_dropout = optim.seed_dropout
-
-    def interrupt(seed: int, step: int, rank: int) -> None:
-        seed_dropout(seed, step, rank)
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(optim, "seed_dropout", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(monkeypatch, tmp_path / "parts", arguments)
+    with interrupted(at=5):
+        run(monkeypatch, tmp_path / "parts", arguments)
     assert last(tmp_path / "parts")["step"] == 3
     run(monkeypatch, tmp_path / "parts", arguments)
 
