@@ -28,7 +28,14 @@ setup: $(VENV)/.test ## Install what training, export and the tests need, beside
 
 test: check ## Run everything that CI runs: make check, then every test (ARGS="-k ..." for some)
 	@echo "Running the tests"
+ifdef ARGS
 	@$(RUN) -m pytest $(ARGS)
+else
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	    --ignore tests/e2e --ignore tests/benchmarks
+	@echo "Running those that want the machine for themselves"
+	@$(RUN) -m pytest tests/e2e tests/benchmarks
+endif
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py
