@@ -83,7 +83,6 @@ def test_cross_encoders(model_type: str, activation: str, tmp_path: Path) -> Non
     expected = reference.predict(PAIRS)
     np.testing.assert_allclose(scores(source), expected, **TOLERANCE)
     assert np.ptp(expected) > 1e-2
-    assert (np.abs(expected - 0.5).max() > 0.5) == (activation == "identity")
 
     (tmp_path / "ours").mkdir()
     again = CrossEncoder(save_ours(source, "classification", tmp_path / "ours"), device="cpu")
