@@ -94,8 +94,10 @@ def questions(passage: str, rng: random.Random) -> list[Question]:
         if not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
             continue
         for start, name in names(sentence):
+            if name in found:
+                continue
             places = list(re.finditer(rf"(?<!\w){re.escape(name)}(?!\w)", context))
-            if name in found or not 1 <= len(places) <= 2:  # or anybody could tell
+            if not 1 <= len(places) <= 2:  # or anybody could tell
                 continue
             before, after = sentence[:start], sentence[start + len(name) :].rstrip(".!?\"'”’ ")
             question = f"{before}{asked(name, rng)}{after}?"
@@ -147,9 +149,12 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=80_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for path in args.files:
-        lock.check(path)
-    squad = as_squad(make(args.files, args.questions, seed=args.seed))
+    try:
+        for path in args.files:
+            lock.check(path)
+        squad = as_squad(make(args.files, args.questions, seed=args.seed))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # No name and no time in the file: the same text gives the same bytes.
     with args.out.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:

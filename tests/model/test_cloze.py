@@ -98,3 +98,12 @@ def test_a_file_can_be_learnt_from(
     answers = [paragraph["qas"][0]["answers"][0]["text"] for paragraph in paragraphs]
     assert {*answers[:2]} == {"Port Ansel", "Lorne"}
     assert answers[2] in {"Sund", "Vik"}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, and nothing is written."""
+    out = tmp_path / "questions.json.gz"
+    monkeypatch.setattr(sys, "argv", ["cloze", str(out), str(tmp_path / "absent.txt")])
+    with pytest.raises(SystemExit, match=r"absent\.txt"):
+        cloze.main()
+    assert not out.exists()
