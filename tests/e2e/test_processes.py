@@ -111,14 +111,16 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
 
 
 def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) -> None:
-    """Who waits for the next process waits no longer than was agreed."""
-    body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "500"}
+    """Who waits for the next process waits no longer than was agreed; here the next one never comes."""
+    body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "4000"}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
+        (inference,) = children(server)["inference"]
         asked = clients.submit(server.post, "/embed", body, patience)
         until(lambda: held(server))
-        (inference,) = children(server)["inference"]
+        os.kill(server.process.pid, signal.SIGSTOP)  # it is who starts the next one
         os.kill(inference, signal.SIGKILL)
         reply = asked.result(30)
+        os.kill(server.process.pid, signal.SIGCONT)
     assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
 
 
