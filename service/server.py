@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import cast
@@ -63,6 +63,9 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
         gc.set_threshold(GARBAGE)
+        await self.say_it_serves(sockets or [])
+
+    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
             log.info("serving", **urls, pid=os.getpid())

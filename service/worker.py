@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -38,9 +38,11 @@ class Worker(Server):
             for task in self.tasks:
                 task.cancel()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
+        """The main process hears it first: from then on it sees when we hang."""
+        await self.orders.report({})
         self.tasks.append(asyncio.create_task(self.orders.beat()))
+        await super().say_it_serves(sockets)
 
     async def obey(self) -> None:
         async for order, end in self.orders:
