@@ -19,7 +19,7 @@ from model import checkpoint, config, corpus, finetune, optim, pretrain, tasks, 
 from model.corpus import Corpus
 from model.families import FAMILIES, family_of
 from model.heads import Model
-from model.run import read_settings
+from model.run import command
 from model.samples import Sampler, Specials
 from model.teach import Lesson, Teacher, Teaching
 from service.encode import Encoder, Window, load_tokenizer
@@ -339,11 +339,7 @@ def distill(s: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    settings = read_settings(Settings, __doc__ or "")
-    try:
-        distill(settings)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{error}") from None
+    command(Settings, __doc__ or "", distill)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 
 from model import checkpoint, config, evaluate, optim, tasks, teach
 from model.heads import Model
-from model.run import Run, read_settings
+from model.run import Run, command
 from model.teach import Answers, Lesson, Teacher, Teaching
 from service import bundle
 from service.encode import Encoder, load_tokenizer
@@ -327,11 +327,7 @@ def train(
 
 
 def main() -> None:
-    settings = read_settings(Settings, __doc__ or "")
-    try:
-        finetune(settings)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{error}") from None
+    command(Settings, __doc__ or "", finetune)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from model.families import FAMILIES, family_of
 from model.family import Family
 from model.heads import make_pretraining
 from model.ranks import Ranks
-from model.run import Run, read_settings
+from model.run import Run, command
 from model.samples import Batch, Sampler, Samples, Specials
 from service.encode import load_tokenizer
 
@@ -254,11 +254,7 @@ def plan_steps(
 
 
 def main() -> None:
-    settings = read_settings(Settings, __doc__ or "")
-    try:
-        pretrain(settings)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{error}") from None
+    command(Settings, __doc__ or "", pretrain)
 
 
 def pretrain(s: Settings) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -61,6 +62,15 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
         return kind(**values)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+
+
+def command(kind: type[Settings], description: str, work: Callable[[Settings], object]) -> None:
+    """What a training script does when it is called: read its settings and work; what is wrong is said in a line."""
+    settings = read_settings(kind, description)
+    try:
+        work(settings)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
 
 
 @dataclass
