@@ -23,6 +23,7 @@ from model.pooling import first_tokens
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
 
 
@@ -71,13 +72,15 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Post-norm: each half adds to the stream, and the sum is normalised."""
 
+    # Where other families differ.
     make_attention: type[nn.Module] = SelfAttention
+    make_feed_forward: type[nn.Module] = FeedForward
 
     def __init__(self, config: BertConfig):
         super().__init__()
         self.attention = self.make_attention(config)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = self.make_feed_forward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -132,7 +135,7 @@ class Bert(nn.Module):
     ) -> Tensor:
         """`keep`, when given, collects the embeddings' and each layer's hidden states."""
         x = self.embeddings(input_ids, token_type_ids, position_ids)
-        shared = self.shared(layout)
+        shared = self.shared(position_ids, layout)
         for layer in self.in_order():
             if keep is not None:
                 keep.append(x)
@@ -148,7 +151,7 @@ class Bert(nn.Module):
         """The layers as they are passed through."""
         return self.layers
 
-    def shared(self, layout: Layout | Padded) -> Any:
+    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Any:
         """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none."""
         return None
 

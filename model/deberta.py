@@ -370,7 +370,7 @@ class Deberta(Bert):
         if self.distances is not None:
             self.distances.apply(self.init_weights)
 
-    def shared(self, layout: Layout | Padded) -> Distances | None:
+    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Distances | None:
         return None if self.distances is None else self.distances(layout)
 
 

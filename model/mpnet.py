@@ -63,7 +63,7 @@ class MPNet(Bert):
         # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
         self.register_buffer("buckets", bucket(away, buckets), persistent=False)
 
-    def shared(self, layout: Layout | Padded) -> Tensor:
+    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Tensor:
         places = torch.arange(count_slots(layout), device=self.buckets.device)
         buckets = self.buckets[places[None, :] - places[:, None] + self.longest]
         return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]
