@@ -54,6 +54,15 @@ class BertConfig:
         return self.max_position_embeddings
 
     @property
+    def head_size(self) -> int:
+        """Of a head's query, key and value."""
+        return self.hidden_size // self.num_attention_heads
+
+    def still(self, layer: int, reach: int) -> Sequence[int]:
+        """Which numbers of a layer's queries and keys hardly change with where a token stands within `reach` tokens."""
+        return range(self.head_size)
+
+    @property
     def embedding_width(self) -> int:
         """Of the rows of the embedding tables."""
         return self.hidden_size

@@ -78,6 +78,14 @@ class ModernBertConfig(BertConfig):
         types = tuple(self.layer_types[layer] for layer in layers)
         return replace(self, num_hidden_layers=len(layers), layer_types=types)
 
+    def still(self, layer: int, reach: int) -> Sequence[int]:
+        return still_pairs(self.head_size, self.thetas[self.layer_types[layer]], reach)
+
+    @property
+    def thetas(self) -> Mapping[str, float]:
+        """By the kind of layer."""
+        return {GLOBAL: self.global_rope_theta, LOCAL: self.local_rope_theta}
+
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
         """Both as it is written now and as it was at first."""
@@ -96,9 +104,9 @@ class ModernBertConfig(BertConfig):
     def to_dict(self) -> dict[str, Any]:
         said = super().to_dict()
         del said["position_embedding_type"]
-        thetas = {GLOBAL: self.global_rope_theta, LOCAL: self.local_rope_theta}
         ropes = {
-            kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in self.thetas.items()
         }
         return {**said, "layer_types": [*self.layer_types], "rope_parameters": ropes}
 
@@ -106,9 +114,21 @@ class ModernBertConfig(BertConfig):
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, 1, D / 2]
 
 
+def rotation_speeds(size: int, theta: float) -> Tensor:
+    """`[D / 2]` radians per token, of each pair of a head's numbers."""
+    return theta ** -(torch.arange(0, size, 2) / size)
+
+
+def still_pairs(size: int, theta: float, reach: int) -> list[int]:
+    """The numbers of a head whose pairs turn by less than a radian over `reach` tokens."""
+    speeds = rotation_speeds(size, theta).tolist()
+    pairs = [pair for pair, speed in enumerate(speeds) if speed * reach < 1]
+    return [*pairs, *(pair + size // 2 for pair in pairs)]
+
+
 def rotation(position_ids: Tensor, size: int, theta: float) -> Rotation:
     """By how much each pair of a head's numbers is turned at each position, from fast to slow."""
-    speeds = theta ** -(torch.arange(0, size, 2, device=position_ids.device) / size)
+    speeds = rotation_speeds(size, theta).to(position_ids.device)
     angles = position_ids[:, None, None, None].float() * speeds
     return angles.cos(), angles.sin()
 
@@ -227,9 +247,9 @@ class ModernBert(nn.Module):
         """`keep`, when given, collects the embeddings' and each layer's hidden states, the last one normalised."""
         x = self.embeddings(input_ids)
         c = self.config
-        size = c.hidden_size // c.num_attention_heads
-        thetas = {GLOBAL: c.global_rope_theta, LOCAL: c.local_rope_theta}
-        turns = {kind: rotation(position_ids, size, theta) for kind, theta in thetas.items()}
+        turns = {
+            kind: rotation(position_ids, c.head_size, theta) for kind, theta in c.thetas.items()
+        }
         biases = {GLOBAL: None, LOCAL: nearness(count_slots(layout), c.local_attention // 2, x)}
         for layer in self.layers:
             if keep is not None:

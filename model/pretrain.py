@@ -25,6 +25,7 @@ from model.bert import BERT
 from model.families import FAMILIES, family_of
 from model.family import Family
 from model.heads import make_pretraining
+from model.matching import begin_matching
 from model.ranks import Ranks
 from model.run import Run, command
 from model.samples import Batch, Sampler, Samples, Specials
@@ -41,6 +42,9 @@ class Settings:
     shape: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of its own beside it
     max_position_embeddings: int | None = None  # the family's, unless given
     init_from: str = ""  # a checkpoint to go on from, a local directory or a hub name
+    matching_layers: int = (
+        0  # half of the heads of the first so many begin by looking at equal tokens
+    )
     steps: int = 10_000
     minutes: float = 0.0  # instead of steps: as many as are taken in that time
     # [share of the steps, tokens per sample] in order, and tokens per step where others than
@@ -184,6 +188,8 @@ class Trainer:
         self.model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
         if s.init_from:
             checkpoint.init_pretraining(self.model, s.init_from)
+        for part in self.model.parts().values():
+            begin_matching(part.encoder, part.config, s.matching_layers, s.seed)
         if unknown := sorted(set(s.weights) - set(self.model.weights)):
             raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(self.model.weights)}")
         self.model.weights |= s.weights

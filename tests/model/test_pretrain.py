@@ -282,6 +282,25 @@ def test_next_sentences_and_dropout_are_as_asked(
         torch.testing.assert_close(states[1][name], states[0][name], rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_heads_that_match(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], family: str
+) -> None:
+    """They do in as many layers as asked."""
+    settings = {"family": family, "matching_layers": 1, "steps": 1, "lr": 1e-9}
+    run(monkeypatch, tmp_path / "run", {**arguments, **settings})
+
+    alike = {"layers.0": [], "layers.1": []}
+    for name, weight in last(tmp_path / "run")["model"].items():
+        for layer, found in alike.items():
+            if name.endswith(f"{layer}.attention.qkv.weight"):
+                asks, asked, _ = weight.chunk(3)
+                found.append(torch.allclose(asks[:32], asked[:32], atol=0.05))
+    assert alike["layers.0"]
+    assert all(alike["layers.0"])
+    assert not any(alike["layers.1"])
+
+
 def test_the_recipe_is_followed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:

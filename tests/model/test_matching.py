@@ -1,0 +1,81 @@
+"""Heads that begin by looking at equal tokens do so, and only they are touched."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention import Layout, attention_weights
+from model.config import preset
+from model.families import FAMILIES
+from model.matching import begin_matching
+from model.modernbert import rotate, rotation
+from model.watch import projections
+from service import packing
+
+LENGTH, TWICE = 100, (5, 70)  # tokens, and where the only one stands that is there twice
+CHANCE = 1 / LENGTH
+ROTATED = {"modernbert": 160_000.0}
+
+
+def encoder_of(model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = preset("mini", FAMILIES[model_type].config, vocab_size=LENGTH)
+    return FAMILIES[model_type].encoder(config, pooler=False).eval()
+
+
+@torch.no_grad()
+def first_maps(encoder: Any) -> Tensor:
+    """Who looks at whom in the first layer, `[N, S, S]`."""
+    ids = torch.arange(LENGTH)
+    ids[TWICE[1]] = ids[TWICE[0]]
+    layout = Layout.of(packing.make_layout([LENGTH]))
+    places, heads = torch.arange(LENGTH), encoder.config.num_attention_heads
+    with projections(encoder) as seen:
+        encoder(ids, 0 * ids, places, layout)
+    by = rotation(places, encoder.config.head_size, ROTATED[encoder.config.model_type])
+    return attention_weights(rotate(seen[0], heads, by), heads, layout)[0]
+
+
+@pytest.mark.parametrize("model_type", ["modernbert"])
+def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
+    """At where the same token stands, far away, more than at any other; the other heads are as before."""
+    encoder = encoder_of(model_type)
+    before = first_maps(encoder)
+    assert before[:, TWICE[0], TWICE[1]].max() < 2 * CHANCE
+    begin_matching(encoder, encoder.config, 2, seed=1)
+    after = first_maps(encoder)
+    half = len(after) // 2
+    for here, there in (TWICE, TWICE[::-1]):
+        assert after[:half, here, there].min() > 8 * CHANCE
+        for head in range(half):
+            assert {*after[head, here].topk(2).indices.tolist()} == {here, there}
+    torch.testing.assert_close(after[half:], before[half:])
+
+
+def test_values_and_later_layers_stay() -> None:
+    """It changes what is asked, in the layers that it is told; the seed decides how."""
+    encoders = [encoder_of("bert") for _ in range(4)]
+    for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
+        begin_matching(encoder, encoder.config, 2, seed)
+    untouched, first, again, another = (encoder.state_dict() for encoder in encoders)
+    changed = {name for name in untouched if not torch.equal(first[name], untouched[name])}
+    assert changed == {f"layers.{layer}.attention.qkv.weight" for layer in (0, 1)}
+    for name in changed:
+        asks, asked, values = first[name].chunk(3)
+        half = len(asks) // 2
+        assert torch.equal(asks[:half], first[name][:half])
+        assert torch.equal(values, untouched[name].chunk(3)[2])
+        assert torch.equal(asks[half:], untouched[name].chunk(3)[0][half:])
+        assert torch.equal(asked[half:], untouched[name].chunk(3)[1][half:])
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], another[name])
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("bert", 5), ("albert", 1)])
+def test_an_encoder_without_such_layers_is_refused(model_type: str, layers: int) -> None:
+    """One that has fewer layers, or whose layers are one."""
+    encoder = encoder_of(model_type)
+    with pytest.raises(ValueError, match=rf"{model_type} has not {layers} layers of its own"):
+        begin_matching(encoder, encoder.config, layers, seed=1)
