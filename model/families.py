@@ -9,6 +9,7 @@ from model.electra import ELECTRA
 from model.family import Family
 from model.modernbert import MODERNBERT
 from model.mpnet import MPNET
+from model.nomic_bert import NOMIC_BERT
 from model.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 
 FAMILIES: dict[str, Family] = {
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Family] = {
         ELECTRA,
         MPNET,
         MODERNBERT,
+        NOMIC_BERT,
         DEBERTA,
         DEBERTA_V2,
     )

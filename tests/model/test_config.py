@@ -7,6 +7,7 @@ import transformers
 
 from model.config import PRESETS, BertConfig, preset
 from model.modernbert import ModernBertConfig
+from model.nomic_bert import NomicBertConfig
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,34 @@ def test_refuses_what_it_would_compute_differently(fields: dict[str, Any], messa
     """A config that means another computation is refused by name."""
     with pytest.raises(ValueError, match=message):
         BertConfig.from_dict(fields)
+
+
+def test_nomic_berts_first_words() -> None:
+    """Its configuration is read in transformers' words, and in those of the code that it came with."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    first = {"n_embd": 32, "n_layer": 3, "n_head": 4, "layer_norm_epsilon": 1e-6}
+    first |= {"rotary_emb_base": 500, "activation_function": "swiglu", "qkv_proj_bias": False}
+    found = NomicBertConfig.from_dict({"model_type": "nomic_bert", **first})
+    assert found == NomicBertConfig(**sizes, layer_norm_eps=1e-6, rope_theta=500)
+
+    theirs = transformers.AutoConfig.for_model("nomic_bert", **sizes).to_dict()
+    assert NomicBertConfig.from_dict(theirs) == NomicBertConfig(**sizes)
+    assert NomicBertConfig.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("prenorm", True),
+        ("activation_function", "gelu"),
+        ("mlp_fc1_bias", True),
+        ("rotary_emb_interleaved", True),
+        ("moe_every_n_layers", 2),
+        ("head_dim", 32),
+        ("rope_parameters", {"rope_type": "yarn"}),
+    ],
+)
+def test_what_nomic_bert_is_not(said: str, value: Any) -> None:
+    """Variants that would be computed otherwise are refused by name."""
+    with pytest.raises(ValueError, match=said if said != "rope_parameters" else "rope_type"):
+        NomicBertConfig.from_dict({said: value})

@@ -16,7 +16,7 @@ from service import packing
 
 LENGTH, TWICE = 100, (5, 70)  # tokens, and where the only one stands that is there twice
 CHANCE = 1 / LENGTH
-ROTATED = {"modernbert": 160_000.0}
+ROTATED = {"modernbert": 160_000.0, "nomic_bert": 1000.0}
 
 
 def encoder_of(model_type: str) -> Any:
@@ -38,7 +38,7 @@ def first_maps(encoder: Any) -> Tensor:
     return attention_weights(rotate(seen[0], heads, by), heads, layout)[0]
 
 
-@pytest.mark.parametrize("model_type", ["modernbert"])
+@pytest.mark.parametrize("model_type", ["modernbert", "nomic_bert"])
 def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
     """At where the same token stands, far away, more than at any other; the other heads are as before."""
     encoder = encoder_of(model_type)

@@ -282,7 +282,7 @@ def test_next_sentences_and_dropout_are_as_asked(
         torch.testing.assert_close(states[1][name], states[0][name], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("family", ["modernbert", "bert"])
+@pytest.mark.parametrize("family", ["nomic_bert", "bert"])
 def test_heads_that_match(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], family: str
 ) -> None:
