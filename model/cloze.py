@@ -1,9 +1,9 @@
 """Make questions of plain text: `python -m model.cloze OUT.json.gz FILE... [--questions N]`.
 
-A name or number that recurs in a passage is asked for with one of its sentences, and found in what is left of the
-passage: what a reader of spans has to learn, to match a question with its place, and nobody needs to write it.
-Cloze questions: Lewis et al. 2019 (arXiv 1906.04980). Spans that recur: Ram et al. 2021 (arXiv 2101.00438).
-The file has the form of SQuAD.
+A name, a number or a few words of a sentence are asked for with the words around them, of which some are lost and the
+halves may be in another order, and found where they stood: what a reader of spans has to learn before all else, to
+match a question with its place, and nobody needs to write it. Cloze questions with noise: Lewis et al. 2019
+(arXiv 1906.04980). The file has the form of SQuAD.
 """
 
 import argparse
@@ -20,9 +20,13 @@ from typing import Any
 from model import lock
 from model.corpus import documents, sentences
 
-PASSAGE = (40, 220)  # words
-SENTENCE = (6, 40)  # words, of one that a question is made of
+PASSAGE = (50, 200)  # words
+SENTENCE = (6, 50)  # words, of one that a question is made of
 ANSWER = (3, 60)  # characters
+KEPT = (6, 14)  # words around the answer that a question is made of, before some are lost
+LOST = 0.6  # of these, at most
+NAMED = 0.45  # of all answers are names and numbers, where a sentence has any
+FIRST = 0.7  # of all questions begin with what they ask for
 
 # Capitalised words and numbers that stand together, as "the Bank of England", "12 March 1845" and "1,200".
 NAME = re.compile(
@@ -35,6 +39,15 @@ Many Most My No Not Of On One Or Our She Since So Some Such That The Their Then 
 Until Upon We What When Where Which While Who With You
 """
 COMMON = frozenset(OPENING.split())
+# Words that an answer neither ends with nor, but for an article, begins with.
+JOINING = """
+a after also an and are as at be been before but by during for from had has have he her his in into is it its not of on
+or she than that the their then these they this those to was were which who with
+"""
+SMALL = frozenset(JOINING.split())
+MONTH = re.compile(
+    r"\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +73,64 @@ def names(sentence: str) -> Iterator[tuple[int, str]]:
             yield start, name
 
 
-def asked(name: str, rng: random.Random) -> str:
+def phrase(sentence: str, rng: random.Random) -> tuple[int, str] | None:
+    """Where a few words of a sentence begin that may be an answer, and what they are."""
+    parts = list(re.finditer(r"\S+", sentence))
+    for _ in range(8):
+        count = rng.choice((1, 1, 2, 2, 3, 3, 4, 5))
+        first = rng.randrange(max(1, len(parts) - count + 1))
+        begin, end = parts[first].start(), parts[first : first + count][-1].end()
+        text = sentence[begin:end].rstrip(".,;:'\"”’)!?")
+        if whole(text):
+            return begin, text
+    return None
+
+
+def whole(text: str) -> bool:
+    """Whether some words may be an answer: no stop within, and no joint at their ends."""
+    said = text.lower().split()
+    return (
+        ANSWER[0] <= len(text) <= ANSWER[1]
+        and not re.search(r"[,;:.()\"]", text)
+        and said[0] not in SMALL - {"a", "an", "the"}
+        and said[-1] not in SMALL
+    )
+
+
+def asked(answer: str, rng: random.Random) -> str:
     """What a question asks for, as far as the answer's looks tell."""
-    if re.fullmatch(r"1\d{3}|20\d{2}", name):
-        return "what year"
-    if name[0].isdigit():
-        return "how many"
-    return rng.choice(("what", "what", "who", "which"))
+    if re.fullmatch(r"1\d{3}|20\d{2}", answer):
+        return rng.choice(("when", "what year", "in what year"))
+    if MONTH.search(answer):
+        return "when"
+    if answer[0].isdigit():
+        return rng.choice(("how many", "how much"))
+    if answer[0].isupper():
+        return rng.choice(("what", "what", "who", "who", "which", "where"))
+    return rng.choice(("what", "what", "what", "how", "why", "which"))
+
+
+def ask(sentence: str, start: int, answer: str, rng: random.Random) -> str | None:
+    """A question with words from both sides of the answer; None where too few are left."""
+    before = sentence[:start].split()
+    after = sentence[start + len(answer) :].split()
+    room = rng.randint(*KEPT)
+    left = min(len(before), max(rng.randint(0, room), room - len(after)))
+    lost = rng.uniform(0, LOST)
+    near = before[len(before) - left :], after[: room - left]
+    halves = [[word for word in map(bare, side) if word and rng.random() >= lost] for side in near]
+    rng.shuffle(halves)
+    if len(halves[0]) + len(halves[1]) < 3:
+        return None
+    what = asked(answer, rng)
+    if rng.random() < FIRST:
+        what = what.capitalize()
+        halves = [[], halves[0] + halves[1]]
+    return " ".join([*halves[0], what, *halves[1]]) + "?"
+
+
+def bare(word: str) -> str:
+    return word.strip('.,;:!?()"“”')
 
 
 def passages(paragraphs: Iterable[str]) -> Iterator[str]:
@@ -81,40 +145,33 @@ def passages(paragraphs: Iterable[str]) -> Iterator[str]:
         yield " ".join(kept)
 
 
-def questions(passage: str, rng: random.Random) -> list[Question]:
-    """All that a passage is good for, one for each name, in random order."""
+def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question]:
+    """At most so many of a passage."""
     parts = sentences(passage)
-    if len(parts) < 3 or not PASSAGE[0] <= words(passage) <= PASSAGE[1]:
-        return []
-    found: dict[str, Question] = {}
-    order = list(range(len(parts)))
-    rng.shuffle(order)
-    for index in order:
-        sentence, context = parts[index], " ".join(parts[:index] + parts[index + 1 :])
-        if not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
+    context = " ".join(parts)
+    made: list[Question] = []
+    if not parts or not PASSAGE[0] <= words(context) <= PASSAGE[1]:
+        return made
+    for _ in range(3 * count):
+        sentence = rng.choice(parts)
+        if len(made) == count or not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
             continue
-        for start, name in names(sentence):
-            if name in found:
-                continue
-            places = list(re.finditer(rf"(?<!\w){re.escape(name)}(?!\w)", context))
-            if not 1 <= len(places) <= 2:  # or anybody could tell
-                continue
-            before, after = sentence[:start], sentence[start + len(name) :].rstrip(".!?\"'”’ ")
-            question = f"{before}{asked(name, rng)}{after}?"
-            found[name] = Question(context, question, name, places[0].start())
-    kept = list(found.values())
-    rng.shuffle(kept)
-    return kept
+        named = list(names(sentence))
+        found = rng.choice(named) if named and rng.random() < NAMED else phrase(sentence, rng)
+        question = ask(sentence, *found, rng) if found else None
+        if found and question:
+            made.append(Question(context, question, found[1], context.index(sentence) + found[0]))
+    return made
 
 
-def make(files: Sequence[Path], count: int, each: int = 2, seed: int = 1) -> Iterator[Question]:
-    """At most `count` questions, in the order of the text, at most `each` of a passage."""
+def make(files: Sequence[Path], count: int, seed: int = 1) -> Iterator[Question]:
+    """At most `count` questions, in the order of the text."""
     rng = random.Random(seed)
     made = (
         question
         for paragraphs in documents(files)
         for passage in passages(paragraphs)
-        for question in questions(passage, rng)[:each]
+        for question in questions(passage, rng)
     )
     return itertools.islice(made, count)
 
