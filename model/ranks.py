@@ -43,6 +43,7 @@ class Ranks:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield cls(dist.get_rank(), dist.get_world_size(), device)
+            dist.barrier()  # nobody hangs up on one that is not done
         except RuntimeError as error:
             if not _is_lost(error):
                 raise
