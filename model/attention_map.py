@@ -16,6 +16,7 @@ from model import checkpoint
 from model.attention import Layout, attention_weights
 from model.bert import Bert
 from model.fill import OURS, find_checkpoint, read_encoder
+from model.modernbert import rotate, rotation
 from model.watch import projections
 from service import packing
 from service.encode import Encoding
@@ -28,11 +29,16 @@ def attention_maps(encoder: Bert, encoding: Encoding) -> Tensor:
     """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns)."""
     packed = packing.pack([encoding])
     layout = Layout.of(packed.layout)
-    ids = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
+    given = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    ids, types, places = map(torch.as_tensor, given)
     with projections(encoder) as seen:
-        encoder(*ids, layout)
-    heads = encoder.config.num_attention_heads
-    return torch.cat([attention_weights(qkv, heads, layout) for qkv in seen])
+        encoder(ids, types, places, layout)
+    c = encoder.config
+    for layer in range(len(seen)):
+        if theta := c.theta_of(layer):
+            by = rotation(places, c.head_size, theta)
+            seen[layer] = rotate(seen[layer], c.num_attention_heads, by)
+    return torch.cat([attention_weights(qkv, c.num_attention_heads, layout) for qkv in seen])
 
 
 def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:

@@ -30,7 +30,7 @@ FIRST = 0.7  # of all questions begin with what they ask for
 
 # Capitalised words and numbers that stand together, as "the Bank of England", "12 March 1845" and "1,200".
 NAME = re.compile(
-    r"(?:[A-Z][\w'’-]*|\d[\d,.]*\d|\d)(?: (?:of |the |de |and )?(?:[A-Z][\w'’-]*|\d[\d,]*))*"
+    r"(?<!\w)(?:[A-Z][\w'’-]*|\d[\d,.]*\d|\d)(?: (?:of |the |de |and )?(?:[A-Z][\w'’-]*|\d[\d,]*))*(?!\w)"
 )
 # Words with a capital only because a sentence begins.
 OPENING = """
@@ -79,25 +79,26 @@ def phrase(sentence: str, rng: random.Random) -> tuple[int, str] | None:
     for _ in range(8):
         count = rng.choice((1, 1, 2, 2, 3, 3, 4, 5))
         first = rng.randrange(max(1, len(parts) - count + 1))
-        begin, end = parts[first].start(), parts[first : first + count][-1].end()
-        text = sentence[begin:end].rstrip(".,;:'\"”’)!?")
-        if whole(text):
+        end = parts[first : first + count][-1].end()
+        text = sentence[parts[first].start() : end].lstrip("\"'“‘(")
+        begin, text = end - len(text), text.rstrip(".,;:'\"”’)!?")
+        if may_be_answer(text):
             return begin, text
     return None
 
 
-def whole(text: str) -> bool:
+def may_be_answer(text: str) -> bool:
     """Whether some words may be an answer: no stop within, and no joint at their ends."""
     said = text.lower().split()
     return (
         ANSWER[0] <= len(text) <= ANSWER[1]
-        and not re.search(r"[,;:.()\"]", text)
+        and not re.search(r"[,;:.!?()\"“”—]", text)
         and said[0] not in SMALL - {"a", "an", "the"}
         and said[-1] not in SMALL
     )
 
 
-def asked(answer: str, rng: random.Random) -> str:
+def question_word(answer: str, rng: random.Random) -> str:
     """What a question asks for, as far as the answer's looks tell."""
     if re.fullmatch(r"1\d{3}|20\d{2}", answer):
         return rng.choice(("when", "what year", "in what year"))
@@ -110,8 +111,8 @@ def asked(answer: str, rng: random.Random) -> str:
     return rng.choice(("what", "what", "what", "how", "why", "which"))
 
 
-def ask(sentence: str, start: int, answer: str, rng: random.Random) -> str | None:
-    """A question with words from both sides of the answer; None where too few are left."""
+def make_question(sentence: str, start: int, answer: str, rng: random.Random) -> str | None:
+    """A question with words from both sides of the answer; None where too few are left, or the answer is among them."""
     before = sentence[:start].split()
     after = sentence[start + len(answer) :].split()
     room = rng.randint(*KEPT)
@@ -120,9 +121,9 @@ def ask(sentence: str, start: int, answer: str, rng: random.Random) -> str | Non
     near = before[len(before) - left :], after[: room - left]
     halves = [[word for word in map(bare, side) if word and rng.random() >= lost] for side in near]
     rng.shuffle(halves)
-    if len(halves[0]) + len(halves[1]) < 3:
+    if len(halves[0]) + len(halves[1]) < 3 or any(answer in " ".join(half) for half in halves):
         return None
-    what = asked(answer, rng)
+    what = question_word(answer, rng)
     if rng.random() < FIRST:
         what = what.capitalize()
         halves = [[], halves[0] + halves[1]]
@@ -154,13 +155,15 @@ def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question
         return made
     for _ in range(3 * count):
         sentence = rng.choice(parts)
-        if len(made) == count or not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
+        if not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
             continue
         named = list(names(sentence))
         found = rng.choice(named) if named and rng.random() < NAMED else phrase(sentence, rng)
-        question = ask(sentence, *found, rng) if found else None
+        question = make_question(sentence, *found, rng) if found else None
         if found and question:
             made.append(Question(context, question, found[1], context.index(sentence) + found[0]))
+        if len(made) == count:
+            break
     return made
 
 

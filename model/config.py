@@ -58,9 +58,9 @@ class BertConfig:
         """Of a head's query, key and value."""
         return self.hidden_size // self.num_attention_heads
 
-    def still(self, layer: int, reach: int) -> Sequence[int]:
-        """Which numbers of a layer's queries and keys hardly change with where a token stands within `reach` tokens."""
-        return range(self.head_size)
+    def theta_of(self, layer: int) -> float | None:
+        """How slowly a layer's slowest rotation goes; None in families that do not rotate by position."""
+        return None
 
     @property
     def embedding_width(self) -> int:

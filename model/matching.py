@@ -11,32 +11,42 @@ import torch
 from torch import nn
 
 from model.config import BertConfig
+from model.modernbert import slow_dimensions
 
-REACH = 128  # tokens, within which equal ones are surely found
-SURE = 8.0  # the score of an equal token; another's is about 0, seldom above 3
+REACH = 128  # tokens; an equal one farther away scores less and less, a mere half at twice as many
+SURE = 8.0  # the score of an equal token near by, where others' are about 0 and some 2 apart
 
 
 def begin_matching(encoder: nn.Module, config: BertConfig, layers: int, seed: int) -> None:
-    """Let half of the heads of the first `layers` layers look at equal tokens, wherever they stand.
+    """Let half of the heads of the first `layers` layers look at equal tokens, near and some `REACH` tokens away.
 
-    What these heads asked and were asked by is lost; their values and all other heads stay. Of queries and keys that
-    are rotated by position, the numbers that hardly turn are used.
-    Raises ValueError for an encoder that has not so many layers of its own.
+    What these heads asked and were asked by is lost; their values and all other heads stay. Of queries and keys the
+    numbers are used that hardly turn over so many tokens.
+    Raises ValueError for an encoder that does not rotate by position, or has not so many layers, or heads too few or
+    too small.
     """
     parts = dict(encoder.named_modules())
-    names = [f"layers.{layer}.attention.qkv" for layer in range(layers)]
-    if not parts.keys() >= {*names}:
-        raise ValueError(f"matching: this {config.model_type} has not {layers} layers of its own")
     generator = torch.Generator().manual_seed(seed)
     heads, size, width = config.num_attention_heads, config.head_size, config.hidden_size
-    for layer, name in enumerate(names):
-        still = [*config.still(layer, REACH)]
+    for layer in range(layers):
+        qkv = parts.get(f"layers.{layer}.attention.qkv")
+        theta = config.theta_of(layer) if qkv else None
+        slow = slow_dimensions(size, theta, REACH) if theta else []
+        if not (isinstance(qkv, nn.Linear) and slow and heads > 1):
+            raise ValueError(
+                f"matching_layers: layer {layer + 1} of this {config.model_type} has no heads that can match tokens"
+            )
         scale = (
-            SURE * size**0.5 / len(still)
-        ) ** 0.5  # a normalised token has `still` of its square here
-        weight = parts[name].weight.detach().view(3, heads, size, width)
-        for head in range(heads // 2):
-            alike = torch.empty(len(still), width)
-            nn.init.orthogonal_(alike, generator=generator)
-            weight[:2, head] *= 0.1  # not nothing, or they would never learn
-            weight[:2, head, still] = scale * alike
+            SURE * size**0.5 / len(slow)
+        ) ** 0.5  # for the part that is left of a normalised token
+        with torch.no_grad():
+            weight = qkv.weight.view(3, heads, size, width)
+            weight[:2, : heads // 2] *= (
+                0.1  # not nothing, or the rest of their numbers would never learn
+            )
+            for head in range(heads // 2):
+                alike = torch.empty(len(slow), width)
+                nn.init.orthogonal_(alike, generator=generator)
+                weight[:2, head, slow] = scale * alike
+            if qkv.bias is not None:
+                qkv.bias.view(3, heads, size)[:2, : heads // 2] = 0

@@ -78,8 +78,8 @@ class ModernBertConfig(BertConfig):
         types = tuple(self.layer_types[layer] for layer in layers)
         return replace(self, num_hidden_layers=len(layers), layer_types=types)
 
-    def still(self, layer: int, reach: int) -> Sequence[int]:
-        return still_pairs(self.head_size, self.thetas[self.layer_types[layer]], reach)
+    def theta_of(self, layer: int) -> float:
+        return self.thetas[self.layer_types[layer]]
 
     @property
     def thetas(self) -> Mapping[str, float]:
@@ -96,9 +96,7 @@ class ModernBertConfig(BertConfig):
             said["layer_types"] = tuple(LOCAL if i % every else GLOBAL for i in layers)
         for kind, field in ((GLOBAL, "global_rope_theta"), (LOCAL, "local_rope_theta")):
             rope = (said.get("rope_parameters") or {}).get(kind) or {}
-            if rope.get("rope_type", "default") != "default":
-                raise ValueError(f"rope_type {rope['rope_type']!r} is not 'default'")
-            said[field] = rope.get("rope_theta", said.get(field))
+            said[field] = read_theta(rope, said.get(field))
         return super().from_dict(said)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,13 +112,21 @@ class ModernBertConfig(BertConfig):
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, 1, D / 2]
 
 
+def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None:
+    """Of a configuration's `rope_parameters`. Raises ValueError for rotations that change with the length."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rope_type {kind!r} is not 'default'")
+    return rope.get("rope_theta", otherwise)
+
+
 def rotation_speeds(size: int, theta: float) -> Tensor:
     """`[D / 2]` radians per token, of each pair of a head's numbers."""
     return theta ** -(torch.arange(0, size, 2) / size)
 
 
-def still_pairs(size: int, theta: float, reach: int) -> list[int]:
-    """The numbers of a head whose pairs turn by less than a radian over `reach` tokens."""
+def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
+    """Those of a head's numbers whose pairs turn by less than a radian over `reach` tokens."""
     speeds = rotation_speeds(size, theta).tolist()
     pairs = [pair for pair, speed in enumerate(speeds) if speed * reach < 1]
     return [*pairs, *(pair + size // 2 for pair in pairs)]
@@ -170,7 +176,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=biased)
 
     def forward(
-        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None
+        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None = None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         turned = rotate(self.qkv(x), self.num_heads, by)

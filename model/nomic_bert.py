@@ -6,16 +6,15 @@ and the matrices of the layers have no biases.
 T tokens, H hidden, N heads, D head size
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention
+from model.attention import Layout, Padded
 from model.bert import BERT, Bert, Layer
 from model.config import BertConfig
-from model.modernbert import FeedForward, Rotation, rotate, rotation, still_pairs
+from model.modernbert import FeedForward, Rotation, SelfAttention, read_theta, rotation
 
 
 @dataclass(frozen=True)
@@ -35,23 +34,30 @@ class NomicBertConfig(BertConfig):
     max_position_embeddings: int = 2048
     rope_theta: float = 1000.0
 
+    # Where ModernBERT has a choice.
+    attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
 
-    def still(self, layer: int, reach: int) -> Sequence[int]:
-        return still_pairs(self.head_size, self.rope_theta, reach)
+    def theta_of(self, layer: int) -> float:
+        return self.rope_theta
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Raises ValueError, too, for the variants that its first code had and no release of it uses."""
-        said = dict(config)
+        """In transformers' words or in those of its first code. Raises ValueError for variants that are not written.
+
+        Beyond the lengths that it was trained on, the first code stretches the rotations: it reads as far as those.
+        """
+        known = {name: value for name, value in config.items() if value is not None}
+        said = {ours: known[first] for first, ours in AT_FIRST.items() if first in known} | known
         for name, usual in USUAL.items():
             if said.get(name, usual) != usual:
                 raise ValueError(f"{name} {said[name]!r} is not {usual!r}")
-        rope = said.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type {rope['rope_type']!r} is not 'default'")
-        said["rope_theta"] = rope.get("rope_theta", said.get("rotary_emb_base"))
-        said |= {ours: said[first] for first, ours in AT_FIRST.items() if first in said}
+        if said.get("rotary_scaling_factor"):
+            longest = said.get("max_position_embeddings", cls.max_position_embeddings)
+            trained = said.get("max_trained_positions") or cls.max_position_embeddings
+            said["max_position_embeddings"] = min(longest, trained)
+        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+        said["rope_theta"] = read_theta(rope, said.get("rope_theta"))
         found = super().from_dict(said)
         if said.get("head_dim") not in (None, found.head_size):
             raise ValueError(f"head_dim {said['head_dim']!r} is not {found.head_size}")
@@ -74,9 +80,12 @@ AT_FIRST = {
     "layer_norm_epsilon": "layer_norm_eps",
     "resid_pdrop": "hidden_dropout_prob",
     "attn_pdrop": "attention_probs_dropout_prob",
+    "rotary_emb_base": "rope_theta",
 }
 USUAL: dict[str, Any] = {
     "activation_function": "swiglu",
+    "causal": False,
+    "scale_attn_weights": True,
     "prenorm": False,
     "parallel_block": False,
     "use_rms_norm": False,
@@ -104,25 +113,17 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(self.word(input_ids) + self.token_type(token_type_ids)))
 
 
-class SelfAttention(nn.Module):
-    """Query, key and value in one projection; the first two are turned."""
+class GatedFeedForward(FeedForward):
+    """Dropout comes after it, as in BERT, and not within."""
 
     def __init__(self, config: NomicBertConfig):
-        super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.dropout = config.attention_probs_dropout_prob
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, layout: Layout | Padded, by: Rotation) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        turned = rotate(self.qkv(x), self.num_heads, by)
-        return self.output(attention(turned, self.num_heads, layout, dropout))  # [T, H]
+        super().__init__(config)
+        self.dropout = nn.Identity()
 
 
 class NomicBertLayer(Layer):
     make_attention = SelfAttention
-    make_feed_forward = FeedForward
+    make_feed_forward = GatedFeedForward
 
 
 class NomicBert(Bert):
@@ -142,6 +143,7 @@ NOMIC_BERT = replace(
     config=NomicBertConfig,
     encoder=NomicBert,
     architecture="NomicBert",
+    mask_rate=0.3,
     prefix="nomic_bert.",
     trunk={
         r"embeddings\.word": ["embeddings.word_embeddings"],

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 def projections(encoder: nn.Module) -> Iterator[list[Tensor]]:
     """Collects queries, keys and values `[T, 3H]` as projected, of each layer as it is passed through.
 
-    Layers that are passed through again (ALBERT) are there again; ModernBERT's are not turned yet.
+    Layers that are passed through again (ALBERT) are there again; those that are turned by position (ModernBERT,
+    NomicBERT) are not turned yet.
     """
     seen: list[Tensor] = []
     hooks = [

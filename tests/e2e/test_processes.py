@@ -118,9 +118,11 @@ def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) ->
         asked = clients.submit(server.post, "/embed", body, patience)
         until(lambda: held(server))
         os.kill(server.process.pid, signal.SIGSTOP)  # it is who starts the next one
-        os.kill(inference, signal.SIGKILL)
-        reply = asked.result(30)
-        os.kill(server.process.pid, signal.SIGCONT)
+        try:
+            os.kill(inference, signal.SIGKILL)
+            reply = asked.result(30)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
     assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
 
 

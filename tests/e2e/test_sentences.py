@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 200)]
 PAIRS = [*zip(TEXTS, reversed(TEXTS), strict=True), (TEXTS[-1], TEXTS[-1])]
-BI = ("roberta", "distilbert", "mpnet", "modernbert")
+BI = ("roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
 CROSS = {"bert": torch.nn.Sigmoid(), "modernbert": torch.nn.Identity()}
 
 

@@ -34,6 +34,7 @@ def test_a_question_has_its_answer_where_it_says() -> None:
     for one in found:
         assert one.context == HARBOUR
         assert one.context[one.start :].startswith(one.answer)
+        assert one.answer not in one.question
     answers = {one.answer for one in found}
     assert {"Port Ansel", "Lorne", "1843"} <= answers
     assert [answer for answer in answers if answer.islower()]
@@ -52,7 +53,25 @@ def test_a_question_is_made_of_the_words_around_its_answer() -> None:
 
 def test_a_question_needs_words() -> None:
     """Of a sentence that is little more than the answer none is made."""
-    assert cloze.ask("Lorne it was.", 0, "Lorne", random.Random(1)) is None
+    assert cloze.make_question("Lorne it was.", 0, "Lorne", random.Random(1)) is None
+
+
+def test_a_question_does_not_say_the_answer() -> None:
+    """Where the sentence says it twice, only without the other."""
+    sentence = "Lorne was known as Lorne the old for a hundred years."
+    rng = random.Random(1)
+    found = [cloze.make_question(sentence, 0, "Lorne", rng) for _ in range(100)]
+    assert None in found
+    assert not [question for question in found if question and "Lorne" in question]
+
+
+def test_an_answer_is_without_the_quotes_around_it() -> None:
+    """It begins and ends within them."""
+    sentence = "He called it “red wool” or ‘hand made’ timber."
+    found = {cloze.phrase(sentence, random.Random(seed)) for seed in range(200)} - {None}
+    assert {(14, "red wool"), (28, "hand made")} <= found
+    for start, text in filter(None, found):
+        assert sentence[start:].startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +83,12 @@ def test_a_question_needs_words() -> None:
         ("shore of", False),
         ("Lorne, most", False),
         ("it", False),
+        ("wool! Timber", False),
+        ("wool — timber", False),
     ],
 )
 def test_an_answer_begins_and_ends_with_words_of_its_own(text: str, whole: bool) -> None:
-    assert cloze.whole(text) == whole
+    assert cloze.may_be_answer(text) == whole
 
 
 @pytest.mark.parametrize(
@@ -80,6 +101,7 @@ def test_an_answer_begins_and_ends_with_words_of_its_own(text: str, whole: bool)
             ["May 1920", "Ruth Adler", "Kiel", "Germany"],
         ),
         ("Of 1,200 sailors 34 came home, he said.", ["1,200"]),
+        ("An iPhone of the 1990s is a lie.", []),
     ],
 )
 def test_names(sentence: str, names: list[str]) -> None:
@@ -101,7 +123,7 @@ def test_names(sentence: str, names: list[str]) -> None:
 )
 def test_what_is_asked_for_goes_by_the_looks_of_the_answer(answer: str, words: set[str]) -> None:
     rng = random.Random(1)
-    assert {cloze.asked(answer, rng) for _ in range(50)} == words
+    assert {cloze.question_word(answer, rng) for _ in range(50)} == words
 
 
 def test_a_passage_is_neither_short_nor_long() -> None:

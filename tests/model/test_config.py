@@ -98,14 +98,43 @@ def test_refuses_what_it_would_compute_differently(fields: dict[str, Any], messa
 def test_nomic_berts_first_words() -> None:
     """Its configuration is read in transformers' words, and in those of the code that it came with."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    first = {"n_embd": 32, "n_layer": 3, "n_head": 4, "layer_norm_epsilon": 1e-6}
-    first |= {"rotary_emb_base": 500, "activation_function": "swiglu", "qkv_proj_bias": False}
+    first = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64, "layer_norm_epsilon": 1e-6}
+    first |= {"n_positions": 8192, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "rotary_emb_base": 500}
+    first |= {"activation_function": "swiglu", "qkv_proj_bias": False, "causal": False}
     found = NomicBertConfig.from_dict({"model_type": "nomic_bert", **first})
-    assert found == NomicBertConfig(**sizes, layer_norm_eps=1e-6, rope_theta=500)
+    assert found == NomicBertConfig(
+        **sizes,
+        intermediate_size=64,
+        max_position_embeddings=8192,
+        layer_norm_eps=1e-6,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.2,
+        rope_theta=500,
+    )
 
     theirs = transformers.AutoConfig.for_model("nomic_bert", **sizes).to_dict()
     assert NomicBertConfig.from_dict(theirs) == NomicBertConfig(**sizes)
     assert NomicBertConfig.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "theta", "longest"),
+    [
+        ({"rope_theta": 50.0}, 50.0, 2048),
+        ({"rope_parameters": {"rope_theta": 60.0}, "rotary_emb_base": 500}, 60.0, 2048),
+        ({"max_position_embeddings": 64, "n_positions": 8192}, 1000.0, 64),
+        ({"n_positions": 8192, "rotary_scaling_factor": 2}, 1000.0, 2048),
+        (
+            {"n_positions": 8192, "rotary_scaling_factor": 2, "max_trained_positions": 512},
+            1000.0,
+            512,
+        ),
+    ],
+)
+def test_nomic_berts_rotations(said: dict[str, Any], theta: float, longest: int) -> None:
+    """What is said in newer words counts; where rotations would be stretched it reads no farther."""
+    found = NomicBertConfig.from_dict(said)
+    assert (found.rope_theta, found.max_length) == (theta, longest)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +146,12 @@ def test_nomic_berts_first_words() -> None:
         ("rotary_emb_interleaved", True),
         ("moe_every_n_layers", 2),
         ("head_dim", 32),
+        ("causal", True),
         ("rope_parameters", {"rope_type": "yarn"}),
+        ("rope_scaling", {"type": "linear", "factor": 4}),
     ],
 )
 def test_what_nomic_bert_is_not(said: str, value: Any) -> None:
     """Variants that would be computed otherwise are refused by name."""
-    with pytest.raises(ValueError, match=said if said != "rope_parameters" else "rope_type"):
+    with pytest.raises(ValueError, match="rope_type" if said.startswith("rope") else said):
         NomicBertConfig.from_dict({said: value})

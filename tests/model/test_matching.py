@@ -9,19 +9,19 @@ from torch import Tensor
 from model.attention import Layout, attention_weights
 from model.config import preset
 from model.families import FAMILIES
-from model.matching import begin_matching
+from model.matching import REACH, begin_matching
 from model.modernbert import rotate, rotation
 from model.watch import projections
 from service import packing
 
-LENGTH, TWICE = 100, (5, 70)  # tokens, and where the only one stands that is there twice
+LENGTH, TWICE = 100, (5, 5 + REACH // 2)  # tokens, and where the only one stands that is there twice
 CHANCE = 1 / LENGTH
 ROTATED = {"modernbert": 160_000.0, "nomic_bert": 1000.0}
 
 
-def encoder_of(model_type: str) -> Any:
+def encoder_of(model_type: str, **fields: Any) -> Any:
     torch.manual_seed(0)
-    config = preset("mini", FAMILIES[model_type].config, vocab_size=LENGTH)
+    config = preset("mini", FAMILIES[model_type].config, vocab_size=LENGTH, **fields)
     return FAMILIES[model_type].encoder(config, pooler=False).eval()
 
 
@@ -56,7 +56,7 @@ def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
 
 def test_values_and_later_layers_stay() -> None:
     """It changes what is asked, in the layers that it is told; the seed decides how."""
-    encoders = [encoder_of("bert") for _ in range(4)]
+    encoders = [encoder_of("nomic_bert") for _ in range(4)]
     for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
         begin_matching(encoder, encoder.config, 2, seed)
     untouched, first, again, another = (encoder.state_dict() for encoder in encoders)
@@ -65,7 +65,8 @@ def test_values_and_later_layers_stay() -> None:
     for name in changed:
         asks, asked, values = first[name].chunk(3)
         half = len(asks) // 2
-        assert torch.equal(asks[:half], first[name][:half])
+        assert not torch.equal(asks[:half], untouched[name].chunk(3)[0][:half])
+        torch.testing.assert_close(asks[:half], asked[:half], rtol=0, atol=0.02)
         assert torch.equal(values, untouched[name].chunk(3)[2])
         assert torch.equal(asks[half:], untouched[name].chunk(3)[0][half:])
         assert torch.equal(asked[half:], untouched[name].chunk(3)[1][half:])
@@ -73,9 +74,27 @@ def test_values_and_later_layers_stay() -> None:
         assert not torch.equal(first[name], another[name])
 
 
-@pytest.mark.parametrize(("model_type", "layers"), [("bert", 5), ("albert", 1)])
-def test_an_encoder_without_such_layers_is_refused(model_type: str, layers: int) -> None:
-    """One that has fewer layers, or whose layers are one."""
-    encoder = encoder_of(model_type)
-    with pytest.raises(ValueError, match=rf"{model_type} has not {layers} layers of its own"):
+@pytest.mark.parametrize(
+    ("model_type", "layers", "fields"),
+    [
+        ("nomic_bert", 5, {}),
+        ("nomic_bert", 1, {"num_attention_heads": 1}),
+        ("nomic_bert", 1, {"rope_theta": 2.0}),
+        ("bert", 1, {}),
+        ("deberta", 1, {}),
+        ("albert", 1, {}),
+    ],
+)
+def test_an_encoder_that_cannot_is_refused(
+    model_type: str, layers: int, fields: dict[str, Any]
+) -> None:
+    """One that has fewer layers, a single head, nothing that hardly turns, or does not rotate at all."""
+    encoder = encoder_of(model_type, **fields)
+    with pytest.raises(ValueError, match=rf"layer {layers} of this {model_type} has no heads that"):
         begin_matching(encoder, encoder.config, layers, seed=1)
+
+
+def test_nothing_is_asked_of_layers_that_are_none() -> None:
+    """Any family may have none."""
+    encoder = encoder_of("bert")
+    begin_matching(encoder, encoder.config, 0, seed=1)
