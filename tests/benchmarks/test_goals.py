@@ -10,7 +10,7 @@ from export.source import read_source
 from service import bundle
 
 TEXTS = ["Ada drew a comet.", "Ada", "The river and the town of a north station."] * 4
-SHORT = {"rounds_": 2, "seconds": 0.2}
+SHORT = {"rounds_": 2, "seconds": 1.0}
 
 
 @pytest.fixture(autouse=True)

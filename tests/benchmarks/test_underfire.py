@@ -30,7 +30,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        time.sleep(0.05)
+        time.sleep(0.05 + len(body) / 5e7)  # so long that a look at the memory falls into it
         try:
             good = isinstance(json.loads(body)["inputs"], str)
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -157,8 +157,10 @@ def test_who_is_in_a_hurry_waits_for_no_delay(
     """SIGINT drains at once, and so does a second SIGTERM; what was accepted is answered."""
     options = ["--drain-delay-s", "60", "--http-workers", workers]
     with serving(tiny_bundle, *options) as server, half_sent(server) as client:
-        for number in signals:
+        for earlier, number in enumerate(signals):
             time.sleep(0.5)
+            if earlier:
+                until(lambda: readiness(server) == 503)  # two at once would be one
             server.process.send_signal(number)
         until(lambda: any('"draining"' in line for line in server.log))
         client.sendall(BODY[9:])

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, queued, serving, until
+from tests.e2e.conftest import Server, children, queued, serving, until
 
 pytestmark = pytest.mark.e2e
 
-LIMITS = ["--max-wait-ms", "60000", "--max-queue-tokens", "300", "--body-timeout-s", "0.3"]
+LIMITS = ["--max-wait-ms", "60000", "--max-queue-tokens", "300", "--body-timeout-s", "2"]
 BODY = json.dumps({"inputs": samples.text(60, seed=1)})
 
 
@@ -47,6 +49,26 @@ def rejected(server: Server, reason: str) -> float:
     name = rf'^quartet_requests_rejected_total{{reason="{reason}"}} (\S+)$'
     found = re.search(name, metrics, re.M)
     return float(found.group(1)) if found else 0.0
+
+
+def computed(server: Server) -> float:
+    """Batches so far."""
+    found = re.findall(
+        r"^quartet_batch_size_count\S* (\S+)$", server.get("/metrics").body.decode(), re.M
+    )
+    return sum(map(float, found))
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """With an inference process that stands still."""
+    (inference,) = children(server)["inference"]
+    os.kill(inference, signal.SIGSTOP)
+    try:
+        until(lambda: ") T" in Path(f"/proc/{inference}/stat").read_text())
+        yield
+    finally:
+        os.kill(inference, signal.SIGCONT)
 
 
 def assert_error(error: dict[str, Any], code: str, param: str | None = None) -> None:
@@ -88,10 +110,13 @@ def test_never_enough_room(still: Server) -> None:
 )
 def test_deadline(still: Server) -> None:
     """A request that its batch keeps waiting beyond its time is answered 504, and leaves the queue."""
-    reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "100"})
+    before = computed(still)
+    with stopped(still):  # or it would compute what it held, just in time
+        reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "100"})
     assert 504 == reply.status
     assert_error(reply.json(), "deadline_exceeded")
     until(lambda: queued(still) == 0)
+    assert before == computed(still)
 
 
 def test_impatience_that_is_no_number(still: Server) -> None:

@@ -64,7 +64,7 @@ def test_a_flood_is_answered_or_refused(impatient: Server, seconds: float) -> No
     text = {"inputs": "a single text"}
     began = time.monotonic()
     while impatient.post("/embed", text).status != 200:
-        assert time.monotonic() - began < 2.0, "it does not recover"
+        assert time.monotonic() - began < 10, "it does not recover"
 
 
 @pytest.mark.promise(

@@ -21,6 +21,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
+expect.set_options(timeout=30_000)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MEASURES = {
     "round-trip": r"\d+(\.\d)? ms",

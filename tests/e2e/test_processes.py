@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, children, serving, start, until
+from tests.e2e.conftest import Server, children, queued, serving, start, until
 
 pytestmark = pytest.mark.e2e
 
@@ -62,14 +62,15 @@ def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> 
     """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
     bodies = [{"inputs": text} for text in texts]
+    expected_ones = tiny.answer("/embed", {"inputs": texts})
+    tokens = expected_ones["usage"]["tokens"]
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(4) as clients:
         asked = [clients.submit(server.answer, "/embed", body) for body in bodies]
-        until(lambda: held(server))
+        until(lambda: queued(server) == tokens)
         (inference,) = children(server)["inference"]
         os.kill(inference, signal.SIGKILL)
         answers = [one.result(60) for one in asked]
-    expected_ones = tiny.answer("/embed", {"inputs": texts})["embeddings"]
-    for answer, expected in zip(answers, expected_ones, strict=True):
+    for answer, expected in zip(answers, expected_ones["embeddings"], strict=True):
         assert answer["embeddings"][0] == pytest.approx(expected, abs=1e-5)
 
 
@@ -172,12 +173,12 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
 
 def test_nobody_is_blamed_for_a_machine_that_slept(tiny_bundle: Path) -> None:
     """When all stood still, and the children wake up after the main process, none is killed."""
-    with serving(tiny_bundle, "--hang-s", "1") as server:
+    with serving(tiny_bundle, "--hang-s", "5") as server:
         before = children(server)
         pids = [server.process.pid, *(pid for found in before.values() for pid in found)]
         for pid in reversed(pids):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(6)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.2)

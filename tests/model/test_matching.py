@@ -14,7 +14,10 @@ from model.modernbert import rotate, rotation
 from model.watch import projections
 from service import packing
 
-LENGTH, TWICE = 100, (5, 5 + REACH // 2)  # tokens, and where the only one stands that is there twice
+LENGTH, TWICE = (
+    100,
+    (5, 5 + REACH // 2),
+)  # tokens, and where the only one stands that is there twice
 CHANCE = 1 / LENGTH
 ROTATED = {"modernbert": 160_000.0, "nomic_bert": 1000.0}
 
