@@ -152,7 +152,10 @@ class Bert(nn.Module):
         return self.layers
 
     def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Any:
-        """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none."""
+        """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none.
+
+        `position_ids` [T] are for families that rotate by them.
+        """
         return None
 
 

@@ -17,7 +17,7 @@ REACH = 128  # tokens; an equal one farther away scores less and less, a mere ha
 SURE = 8.0  # the score of an equal token near by, where others' are about 0 and some 2 apart
 
 
-def begin_matching(encoder: nn.Module, config: BertConfig, layers: int, seed: int) -> None:
+def begin_matching(encoder: nn.Module, layers: int, seed: int) -> None:
     """Let half of the heads of the first `layers` layers look at equal tokens, near and some `REACH` tokens away.
 
     What these heads asked and were asked by is lost; their values and all other heads stay. Of queries and keys the
@@ -25,6 +25,7 @@ def begin_matching(encoder: nn.Module, config: BertConfig, layers: int, seed: in
     Raises ValueError for an encoder that does not rotate by position, or has not so many layers, or heads too few or
     too small.
     """
+    config: BertConfig = encoder.config
     parts = dict(encoder.named_modules())
     generator = torch.Generator().manual_seed(seed)
     heads, size, width = config.num_attention_heads, config.head_size, config.hidden_size

@@ -120,9 +120,9 @@ def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None
     return rope.get("rope_theta", otherwise)
 
 
-def rotation_speeds(size: int, theta: float) -> Tensor:
+def rotation_speeds(size: int, theta: float, device: torch.device | None = None) -> Tensor:
     """`[D / 2]` radians per token, of each pair of a head's numbers."""
-    return theta ** -(torch.arange(0, size, 2) / size)
+    return theta ** -(torch.arange(0, size, 2, device=device) / size)
 
 
 def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
@@ -134,7 +134,7 @@ def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
 
 def rotation(position_ids: Tensor, size: int, theta: float) -> Rotation:
     """By how much each pair of a head's numbers is turned at each position, from fast to slow."""
-    speeds = rotation_speeds(size, theta).to(position_ids.device)
+    speeds = rotation_speeds(size, theta, position_ids.device)
     angles = position_ids[:, None, None, None].float() * speeds
     return angles.cos(), angles.sin()
 

@@ -42,9 +42,8 @@ class Settings:
     shape: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of its own beside it
     max_position_embeddings: int | None = None  # the family's, unless given
     init_from: str = ""  # a checkpoint to go on from, a local directory or a hub name
-    matching_layers: int = (
-        0  # half of the heads of the first so many begin by looking at equal tokens
-    )
+    # half of the heads of the first so many layers begin by looking at equal tokens
+    matching_layers: int = 0
     steps: int = 10_000
     minutes: float = 0.0  # instead of steps: as many as are taken in that time
     # [share of the steps, tokens per sample] in order, and tokens per step where others than
@@ -189,7 +188,7 @@ class Trainer:
         if s.init_from:
             checkpoint.init_pretraining(self.model, s.init_from)
         for part in self.model.parts().values():
-            begin_matching(part.encoder, part.config, s.matching_layers, s.seed)
+            begin_matching(part.encoder, s.matching_layers, s.seed)
         if unknown := sorted(set(s.weights) - set(self.model.weights)):
             raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(self.model.weights)}")
         self.model.weights |= s.weights

@@ -2,24 +2,20 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from model.attention import Layout, attention_weights
+from model.attention_map import attention_maps
 from model.config import preset
 from model.families import FAMILIES
 from model.matching import REACH, begin_matching
-from model.modernbert import rotate, rotation
-from model.watch import projections
-from service import packing
+from service.encode import Encoding
 
-LENGTH, TWICE = (
-    100,
-    (5, 5 + REACH // 2),
-)  # tokens, and where the only one stands that is there twice
+LENGTH = 100  # tokens
+TWICE = (5, 5 + REACH // 2)  # where the only one stands that is there twice
 CHANCE = 1 / LENGTH
-ROTATED = {"modernbert": 160_000.0, "nomic_bert": 1000.0}
 
 
 def encoder_of(model_type: str, **fields: Any) -> Any:
@@ -28,17 +24,13 @@ def encoder_of(model_type: str, **fields: Any) -> Any:
     return FAMILIES[model_type].encoder(config, pooler=False).eval()
 
 
-@torch.no_grad()
 def first_maps(encoder: Any) -> Tensor:
     """Who looks at whom in the first layer, `[N, S, S]`."""
-    ids = torch.arange(LENGTH)
+    ids, none = np.arange(LENGTH), np.zeros(LENGTH, dtype=np.int64)
     ids[TWICE[1]] = ids[TWICE[0]]
-    layout = Layout.of(packing.make_layout([LENGTH]))
-    places, heads = torch.arange(LENGTH), encoder.config.num_attention_heads
-    with projections(encoder) as seen:
-        encoder(ids, 0 * ids, places, layout)
-    by = rotation(places, encoder.config.head_size, ROTATED[encoder.config.model_type])
-    return attention_weights(rotate(seen[0], heads, by), heads, layout)[0]
+    offsets = np.zeros((LENGTH, 2), dtype=np.int32)
+    read = Encoding(ids, none, offsets, none.astype(np.int32), none.astype(np.int8))
+    return attention_maps(encoder, read)[0]
 
 
 @pytest.mark.parametrize("model_type", ["modernbert", "nomic_bert"])
@@ -47,7 +39,7 @@ def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
     encoder = encoder_of(model_type)
     before = first_maps(encoder)
     assert before[:, TWICE[0], TWICE[1]].max() < 2 * CHANCE
-    begin_matching(encoder, encoder.config, 2, seed=1)
+    begin_matching(encoder, 2, seed=1)
     after = first_maps(encoder)
     half = len(after) // 2
     for here, there in (TWICE, TWICE[::-1]):
@@ -61,7 +53,7 @@ def test_values_and_later_layers_stay() -> None:
     """It changes what is asked, in the layers that it is told; the seed decides how."""
     encoders = [encoder_of("nomic_bert") for _ in range(4)]
     for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
-        begin_matching(encoder, encoder.config, 2, seed)
+        begin_matching(encoder, 2, seed)
     untouched, first, again, another = (encoder.state_dict() for encoder in encoders)
     changed = {name for name in untouched if not torch.equal(first[name], untouched[name])}
     assert changed == {f"layers.{layer}.attention.qkv.weight" for layer in (0, 1)}
@@ -94,10 +86,10 @@ def test_an_encoder_that_cannot_is_refused(
     """One that has fewer layers, a single head, nothing that hardly turns, or does not rotate at all."""
     encoder = encoder_of(model_type, **fields)
     with pytest.raises(ValueError, match=rf"layer {layers} of this {model_type} has no heads that"):
-        begin_matching(encoder, encoder.config, layers, seed=1)
+        begin_matching(encoder, layers, seed=1)
 
 
 def test_nothing_is_asked_of_layers_that_are_none() -> None:
     """Any family may have none."""
     encoder = encoder_of("bert")
-    begin_matching(encoder, encoder.config, 0, seed=1)
+    begin_matching(encoder, 0, seed=1)
