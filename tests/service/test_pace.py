@@ -1,47 +1,78 @@
 """Refusals go at once while they are few; in a flood they are held back, each for a while, and only so many."""
 
 import asyncio
-import time
+import selectors
+from collections.abc import Callable, Coroutine
+
+import pytest
 
 from service.pace import Pace
 
 
+class Leaping(selectors.DefaultSelector):
+    """Does not wait: the time that a loop would sleep is over at once. Nothing else moves its clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def leaping_loop() -> asyncio.AbstractEventLoop:
+    selector = Leaping()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    return loop
+
+
+def on_leaping_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
+    def run() -> None:
+        with asyncio.Runner(loop_factory=leaping_loop) as runner:
+            runner.run(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
 async def turns(pace: Pace, count: int) -> list[float]:
     """Seconds that each of so many refusals, all at once, was held back."""
-    began = time.monotonic()
+    time = asyncio.get_running_loop().time
+    began = time()
 
     async def turn() -> float:
         await pace.turn()
-        return time.monotonic() - began
+        return time() - began
 
     return await asyncio.gather(*[turn() for _ in range(count)])
 
 
+@on_leaping_loop
 async def test_few_are_not_held_back() -> None:
-    """As many as a second allows may go together after a pause."""
-    pace = Pace(per_s=10, held_s=0.5)
-    began = time.monotonic()
-    for _ in range(5):
-        await pace.turn()
-    assert time.monotonic() - began < 0.1
+    """As many as the time allows for which one may be held, and one more, may go together after a pause."""
+    await asyncio.sleep(1)
+    assert await turns(Pace(per_s=10, held_s=0.5), 6) == [0.0] * 6
 
 
+@on_leaping_loop
 async def test_many_take_turns() -> None:
-    """Of fifteen at ten a second five go at once, and one in each tenth that follows, in order."""
+    """Those beyond go one in each tenth of a second that follows, in order."""
+    await asyncio.sleep(1)
     held = await turns(Pace(per_s=10, held_s=0.5), 9)
-    assert held == sorted(held)
-    assert sum(seconds < 0.05 for seconds in held) in (5, 6)
-    assert 0.25 <= held[-1] < 0.6
+    assert held == pytest.approx([0.0] * 6 + [0.1, 0.2, 0.3])
 
 
+@on_leaping_loop
 async def test_nobody_is_held_longer_than_that() -> None:
     """Whatever the crowd."""
     held = await turns(Pace(per_s=10, held_s=0.2), 100)
-    assert max(held) < 0.5
+    assert max(held) == pytest.approx(0.2)
 
 
+@on_leaping_loop
 async def test_no_more_are_held_than_that() -> None:
     """The one that has waited longest goes instead."""
+    await asyncio.sleep(1)
     pace = Pace(per_s=1, held_s=10, most=3)
     waiting = [asyncio.create_task(pace.turn()) for _ in range(20)]
     await asyncio.sleep(0.05)
@@ -51,6 +82,7 @@ async def test_no_more_are_held_than_that() -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
+@on_leaping_loop
 async def test_who_is_gone_is_let_go() -> None:
     """A turn that nobody waits for any more harms nobody."""
     pace = Pace(per_s=20, held_s=1, most=100)
@@ -58,5 +90,5 @@ async def test_who_is_gone_is_let_go() -> None:
     await asyncio.sleep(0)
     for task in waiting:
         task.cancel()
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(2)
     assert not pace._held
