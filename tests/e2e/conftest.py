@@ -1,7 +1,9 @@
 """Real processes: `python -m service` on a free port, and a client that shows what it was told."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -122,6 +124,18 @@ def until(condition: Any, timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def kill_inference(server: Server) -> None:
+    """Kill the process that computes, and wait until that is noticed."""
+    (inference,) = children(server)["inference"]
+    os.kill(inference, signal.SIGKILL)
+
+    def noticed() -> bool:
+        unready = server.get("/health/ready").status == 503
+        return unready or children(server)["inference"] not in ([], [inference])
+
+    until(noticed)
 
 
 def queued(server: Server) -> float:

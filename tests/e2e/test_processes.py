@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, children, queued, serving, start, until
+from tests.e2e.conftest import Server, children, kill_inference, queued, serving, start, until
 
 pytestmark = pytest.mark.e2e
 
@@ -101,9 +101,7 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
         asked = clients.submit(server.post, "/embed", body)
         for _ in range(2):
             until(lambda: readiness(server) == 200 and held(server), 60)
-            (inference,) = children(server)["inference"]
-            os.kill(inference, signal.SIGKILL)
-            until(lambda: readiness(server) == 503)
+            kill_inference(server)
         reply = asked.result(30)
         assert (503, "replica_lost") == (reply.status, reply.json()["error"]["code"])
         assert int(reply.headers["retry-after"]) >= 1

@@ -1,8 +1,6 @@
 """Everything at once: all tasks and lengths, clients that leave, processes that die, models that are swapped."""
 
 import itertools
-import os
-import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ import pytest
 
 from benchmarks.processes import resident_mb
 from tests.e2e.clients import asking, lone_answers, seen_by, wrong_of
-from tests.e2e.conftest import Server, children, serving, until
+from tests.e2e.conftest import Server, kill_inference, serving, until
 from tests.e2e.test_models import Desk, desk
 
 pytestmark = pytest.mark.e2e
@@ -26,10 +24,9 @@ LONG_S, MINUTE_S = 240.0, 60.0
 MEMORY = 0.05
 
 
-def kill_inference(server: Server) -> None:
+def replace_inference(server: Server) -> None:
     """Kill the process that computes, and wait until there is another."""
-    os.kill(children(server)["inference"][0], signal.SIGKILL)
-    until(lambda: server.get("/health/ready").status == 503)
+    kill_inference(server)
     until(lambda: server.get("/health/ready").status == 200, 60)
 
 
@@ -43,7 +40,7 @@ def test_answers_are_right_while_processes_die(tiny_bundle: Path, seconds: float
             kills = 0
             while time.monotonic() + KILL_EVERY_S / 2 < end:
                 time.sleep(KILL_EVERY_S / 2)
-                kill_inference(server)
+                replace_inference(server)
                 kills += 1
                 time.sleep(KILL_EVERY_S / 2)
         seen = seen_by(clients)
@@ -78,7 +75,7 @@ def test_a_soak(tiny_bundle: Path, tmp_path: Path, seconds: float) -> None:
         with asking(at.server, expected, CLIENTS, headers=at.client, rate=rate) as clients:
             while (past_s := time.monotonic() - began) < max(seconds, KILL_EVERY_S):
                 if len(resident) % 8 == 7:
-                    kill_inference(at.server)
+                    replace_inference(at.server)
                 answering = next(swapping)
                 assert answering == at.vector("tiny")[0]
                 resident.append((past_s, resident_mb(at.server.process.pid)))
