@@ -15,6 +15,8 @@ into `[B, S]` slots and back, in the way that the device or the exported graph d
 T tokens, B sequences, S longest, N heads, D head size, H hidden
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 from service import packing
 
 HALF = (torch.float16, torch.bfloat16)
+
+_lookers: list[list[Tensor]] = []
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ def attention(
     """
     if bias is not None:
         bias = bias.to(qkv.dtype)
+    for seen in _lookers:
+        seen.append(_weights(qkv, num_heads, layout, bias, scale))
     if isinstance(layout, Padded):
         return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
@@ -231,9 +237,29 @@ def _padded(
     return from_slots(context.transpose(1, 2).flatten(2), layout)
 
 
-def attention_weights(qkv: Tensor, num_heads: int, layout: Layout) -> Tensor:
-    """Who attends to whom: `[B, N, S, S]`, rows (queries) sum to one. For looking at, not for speed."""
+@contextmanager
+def looking() -> Iterator[list[Tensor]]:
+    """What every call of `attention` weighs meanwhile, in order: who attends to whom, `[B, N, S, S]`.
+
+    Rows (queries) sum to one. For looking at, not for speed.
+    """
+    seen: list[Tensor] = []
+    _lookers.append(seen)
+    try:
+        yield seen
+    finally:
+        _lookers.pop()
+
+
+def _weights(
+    qkv: Tensor,
+    num_heads: int,
+    layout: Layout | Padded,
+    bias: Tensor | None,
+    scale: float | None,
+) -> Tensor:
     query, key, _ = by_head(qkv, num_heads, layout)
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    scores = scores if bias is None else scores + bias
     real = real_slots(layout)[:, None, None, :]
     return torch.softmax(scores.masked_fill(~real, -torch.inf), dim=-1)

@@ -10,14 +10,11 @@ from pathlib import Path
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import checkpoint
-from model.attention import Layout, attention_weights
-from model.bert import Bert
+from model.attention import Layout, looking
 from model.fill import OURS, find_checkpoint, read_encoder
-from model.modernbert import rotate, rotation
-from model.watch import projections
 from service import packing
 from service.encode import Encoding
 
@@ -25,20 +22,13 @@ MAX_TOKENS = 48  # of which labels and cells can still be read
 
 
 @torch.no_grad()
-def attention_maps(encoder: Bert, encoding: Encoding) -> Tensor:
-    """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns)."""
+def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
+    """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns), in any family."""
     packed = packing.pack([encoding])
-    layout = Layout.of(packed.layout)
     given = (packed.input_ids, packed.token_type_ids, packed.position_ids)
-    ids, types, places = map(torch.as_tensor, given)
-    with projections(encoder) as seen:
-        encoder(ids, types, places, layout)
-    c = encoder.config
-    for layer in range(len(seen)):
-        if theta := c.theta_of(layer):
-            by = rotation(places, c.head_size, theta)
-            seen[layer] = rotate(seen[layer], c.num_attention_heads, by)
-    return torch.cat([attention_weights(qkv, c.num_attention_heads, layout) for qkv in seen])
+    with looking() as maps:
+        encoder(*map(torch.as_tensor, given), Layout.of(packed.layout))
+    return torch.cat(maps)
 
 
 def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:

@@ -20,6 +20,7 @@ from export import emulate
 from export.__main__ import main as export
 from export.goldens import torch_outputs
 from model import checkpoint
+from model.attention import looking
 from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
 from service import bundle
@@ -212,6 +213,22 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
         for depth, own in enumerate(found):
             torch.testing.assert_close(own, torch.cat([kept[depth] for kept in alone]), **TOLERANCE)
             torch.testing.assert_close(own, real(in_slots[depth], packed), **TOLERANCE)
+
+
+@every_case
+def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
+    """The weights of every layer and head are those of transformers."""
+    peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
+    perturb(peer).save_pretrained(tmp_path)
+    encoder = checkpoint.load_encoder(tmp_path, pooler=False)
+    packed = sample(case, [12])
+    with torch.no_grad(), looking() as found:
+        encoder(*ours(packed))
+        expected = peer(**asked(case, packed), output_attentions=True).attentions
+    assert len(found) == len(expected)
+    longest = -1  # without padding, which transformers gives weights too
+    for own, peers in zip(found, expected, strict=True):
+        torch.testing.assert_close(own[longest], peers[longest], **TOLERANCE)
 
 
 @every_case

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import Layout, Padded, attention, attention_weights
+from model.attention import Layout, Padded, attention, looking
 from service import packing
 from tests.model.helpers import LENGTHS, TOLERANCE
 
@@ -209,8 +209,11 @@ def test_weights_are_those_of_attention(lengths: list[int]) -> None:
     """The weights to look at sum to one, are zero on padding, and give attention's own context."""
     qkv, layout = draw(lengths)
 
-    weights = attention_weights(qkv, HEADS, layout)
+    with looking() as seen:
+        found = attention(qkv, HEADS, layout)
+    attention(qkv, HEADS, layout)  # nobody looks any more
 
+    [weights] = seen
     batch, longest = layout.unpack.shape
     assert weights.shape == (batch, HEADS, longest, longest)
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
@@ -219,6 +222,4 @@ def test_weights_are_those_of_attention(lengths: list[int]) -> None:
     value = qkv.chunk(3, dim=1)[2].index_select(0, layout.unpack.flatten())
     value = value.view(batch, longest, HEADS, -1).transpose(1, 2)
     context = (weights @ value).transpose(1, 2).reshape(batch * longest, -1)
-    torch.testing.assert_close(
-        context.index_select(0, layout.pack), attention(qkv, HEADS, layout), **TOLERANCE
-    )
+    torch.testing.assert_close(context.index_select(0, layout.pack), found, **TOLERANCE)
