@@ -54,7 +54,8 @@ def _heads(manifest: Manifest) -> str:
         for name, head in manifest.heads.items()
     ]
     rows_table = _table(["head", "task", "gives", ""], rows)
-    return f"## Heads\n\nInputs of up to {manifest.max_length} tokens; longer text goes in windows.\n\n{rows_table}"
+    longer = "longer text is cut or read in windows, as the request says"
+    return f"## Heads\n\nInputs of up to {manifest.max_length} tokens; {longer}.\n\n{rows_table}"
 
 
 def _meaning(head: Head) -> str:

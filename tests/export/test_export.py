@@ -590,6 +590,17 @@ def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict
     assert "| `sentiment` | fp32 | accuracy 100.00, " in (out / "README.md").read_text()
 
 
+def test_int8_that_is_wrong_is_refused(
+    tiny_checkpoint: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without any rows, too: what it answers to the goldens is no rounding of what PyTorch does."""
+    break_int8(monkeypatch)
+    assert_refused(export(tiny_checkpoint, out), "int8 packed: head sentiment has", out, capsys)
+
+
 def test_int8_that_loses_is_refused(
     tiny_checkpoint: Path,
     out: Path,
@@ -600,6 +611,7 @@ def test_int8_that_loses_is_refused(
 ) -> None:
     """More than a point of the head's metric lost at int8 ends the export."""
     break_int8(monkeypatch)
+    monkeypatch.setattr(verify, "INT8_COSINE", -1)
     data = write_rows(tmp_path / "dev.jsonl", decided)
     status = export(tiny_checkpoint, out, "--eval", data, "--max-changed", "1")
     assert_refused(status, "sentiment: int8 loses ", out, capsys)
@@ -615,6 +627,7 @@ def test_int8_that_changes_answers_is_refused(
 ) -> None:
     """So do too many changed answers, though the metric be the same."""
     break_int8(monkeypatch)
+    monkeypatch.setattr(verify, "INT8_COSINE", -1)
     wrong = {t: "negative" if label == "neutral" else "neutral" for t, label in decided.items()}
     data = write_rows(tmp_path / "dev.jsonl", wrong)
     status = export(tiny_checkpoint, out, "--eval", data)

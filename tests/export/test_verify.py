@@ -12,9 +12,9 @@ from export.verify import (
     ParityError,
     check_company,
     check_half,
+    check_int8,
     check_parity,
     compare,
-    golden_cosines,
 )
 from service.bundle import Head
 from service.encode import Encoding
@@ -137,7 +137,15 @@ def test_half_names_graph_head_and_figure(found: list[float], said: str) -> None
         check_half(outputs([3, 4]), outputs(found), "fp16 packed")
 
 
-def test_golden_cosines_leave_a_margin() -> None:
+def test_int8_leaves_a_margin() -> None:
     """What the goldens will demand is the cosine over all inputs, less room for other processors."""
-    demanded = golden_cosines(["head"], outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]))
+    demanded = check_int8(outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]), "int8 packed")
     assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded
+
+
+@pytest.mark.parametrize(("found", "said"), [([4, 0], "0.6000"), ([np.nan, 4], "nan")])
+def test_int8_names_graph_head_and_figure(found: list[float], said: str) -> None:
+    """What is further off than eight bits round, or no number, is refused."""
+    line = f"int8 packed: head head has cosine {said} with PyTorch"
+    with pytest.raises(ParityError, match=line):
+        check_int8(outputs([3, 4]), outputs(found), "int8 packed")
