@@ -263,7 +263,7 @@ def token_labels(
     where the first one begins an entity, the others are inside it.
     """
     tags = _indices(sentence.where, sentence.tags, labels)
-    inside = [tag.replace("B-", "I-", 1) for tag in sentence.tags]
+    inside = [f"I-{tag[2:]}" if tag.startswith("B-") else tag for tag in sentence.tags]
     others = _indices(sentence.where, inside, labels)
     found = []
     for window, (rows, words, begins) in zip(windows, place_words(sentence, windows), strict=True):

@@ -1,6 +1,7 @@
 """Pretraining text is read whole, cut into its sentences, and tokenised once."""
 
 import gzip
+import itertools
 import lzma
 from collections.abc import Callable
 from dataclasses import astuple
@@ -14,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from model import corpus
+from model import corpus, tokenizer
 from model.corpus import Corpus, sentences
+from model.families import FAMILIES
 
 
 class TestSentences:
@@ -97,6 +99,21 @@ class TestBuild:
         assert found == [encoding.ids for encoding in expected]
         assert built.num_documents == len(documents)
         assert np.diff(built.document_starts).tolist() == [len(document) for document in texts]
+
+    @pytest.mark.parametrize("model_type", ["bert", "roberta", "albert"])
+    def test_sentences_are_read_as_running_text(
+        self, corpus_file: Path, documents: list[list[str]], model_type: str
+    ) -> None:
+        """Their tokens together are those of the whole, whatever the tokenizer makes of a space."""
+        family = FAMILIES[model_type]
+        cut = tokenizer.train(itertools.chain(*documents), 300, family=family)
+        built = corpus.build([corpus_file], cut)
+
+        for number, document in enumerate(documents):
+            running = " ".join(" ".join(sentences(paragraph)) for paragraph in document)
+            first, last = built.document_starts[number : number + 2]
+            expected = cut.encode(running, add_special_tokens=False).ids
+            assert built.tokens(first, last).tolist() == expected
 
     def test_document_of(self, corpus_file: Path, small_tokenizer: Tokenizer) -> None:
         """Every sentence knows the sentences of its own document."""

@@ -142,6 +142,15 @@ def test_words_split_at_punctuation_are_inside_their_entity(encoder: Encoder) ->
     assert tags == ["B-LOC", "I-LOC", "I-LOC", "I-LOC"]
 
 
+def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
+    """Only what stands before a type says where in an entity a word is."""
+    row = sentence("U.S. U.S.", "B-JOB-TITLE B-SUB-ORG")
+    names = ("O", "B-JOB-TITLE", "I-JOB-TITLE", "B-SUB-ORG", "I-SUB-ORG")
+    (labels,) = tasks.token_labels(row, encoder.texts([row.text])[0].windows, names)
+    told = [names[label] for label in labels if label != IGNORE_INDEX]
+    assert told == ["B-JOB-TITLE", *["I-JOB-TITLE"] * 3, "B-SUB-ORG", *["I-SUB-ORG"] * 3]
+
+
 def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file: Path) -> None:
     """Each token has one label, in whichever window it is."""
     encoder = Encoder.from_file(tokenizer_file, 6)
