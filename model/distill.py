@@ -246,6 +246,8 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
         kind = teach.kind_of(h.task)
         if h.teacher and not s.counts(kind):
             raise ValueError(f"heads.{name}: it has a teacher, and losses.{kind} counts nothing")
+    if s.corpus and len(labelled) == len(lessons):
+        raise ValueError("corpus: none of the losses that count can be learnt from plain text")
     for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
         asked = answers[name] and s.counts(teach.kind_of(s.heads[name].task))
         if not (s.counts("labels", *teach.BY_TOKEN) or asked):

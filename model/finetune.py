@@ -35,11 +35,11 @@ class Settings:
     only: str = ""  # one of them alone
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
     preset: str = "mini"  # without init_from: the shape of a fresh encoder
-    tokenizer: str = ""  # a tokenizer.json; with init_from, its own
+    tokenizer: str = ""  # of a fresh encoder, a tokenizer.json
     max_length: int = 128
     anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
     temperature: float = 1.0  # of the answers of teacher and student
-    epochs: float = 3.0  # of the head that takes longest for one
+    epochs: float = 3.0  # of the rows, or else the text, that take longest for one
     steps: int = 0  # 0: what `epochs` comes to
     lr: float = 5e-5
     head_lr: float | None = None  # the same, unless given
@@ -73,6 +73,8 @@ class Settings:
         """Raises ValueError where it is not said what to begin from."""
         if not (self.init_from or self.tokenizer):
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
+        if self.init_from and self.tokenizer:
+            raise ValueError("tokenizer: what it begins from has its own")
         optim.check_choice("preset", self.preset, config.PRESETS)
 
 
@@ -250,7 +252,9 @@ def train(
     teachers = [teacher.name for teacher in teaching.teachers]
     if not lessons:
         raise ValueError("there is nothing to train on")
-    epoch = max(lesson.stream.size / lesson.stream.batch_size for lesson in lessons)
+    of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
+    streams = of_rows or [lesson.stream for lesson in lessons]
+    epoch = max(stream.size / stream.batch_size for stream in streams)
     steps = s.steps or math.ceil(s.epochs * epoch)
     model.to(device).train()
     teaching.to(device)

@@ -147,12 +147,15 @@ def evaluate(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
 
 
 def corpus_files(paths: list[str]) -> list[Path]:
-    found = [
-        file
-        for path in map(Path, paths)
-        for file in (sorted(path.iterdir()) if path.is_dir() else [path])
-    ]
-    return [file for file in found if file.suffix in corpus.OPENERS and ".titles." not in file.name]
+    """The files that are named, and those of folders that can be read and are no lists of titles."""
+    found = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        texts = [file for file in sorted(path.iterdir()) if file.suffix in corpus.OPENERS]
+        found += [file for file in texts if ".titles." not in file.name]
+    return found
 
 
 def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, config.BertConfig]:
@@ -164,6 +167,12 @@ def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, co
         begun = checkpoint.read_config(checkpoint.locate(s.init_from))
         if s.family not in ("", begun.model_type):
             raise checkpoint.CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
+        told = {**s.shape, "max_position_embeddings": s.max_position_embeddings}
+        told = {name: value for name, value in told.items() if value is not None}
+        if unknown := told.keys() - vars(begun).keys():
+            raise checkpoint.CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
+        if dataclasses.replace(begun, **told) != begun:
+            raise checkpoint.CheckpointError(f"{s.init_from} is of another shape than {told}")
         return family_of(begun), begun
     family = FAMILIES[s.family or BERT.model_type]
     given = {

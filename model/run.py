@@ -39,7 +39,10 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS)
     given = vars(parser.parse_args())
     config = given.pop("config")
-    values = tomllib.loads(config.read_text()) if config else {}
+    try:
+        values = tomllib.loads(config.read_text()) if config else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"{config}: {error}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -51,6 +54,11 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
             parser.error(
                 f"--{name.replace('_', '-')}: {text!r} is not JSON (numbers, true, false, [lists])"
             )
+    for name, value in values.items():
+        if known[name].type in (int, int | None) and isinstance(value, float):
+            if not value.is_integer():
+                parser.error(f"{name}: {value} is no whole number")
+            values[name] = int(value)
     missing = [
         n
         for n, f in known.items()
@@ -69,7 +77,7 @@ def command(kind: type[Settings], description: str, work: Callable[[Settings], o
     settings = read_settings(kind, description)
     try:
         work(settings)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, FloatingPointError) as error:
         raise SystemExit(f"{error}") from None
 
 

@@ -488,6 +488,12 @@ def test_a_fresh_encoder_needs_a_tokenizer() -> None:
         Settings(output="x", heads={})
 
 
+def test_a_checkpoint_has_its_tokenizer() -> None:
+    """Another would give its rows other meanings."""
+    with pytest.raises(ValueError, match="tokenizer: what it begins from has its own"):
+        Settings(output="x", init_from="c", tokenizer="t", heads={})
+
+
 def test_windows_must_fit_the_positions(data: Mapping[str, str], start: Start) -> None:
     """Before anything is read."""
     with pytest.raises(checkpoint.CheckpointError, match=r"64 positions .* do not hold 65 tokens"):

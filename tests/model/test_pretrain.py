@@ -445,6 +445,9 @@ def test_mistakes_are_told(
         ({"phases": [[1, 33]]}, "samples of 33 do not fit .* 32 positions"),
         ({"init_from": "other"}, "tokens .* vocabulary of 150"),
         ({"init_from": "other", "family": "albert"}, "other is bert, not albert"),
+        ({"init_from": "other", "shape": {"hidden_size": 8}}, "other is of another shape"),
+        ({"init_from": "other", "shape": {"width": 8}}, "other has no 'width'"),
+        ({"corpus": ["notes.md"]}, r"notes\.md: the corpus is read from"),
     ],
 )
 def test_what_does_not_fit(
@@ -457,6 +460,7 @@ def test_what_does_not_fit(
 ) -> None:
     """Samples longer than the positions, or ids beyond the vocabulary, are refused at the start."""
     monkeypatch.chdir(tmp_path)
+    Path("notes.md").touch()
     other = Pretraining(shape(vocab_size=150, max_position_embeddings=32))
     pretrain.checkpoint.save_pretraining("other", other, tokenizer_file)
 

@@ -48,6 +48,12 @@ class TestSettings:
 
         assert settings == Settings("runs/a", 7, phases=[[0.5, 8], [0.5, 16]])
 
+    def test_whole_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """1e4 is a whole number, too."""
+        settings = read(monkeypatch, "--output", "a", "--steps", "1e4")
+
+        assert repr(settings.steps) == "10000"
+
     def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """What the command line says replaces what the file says."""
         path = tmp_path / "run.toml"
@@ -62,6 +68,8 @@ class TestSettings:
             (["--outptu", "a"], "unrecognized arguments: --outptu"),
             (["--out", "a"], "unrecognized arguments: --out"),
             (["--output", "a", "--steps", "many"], "--steps: 'many' is not JSON"),
+            (["--output", "a", "--steps", "7.5"], "steps: 7.5 is no whole number"),
+            (["nowhere.toml"], "nowhere.toml: [Errno 2]"),
         ],
     )
     def test_refusals(
@@ -92,6 +100,23 @@ class TestSettings:
 
         error = capsys.readouterr().err
         assert "run.toml: unknown setting 'stpes': one of output, steps, lr" in error
+
+    def test_no_toml(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+    ) -> None:
+        """A file that cannot be read is refused by name, with where it goes wrong."""
+        path = tmp_path / "run.toml"
+        path.write_text("steps = 7\nlr = fast\n")
+
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, str(path))
+
+        error = capsys.readouterr().err
+        assert f"{path}: " in error
+        assert "at line 2" in error
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
