@@ -26,7 +26,7 @@ serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs
 
 setup: $(VENV)/.test ## Install what training, export and the tests need, beside what serving needs
 
-test: check ## Run everything that CI runs: make check, then every test (ARGS="-k ..." for some)
+test: check ## Run what CI runs outside of containers: make check, then every test (ARGS="-k ..." for some)
 	@echo "Running the tests"
 ifdef ARGS
 	@$(RUN) -m pytest $(ARGS)

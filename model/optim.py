@@ -1,4 +1,4 @@
-"""AdamW with decay groups, the learning rate schedule, and the precision that this machine computes best in."""
+"""AdamW with decay groups, Muon beside it, the schedule of rates, and the precision that a machine computes best in."""
 
 import math
 from collections.abc import Iterable
