@@ -32,8 +32,8 @@ from export import (
     quantize,
     verify,
 )
-from export.source import Source, read_source
 from model.names import CheckpointError
+from model.source import Source, read_source
 from service import bundle
 from service.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
 from service.encode import Encoder

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from export.source import LONGEST, SENTENCE, read_modules, read_tokenizer, said_length
 from model.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
 from model.family import SUFFIXES
 from model.names import CheckpointError
+from model.source import LONGEST, SENTENCE, read_modules, read_tokenizer, said_length
 from service.bundle import Head, cosine
 from service.encode import Encoding
 from service.packing import pack

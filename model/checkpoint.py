@@ -133,6 +133,15 @@ def read_heads(folder: Path) -> dict[str, bundle.Head]:
     return {tasks[architecture]: _head(tasks[architecture], config, folder)}
 
 
+def has_heads(folder: Path) -> bool:
+    """Or is it an encoder alone, of which nothing says how vectors are made, or with what it was pretrained with?"""
+    if any((folder / name).exists() for name in ("heads.json", "modules.json", "1_Pooling")):
+        return True
+    family = family_of(read_config(folder))
+    ours = {family.architecture_of(task) for task in SUFFIXES if task != "embedding"}
+    return bool(ours & {*(read_json(folder / "config.json").get("architectures") or [])})
+
+
 def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
     if task != "embedding":
         return describe_head(task, config, folder)

@@ -7,7 +7,7 @@ that of `finetune`, and so is what an interruption costs: nothing.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import checkpoint, config, corpus, finetune, optim, pretrain, tasks, teach
+from model import checkpoint, config, corpus, finetune, optim, pretrain, source, tasks, teach
 from model.corpus import Corpus
 from model.families import FAMILIES, family_of
 from model.heads import Model
 from model.run import command
 from model.samples import Sampler, Specials
-from model.teach import Lesson, Teacher, Teaching
+from model.teach import Answers, Lesson, Teacher, Teaching
 from service.encode import Encoder, Window, load_tokenizer
 
 UNITS = ("sentences", "blocks")
@@ -98,23 +98,24 @@ class Begin(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     tokenizer_file: Path
     layers: Sequence[int] = ()
-    source: Teacher | None = None
+    whole: Teacher | None = None
 
 
 def begin(s: Settings, teachers: Mapping[str, Teacher]) -> Begin:
     """Raises ValueError for layers that there are not, and where a family's special tokens are missing."""
     if s.preset:
-        file = Path(s.tokenizer or checkpoint.locate(s.teacher) / "tokenizer.json")
+        teacher = checkpoint.locate(s.teacher)
+        file = Path(s.tokenizer) if s.tokenizer else source.tokenizer_file(teacher, Path(s.output))
         tokenizer = load_tokenizer(file)
         family, shape = pretrain.read_shape(s, tokenizer)
         Specials.of(tokenizer, family)
         return Begin(shape, tokenizer, file)
     name = s.init_from or s.teacher
-    source = teachers.get(name) or teach.load(name, torch.device("cpu"))
-    whole = source.model.config
-    layers = choose_layers(s, whole.num_hidden_layers)
-    file = checkpoint.locate(name) / "tokenizer.json"
-    return Begin(whole.keeping(layers), source.tokenizer, file, layers, source)
+    whole = teachers.get(name) or teach.load(name, torch.device("cpu"))
+    shape = whole.model.config
+    layers = choose_layers(s, shape.num_hidden_layers)
+    file = source.tokenizer_file(checkpoint.locate(name), Path(s.output))
+    return Begin(shape.keeping(layers), whole.tokenizer, file, layers, whole)
 
 
 def choose_layers(s: Settings, depth: int) -> list[int]:
@@ -150,14 +151,14 @@ def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequ
     student.load_state_dict(weights)
 
 
-def inherit(student: Model, source: Teacher, layers: Sequence[int]) -> None:
+def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> None:
     """Begin as some layers of a checkpoint, and with its heads where it has the same."""
-    checkpoint.init_from(student, source.name)  # poolers, too
-    keep_layers(student.encoder, source.model.encoder, layers)
+    checkpoint.init_from(student, whole.name)  # poolers, too
+    keep_layers(student.encoder, whole.model.encoder, layers)
     for name, head in student.described.items():
-        found = teach.find_head(source, name, head)
-        if found and source.model.described[found].labels == head.labels:
-            theirs = source.model.heads[found].state_dict()
+        found = teach.find_head(whole, name, head)
+        if found and whole.model.described[found].labels == head.labels:
+            theirs = whole.model.heads[found].state_dict()
             if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
                 student.heads[name].load_state_dict(theirs)
 
@@ -204,15 +205,20 @@ class Texts:
 
 
 def read_texts(
-    s: Settings, shape: config.BertConfig, encoder: Encoder, tokenizer_file: Path, teacher: Teacher
-) -> tuple[Texts, dict[str, Texts]]:
-    """The corpus as the student reads it; and as the teacher does, by its name, where its tokens are others.
+    s: Settings,
+    shape: config.BertConfig,
+    encoder: Encoder,
+    file: Path,
+    answers: Mapping[str, Answers | None],
+    trunk: Teacher | None,
+) -> Lesson:
+    """What plain text teaches, as the student and each teacher reads it.
 
-    Raises ValueError for blocks, and for losses of tokens, where they are.
+    file: of the student's tokenizer
+    Raises ValueError for blocks where their tokens are others.
     """
     in_blocks = s.unit == "blocks"
-    by_token = in_blocks or s.counts(*teach.BY_TOKEN)
-    other = teach.read_alike(teacher, encoder, "a corpus in blocks" if in_blocks else "", by_token)
+    what = "a corpus in blocks" if in_blocks else "a corpus"
 
     def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> Texts:
         text = corpus.load(pretrain.corpus_files(s.corpus), file, Path(s.cache))
@@ -220,11 +226,13 @@ def read_texts(
         sampler = Sampler(text, specials, None) if in_blocks else None
         return Texts(text, specials, s.corpus_batch_size, s.max_length, sampler)
 
-    ours = read(tokenizer_file, encoder.tokenizer, shape)
-    if other is None:
-        return ours, {}
-    file = checkpoint.locate(teacher.name) / "tokenizer.json"
-    return ours, {teacher.name: read(file, teacher.tokenizer, teacher.model.config)}
+    lesson = Lesson(read(file, encoder.tokenizer, shape), answers, trunk)
+    twins: dict[str, Texts] = {}
+    for teacher in lesson.teachers:
+        if teach.read_alike(teacher, encoder, what, in_blocks):
+            its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
+            twins[teacher.name] = read(its, teacher.tokenizer, teacher.model.config)
+    return replace(lesson, twins=twins)
 
 
 # -- what is taught ---------------------------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ def distill(s: Settings) -> dict[str, Any]:
     teacher_of = {name: teachers[h.teacher or s.teacher] for name, h in s.heads.items()}
 
     # data
-    shape, tokenizer, tokenizer_file, layers, source = begin(s, teachers)
+    shape, tokenizer, tokenizer_file, layers, whole = begin(s, teachers)
     encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
     longest = max(each.max_length for each in encoders.values()) if encoders else 0
     longest = max(longest, s.max_length if s.corpus else 0)
@@ -306,19 +314,18 @@ def distill(s: Settings) -> dict[str, Any]:
         s, encoders, shape.hidden_size, teacher_of, s.losses, of_trunk
     )
     if s.corpus:
-        texts = Encoder(tokenizer, s.max_length)
-        ours, twins = read_texts(s, shape, texts, tokenizer_file, trunk)
-        vectors = {n: teach.ask(trunk, n, h) for n, h in described.items() if h.task == "embedding"}
+        vectors = {n: answers[n] for n, h in described.items() if h.task == "embedding"}
         asked = vectors if s.counts("embedding") else {}
         if of_trunk or asked:
-            lessons.append(Lesson(ours, asked, of_trunk, twins))
+            texts = Encoder(tokenizer, s.max_length)
+            lessons.append(read_texts(s, shape, texts, tokenizer_file, asked, of_trunk))
     check_taught(s, lessons, answers)
 
     # student
     torch.manual_seed(s.seed)
     student = Model(finetune.with_rates(s, shape), described)
-    if source:
-        inherit(student, source, layers)
+    if whole:
+        inherit(student, whole, layers)
     theirs = trunk.model.config
     how: dict[str, Any] = {}
     if s.counts("hidden"):

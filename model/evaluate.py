@@ -27,8 +27,9 @@ from seqeval.metrics import precision_score as entity_precision
 from seqeval.metrics import recall_score as entity_recall
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef
 
-from model import checkpoint, optim, rows, tasks
+from model import optim, rows, tasks
 from model.heads import Model
+from model.source import read_source
 from service import bundle, decode, packing
 from service.encode import Encoded, Encoder, Encoding
 
@@ -384,10 +385,9 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
     parser.add_argument("--limit", type=int, default=0, help="so many rows of each file, spread")
     arguments = parser.parse_args()
-    folder = checkpoint.locate(arguments.checkpoint)
-    model = checkpoint.load_model(folder).to(optim.pick_device())
-    longest = min(arguments.max_length, model.config.max_length)
-    encoder = Encoder.from_file(folder / "tokenizer.json", longest)
+    source = read_source(arguments.checkpoint)
+    model = source.model.to(optim.pick_device())
+    encoder = Encoder(source.tokenizer, min(arguments.max_length, source.max_length))
 
     metrics: dict[str, dict[str, float]] = {}
     table = Table("head", "file", "metrics", title=str(arguments.checkpoint))

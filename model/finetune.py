@@ -23,6 +23,7 @@ import torch
 from model import checkpoint, config, evaluate, optim, tasks, teach
 from model.heads import Model
 from model.run import Run, command
+from model.source import tokenizer_file as own_tokenizer
 from model.teach import Answers, Lesson, Teacher, Teaching
 from service import bundle
 from service.encode import Encoder, load_tokenizer
@@ -211,7 +212,7 @@ def finetune(s: Settings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
     # data
     source = checkpoint.locate(s.init_from) if s.init_from else None
-    tokenizer_file = Path(s.tokenizer or f"{source}/tokenizer.json")
+    tokenizer_file = own_tokenizer(source, Path(s.output)) if source else Path(s.tokenizer)
     tokenizer = load_tokenizer(tokenizer_file)
     encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
     fresh = functools.partial(config.preset, s.preset, vocab_size=tokenizer.get_vocab_size())

@@ -271,7 +271,9 @@ def nearness(longest: int, reach: int, like: Tensor) -> Tensor:
     """`[1, 1, S, S]`: nothing is added to the scores of keys within reach, and what forbids the others to those."""
     places = torch.arange(longest, device=like.device)
     far = (places[None, :] - places[:, None]).abs() > reach
-    forbidding = torch.finfo(torch.float16).min / 2  # no sum with a score is infinite in any precision
+    forbidding = (
+        torch.finfo(torch.float16).min / 2
+    )  # no sum with a score is infinite in any precision
     return (far * forbidding).to(like.dtype)[None, None]
 
 

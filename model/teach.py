@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from model import checkpoint, tasks
 from model.attention import Layout, real_slots, to_slots
 from model.heads import IGNORE_INDEX, Model, make_head
+from model.source import read_source, read_tokenizer
 from model.tasks import Batch, Loss
 from model.watch import projections
 from service import bundle
-from service.encode import Encoder, Window, load_tokenizer
+from service.encode import Encoder, Window
 
 LOSSES = ("labels", "logits", "hidden", "relations", "embedding")
 BY_TOKEN = ("hidden", "relations")  # what needs the same tokens in both models
@@ -48,19 +49,15 @@ class Teacher:
 
 
 def load(source: str, device: torch.device) -> Teacher:
-    """Any checkpoint with its heads, or without heads one that has none that are ours. Raises CheckpointError."""
+    """Any checkpoint with its heads, or a bare encoder. Raises CheckpointError."""
     folder = checkpoint.locate(source)
-    try:
-        heads = checkpoint.read_heads(folder)
-    except checkpoint.CheckpointError:
-        heads = {}
-    if heads:
-        model = checkpoint.load_model(folder)
+    if checkpoint.has_heads(folder):
+        model, tokenizer = (read := read_source(folder)).model, read.tokenizer
     else:
-        model = Model(checkpoint.read_config(folder), {})
+        model, tokenizer = Model(checkpoint.read_config(folder), {}), read_tokenizer(folder)
         model.encoder = checkpoint.load_encoder(folder, pooler=False)
     model.requires_grad_(False)
-    return Teacher(source, model.eval().to(device), load_tokenizer(folder / "tokenizer.json"))
+    return Teacher(source, model.eval().to(device), tokenizer)
 
 
 def difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenizer) -> str:

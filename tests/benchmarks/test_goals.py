@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import bare, bulk, bundles, goals, life, models, rounds, servers, tasks
-from export.source import read_source
+from model.source import read_source
 from service import bundle
 
 TEXTS = ["Ada drew a comet.", "Ada", "The river and the town of a north station."] * 4

@@ -190,7 +190,7 @@ def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
 @pytest.mark.parametrize("layout", ["packed", "portable"])
 def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
     """The real MiniLM's graphs, as they lie in its bundle, agree with PyTorch."""
-    from export.source import read_source
+    from model.source import read_source
 
     opened = bundle.load(minilm_bundle)
     record = next(g for g in opened.manifest.graphs if (g.precision, g.layout) == ("fp32", layout))

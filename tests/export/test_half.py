@@ -355,7 +355,7 @@ def test_wrong_wiring_is_found(
 
 def test_minilm(minilm_folder: Path, tmp_path: Path) -> None:
     """What fp16 costs the real MiniLM is a thousandth of what the goldens allow it."""
-    from export.source import read_source
+    from model.source import read_source
 
     model = read_source(minilm_folder).model
     proto = graph.export_cuda(half.halved(model))

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from export.goldens import run_torch
-from export.source import Source, read_source
 from model import checkpoint
 from model.families import FAMILIES
 from model.names import CheckpointError
+from model.source import Source, read_source
 from service import decode
 from service.encode import Encoder
 from tests import hub, samples

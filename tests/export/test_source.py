@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
+from scipy import stats
 
 from export import graph
 from export.goldens import run_torch
-from export.source import Source, read_max_length, read_source, read_tokenizer
+from model import evaluate, teach
 from model.names import CheckpointError
+from model.source import Source, read_max_length, read_source, read_tokenizer
 from service import decode
 from service.encode import Encoder
 from tests import samples
@@ -215,6 +218,38 @@ class TestSentenceTransformers:
         (vector,) = run_packed(graph.export_packed(model), PACKED).values()
         assert (len(PACKED.lengths), 20) == vector.shape
         assert 1 + 1e-6 > np.abs(vector).max() > 0.5  # the runtime's tanh may pass 1 by rounding
+
+    def test_asked_and_measured_as_it_is_exported(
+        self,
+        encoder: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Its dense layers count in a teacher and in an evaluation, too."""
+        write_modules(encoder, "Transformer", "Pooling", "Dense")
+        write_pooling(encoder, "mean_tokens")
+        write_dense(encoder, TANH)
+        source = read_source(encoder)
+        left, right = ([samples.text(9, seed=seed + s) for s in range(0, 12, 2)] for seed in (0, 1))
+        ours, theirs = vectors(source, left), vectors(source, right)
+
+        teacher = teach.load(str(encoder), torch.device("cpu"))
+        asked = Source(encoder, teacher.model, teacher.tokenizer, source.max_length)
+        np.testing.assert_array_equal(vectors(asked, left), ours)
+
+        rows = [
+            {"text": one, "text_pair": other, "score": n / 5}
+            for n, (one, other) in enumerate(zip(left, right, strict=True))
+        ]
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        monkeypatch.setattr(sys, "argv", ["evaluate", str(encoder), "--eval", f"embedding={file}"])
+        evaluate.main()
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
+        norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+        expected = stats.pearsonr((ours * theirs).sum(1) / norms, np.arange(6) / 5).statistic
+        assert told[f"embedding={file}"]["pearson"] == pytest.approx(expected, abs=1e-4)
 
     def test_minilm(self, minilm_folder: Path) -> None:
         """Three files name three lengths for MiniLM, and 256, sentence-transformers' own, is its limit."""

@@ -19,7 +19,7 @@ from model.distill import Settings
 from model.families import FAMILIES
 from model.heads import Model
 from service.bundle import Head
-from service.encode import Encoder
+from service.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
@@ -403,12 +403,13 @@ def test_what_a_text_is(
         "max_length": 12,
         "corpus_batch_size": 5,
     }
-    known = teach.load_tokenizer(tokenizer_file)
+    known = load_tokenizer(tokenizer_file)
     teacher = teach.load(str(joint), torch.device("cpu"))
     for unit in distill.UNITS:
         s = Settings(output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text)
-        stream, twins = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, teacher)
-        assert twins == {}
+        lesson = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
+        assert lesson.twins == {}
+        stream = lesson.stream
         for step in range(20):
             drawn = stream.batch((1, 0), step).encodings
             assert len(drawn) == 5
@@ -490,7 +491,7 @@ def test_both_read_the_same_texts(
         "heads": heads,
     }
     start(joint, {"logits": 1.0, "embedding": 1.0}, steps=2, **fresh)
-    known = [teach.load_tokenizer(path) for path in (other, joint / "tokenizer.json")]
+    known = [load_tokenizer(path) for path in (other, joint / "tokenizer.json")]
     assert len(read) == 2 * 2 * 3
     for mine, its in zip(read[0::2], read[1::2], strict=True):
         assert [known[0].decode(ids) for ids in mine] == [known[1].decode(ids) for ids in its]
@@ -504,9 +505,11 @@ def test_both_read_the_same_sentences(
     teacher = teach.load(str(joint), torch.device("cpu"))
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
     s = Settings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
-    known = teach.load_tokenizer(other)
-    stream, twins = distill.read_texts(s, shape(), Encoder(known, 64), other, teacher)
-    mine, its = (t.batch((1, 0), 2).encodings for t in (stream, twins[str(joint)]))
+    known = load_tokenizer(other)
+    asked = {"vectors": teach.Answers(teacher, "vectors")}
+    lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
+    streams = (lesson.stream, lesson.twins[str(joint)])
+    mine, its = (t.batch((1, 0), 2).encodings for t in streams)
     assert [known.decode(w.input_ids) for w in mine] == [
         teacher.tokenizer.decode(w.input_ids) for w in its
     ]
@@ -559,6 +562,17 @@ def test_blocks_are_read_by_one_tokenizer(
     text = {"corpus": [str(corpus_file)], "unit": "blocks", "heads": table}
     with pytest.raises(ValueError, match="a corpus in blocks is learnt token by token"):
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
+
+
+def test_text_asks_who_answers_for_a_head(
+    joint: Path, other: Path, corpus_file: Path, tokenizer_file: Path, tmp_path: Path, start: Start
+) -> None:
+    """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
+    wide = shape(vocab_size=200, hidden_size=48)
+    checkpoint.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
+    heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
+    found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
+    assert [*found["teachers"]] == [str(tmp_path / "wide")]
 
 
 # -- teachers of heads ------------------------------------------------------------------------------------------------

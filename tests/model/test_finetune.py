@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -486,6 +487,18 @@ def test_a_fresh_encoder_needs_a_tokenizer() -> None:
     """There is no other place to take one from."""
     with pytest.raises(ValueError, match="init_from, or the tokenizer"):
         Settings(output="x", heads={})
+
+
+def test_case_is_kept_where_the_configuration_says_so(
+    data: Mapping[str, str], start: Start, source: Path, tmp_path: Path
+) -> None:
+    """A checkpoint's tokenizer cuts as other libraries read it, in what is trained from it, too."""
+    shutil.copytree(source, tmp_path / "cased")
+    told = {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    (tmp_path / "cased/tokenizer_config.json").write_text(json.dumps(told))
+    start({"names": heads(data)["names"]}, init_from=str(tmp_path / "cased"), steps=1)
+    document = json.loads((tmp_path / "run/checkpoint/tokenizer.json").read_text())
+    assert document["normalizer"]["lowercase"] is False
 
 
 def test_a_checkpoint_has_its_tokenizer() -> None:

@@ -20,7 +20,7 @@ from model.tasks import Batch
 from model.teach import Answers, Lesson, Teacher, Teaching
 from service import packing
 from service.bundle import Head
-from service.encode import Encoder
+from service.encode import Encoder, load_tokenizer
 from tests.model.helpers import LENGTHS, batch, shape
 from tests.model.helpers import ours as arguments
 
@@ -180,7 +180,7 @@ def test_vectors() -> None:
 
 def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
     model = Model(shape(vocab_size=200), heads).eval().requires_grad_(False)
-    return Teacher("some teacher", model, teach.load_tokenizer(tokenizer_file))
+    return Teacher("some teacher", model, load_tokenizer(tokenizer_file))
 
 
 def test_the_head_that_answers(tokenizer_file: Path) -> None:
@@ -225,8 +225,8 @@ def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
 def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[str]]) -> None:
     """Vocabulary, normalisation, how words are found, what stands around a text; or in nothing."""
     texts = [text for document in documents for text in document]
-    ours = teach.load_tokenizer(tokenizer_file)
-    assert teach.difference(ours, teach.load_tokenizer(tokenizer_file)) == ""
+    ours = load_tokenizer(tokenizer_file)
+    assert teach.difference(ours, load_tokenizer(tokenizer_file)) == ""
     smaller = tokenizer.train(texts, vocab_size=120)
     said = f"vocabularies (of {ours.get_vocab_size()} and 120 tokens)"
     assert teach.difference(ours, smaller) == said
@@ -239,7 +239,7 @@ def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[st
             "special tokens around a text",
         ),
     ):
-        theirs = teach.load_tokenizer(tokenizer_file)
+        theirs = load_tokenizer(tokenizer_file)
         setattr(theirs, part, other)
         assert teach.difference(ours, theirs) == said
 
@@ -250,7 +250,7 @@ def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[st
 def lesson(answers: Answers | None, trunk: Teacher | None = None) -> tuple[Lesson, Batch]:
     """Of three texts with labels."""
     windows = [
-        Encoder(teach.load_tokenizer(FILE[0]), 32).texts([text])[0].windows[0]
+        Encoder(load_tokenizer(FILE[0]), 32).texts([text])[0].windows[0]
         for text in ("Ada drew a comet.", "Grace sold every river at dawn.", "Emmy forgot.")
     ]
     examples = [tasks.Example((w,), np.asarray(i % 3)) for i, w in enumerate(windows)]
@@ -390,3 +390,14 @@ def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> No
         inputs = arguments(batch([4, 2]))
         torch.testing.assert_close(found.model.encoder(*inputs), ours.eval()(*inputs))
         assert not any(p.requires_grad for p in found.model.parameters())
+        assert (
+            not found.model.described
+        )  # so that vectors are made of its states as the student's are
+
+
+def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
+    """It is not taken for a bare encoder because its heads are broken."""
+    checkpoint.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
+    (tmp_path / "heads.json").write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match=r"heads\.json is not JSON"):
+        teach.load(str(tmp_path), torch.device("cpu"))

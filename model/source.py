@@ -1,4 +1,4 @@
-"""What is exported: a checkpoint directory in the hub's layout, trained here or elsewhere.
+"""What is exported, evaluated or asked: a checkpoint in the hub's layout, trained here or elsewhere, with its heads.
 
 Which heads it has is read from `heads.json` (a joint checkpoint), else from `modules.json` (a sentence-transformers
 directory), else from `architectures`, as those of an older CrossEncoder. What cannot be served is refused by name.
@@ -77,6 +77,16 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         return _as_configured(load_tokenizer(path), folder)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def tokenizer_file(folder: Path, output: Path) -> Path:
+    """A `tokenizer.json` that cuts as `read_tokenizer` does: the checkpoint's, or else one in `output`."""
+    path, tokenizer = folder / "tokenizer.json", read_tokenizer(folder)
+    if path.is_file() and tokenizer.to_str() == load_tokenizer(path).to_str():
+        return path
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(output / "tokenizer.json"))
+    return output / "tokenizer.json"
 
 
 def _as_configured(tokenizer: tokenizers.Tokenizer, folder: Path) -> tokenizers.Tokenizer:
