@@ -22,6 +22,7 @@ import torch
 
 from model import checkpoint, config, evaluate, optim, tasks, teach
 from model.heads import Model
+from model.matching import begin_matching
 from model.run import Run, command
 from model.source import tokenizer_file as own_tokenizer
 from model.teach import Answers, Lesson, Teacher, Teaching
@@ -38,6 +39,8 @@ class Settings:
     preset: str = "mini"  # without init_from: the shape of a fresh encoder
     tokenizer: str = ""  # of a fresh encoder, a tokenizer.json
     max_length: int = 128
+    # half of the heads of the first so many layers begin anew, by looking at equal tokens
+    matching_layers: int = 0
     anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
     temperature: float = 1.0  # of the answers of teacher and student
     epochs: float = 3.0  # of the rows, or else the text, that take longest for one
@@ -256,6 +259,8 @@ def train(
     of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
     streams = of_rows or [lesson.stream for lesson in lessons]
     epoch = max(stream.size / stream.batch_size for stream in streams)
+    if s.matching_layers:
+        begin_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)
     model.to(device).train()
     teaching.to(device)

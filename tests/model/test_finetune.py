@@ -13,8 +13,11 @@ import torch
 
 from model import checkpoint, finetune, optim, rows
 from model.bert import Bert
+from model.config import preset
 from model.finetune import Settings
 from model.heads import Model
+from model.matching import begin_matching
+from model.nomic_bert import NomicBert, NomicBertConfig
 from service.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
 
@@ -471,6 +474,21 @@ def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
     for name, parameter in model.named_parameters():
         assert rates[id(parameter)] == pytest.approx(5e-4 if "heads." in name else 5e-5)
         assert decays[id(parameter)] == (0.01 if parameter.dim() == 2 else 0.0)
+
+
+def test_heads_begin_by_matching(
+    data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """As begin_matching has it, in the layers that were asked for."""
+    config = preset("tiny", NomicBertConfig, vocab_size=200)
+    encoder = NomicBert(config, pooler=False)
+    checkpoint.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
+    told = {"init_from": str(tmp_path / "begun"), "matching_layers": 1, "steps": 1, "lr": 0.0}
+    start({"names": heads(data)["names"]}, seed=3, **told)
+    trained = checkpoint.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
+    begin_matching(encoder, 1, seed=3)
+    for name, tensor in encoder.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=0)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
