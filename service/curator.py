@@ -370,8 +370,11 @@ def refusing() -> Iterator[None]:
 
 
 def check_answers(model: str, compared: Counts, max_changed: float, min_compared: int) -> None:
-    """Raises ChangedAnswers when too few answers to copies are known, or too many of a head's differ."""
-    known = {head: (at.get("changed", 0), at.get("same", 0)) for head, at in compared.items()}
+    """Raises ChangedAnswers when too few answers to copies are known, or too many of a head's differ or failed."""
+    known = {
+        head: (at.get("changed", 0) + at.get("failed", 0), at.get("same", 0))
+        for head, at in compared.items()
+    }
     number = sum(map(sum, known.values()))
     if number < min_compared:
         raise ChangedAnswers(
@@ -381,7 +384,7 @@ def check_answers(model: str, compared: Counts, max_changed: float, min_compared
     for head, (changed, same) in known.items():
         if changed > max_changed * (changed + same):
             raise ChangedAnswers(
-                f"{model}: of {changed + same} answers of {head}, {changed} changed"
+                f"{model}: of {changed + same} answers of {head}, {changed} changed or failed"
                 f" ({changed / (changed + same):.2%}), and {max_changed:.2%} may",
                 param="max_changed",
             )

@@ -233,7 +233,8 @@ class PromoteRequest(Order):
         None,
         ge=0,
         le=1,
-        description="share of the answers to copies, of each head, that may have changed; unset, none were needed",
+        description="share of the answers to copies, of each head, that may have changed or failed;"
+        " unset, none were needed",
     )
     min_compared: int = Field(
         100, ge=1, description="answers that must have been compared, where `max_changed` is set"

@@ -8,6 +8,7 @@ from the device's load. Whatever becomes of a copy, the request has been answere
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ import structlog
 from service.bundle import cosine
 from service.decode import Answer, Entity, Label
 from service.engine import INLINE_TOKENS, Engine, Method, Reply, Ticket
-from service.errors import QuartetError
+from service.errors import Overloaded, QuartetError
 from service.load import CLASSES, Load
 
 log = structlog.get_logger()
@@ -66,22 +67,24 @@ class Shadow:
     async def _copy(
         self, task: Method[Any, Any], args: Sequence[Any], options: Any, reply: Reply[Any]
     ) -> None:
+        answered = sum(one is not None for one in reply.results)
         try:
             copied = [bulk(arg) if isinstance(arg, Ticket) else arg for arg in args]
             other = await task(self._engine, *copied, **{**options, "head": reply.head})
-            pairs = [
-                (one, another)
+            counts = Counter(
+                outcome(one, another)
                 for one, another in zip(reply.results, other.results, strict=True)
-                if one is not None and another is not None
-            ]
-            same = sum(alike(one, another) for one, another in pairs)
-            self._tell(reply, same=same, changed=len(pairs) - same)
+                if one is not None
+            )
+            self._tell(reply, **counts)
+        except Overloaded:
+            self._tell(reply, dropped=len(reply.results))
         except QuartetError as error:
             log.debug("a copy failed", model=self._engine.id, problem=error.message)
-            self._tell(reply, failed=len(reply.results))
+            self._tell(reply, failed=answered)
         except Exception:
             log.exception("unexpected error")
-            self._tell(reply, failed=len(reply.results))
+            self._tell(reply, failed=answered)
         finally:
             self.copying = None
             self._engine.leave()
@@ -96,6 +99,13 @@ def bulk(ticket: Ticket) -> Ticket:
     """Of nobody, in no haste, for all its inputs that can be answered."""
     deadline = time.monotonic() + PATIENCE_S
     return replace(ticket, deadline=deadline, priority=BULK, tenant="", spare=True)
+
+
+def outcome(one: Any, other: Any) -> str:
+    """What became of the answer to a copy of an input that has one; `other` is None where there is none."""
+    if other is None:
+        return "failed"
+    return "same" if alike(one, other) else "changed"
 
 
 def alike(one: Any, other: Any) -> bool:

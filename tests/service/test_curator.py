@@ -17,10 +17,11 @@ from structlog.typing import EventDict
 
 from service.bundle import Bundle, BundleError, Texts, describe_file
 from service.catalogue import Models
-from service.curator import Curator, locate
+from service.curator import Curator, check_answers, locate
 from service.encode import Window
 from service.errors import (
     BadBundle,
+    ChangedAnswers,
     Conflict,
     Forbidden,
     InvalidInput,
@@ -28,7 +29,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.local import LocalDevice, Opened, open_device
-from service.metrics import Metrics
+from service.metrics import Counts, Metrics
 from service.settings import Settings
 from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
@@ -409,6 +410,31 @@ async def test_one_may_stand_by_first(curated: Curated) -> None:
         await curated.load("2")
     await curated.load("2", allow_new_embedding_space=True)
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
+
+
+def check(counts: Counts) -> None:
+    check_answers("tiny@2", counts, max_changed=0.01, min_compared=100)
+
+
+def test_so_many_answers_may_change() -> None:
+    """Of each head; those that were left out say nothing."""
+    check({"a": {"same": 99, "changed": 1, "dropped": 50}, "b": {"same": 1}})
+
+
+@pytest.mark.parametrize(
+    ("counts", "param"),
+    [
+        ({"a": {"same": 98, "changed": 2}}, "max_changed"),
+        ({"a": {"same": 98, "failed": 2}}, "max_changed"),
+        ({"a": {"same": 500}, "b": {"failed": 1}}, "max_changed"),
+        ({"a": {"same": 98, "changed": 1, "dropped": 50}}, "min_compared"),
+    ],
+)
+def test_changed_answers_are_refused(counts: Counts, param: str) -> None:
+    """So are those that failed, and too few."""
+    with pytest.raises(ChangedAnswers) as refused:
+        check(counts)
+    assert param == refused.value.param
 
 
 # -- embedding spaces ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from service.decode import Answer, Entity, Label
 from service.engine import Engine, Reply, Ticket, Timing, Usage
-from service.errors import InferenceFailed, InvalidInput
+from service.errors import InferenceFailed, InvalidInput, Overloaded
 from service.load import Load
 from service.shadow import Shadow, alike
 
@@ -70,10 +70,15 @@ class Copied:
 
 
 async def test_answers_are_compared() -> None:
-    """By head and input; inputs that one of them could not answer are compared with nothing."""
+    """By head and input: one that had no answer is compared with nothing, and one that had must have one again."""
     copied = Copied()
-    await copied.copied(reply(GOOD, GOOD, GOOD, None), reply(GOOD, BAD, None, BAD))
-    assert [("a@2", "sentiment", "same", 1), ("a@2", "sentiment", "changed", 1)] == copied.told
+    answered = reply(GOOD, GOOD, GOOD, GOOD, None, None)
+    await copied.copied(answered, reply(GOOD, BAD, None, None, BAD, None))
+    assert [
+        ("a@2", "sentiment", "same", 1),
+        ("a@2", "sentiment", "changed", 1),
+        ("a@2", "sentiment", "failed", 2),
+    ] == copied.told
     assert 0 == copied.users
 
 
@@ -127,13 +132,20 @@ async def test_one_at_a_time() -> None:
     [(InferenceFailed("no number"), 0), (InvalidInput("too long"), 0), (RuntimeError("bug"), 1)],
 )
 async def test_a_copy_that_fails_is_counted(error: Exception, lines: int) -> None:
-    """And harms nobody; only a bug is told of in the log."""
+    """By the inputs that had an answer, and harms nobody; only a bug is told of in the log."""
     copied = Copied()
     with capture_logs() as logs:
-        await copied.copied(reply(GOOD, BAD), error)
+        await copied.copied(reply(GOOD, BAD, None), error)
     assert [("a@2", "sentiment", "failed", 2)] == copied.told
     assert lines == len([line for line in logs if line["log_level"] == "error"])
     assert (0, None) == (copied.users, copied.shadow.copying)
+
+
+async def test_a_copy_that_finds_no_room_says_nothing_of_the_version() -> None:
+    """It was left out."""
+    copied = Copied()
+    await copied.copied(reply(GOOD, BAD), Overloaded("the queue is full"))
+    assert [("a@2", "sentiment", "dropped", 2)] == copied.told
 
 
 PER = Entity("PER", 0.9, "Ada", 0, 3)
