@@ -59,7 +59,7 @@ class Copied:
         return answer
 
     def hear(self, answered: Reply[Any]) -> None:
-        ticket = Ticket("r", deadline=math.inf, tenant="ann")
+        ticket = Ticket("r", deadline=math.inf, tenant="ann", submitted=lambda: None)
         self.shadow(self.task, (["text"], ticket), {"head": None, "tell": None}, answered)
 
     async def copied(self, answered: Reply[Any], answer: Reply[Any] | Exception) -> None:
@@ -83,13 +83,14 @@ async def test_answers_are_compared() -> None:
 
 
 async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
-    """It asks for the head that answered, and spares its inputs."""
+    """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
     ((texts, ticket), options) = copied.asked[0]
     assert (["text"], {"head": "sentiment", "tell": None}) == (texts, options)
     assert ("r", 1, "", True) == (ticket.request_id, ticket.priority, ticket.tenant, ticket.spare)
     assert ticket.deadline < math.inf
+    assert ticket.submitted is None
 
 
 async def test_a_share_is_copied() -> None:
