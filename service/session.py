@@ -19,6 +19,7 @@ Feeds = dict[str, NDArray[Any]]
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
+FLOAT = "tensor(float)"  # float32, as the runtime calls it
 RUNTIME = f"onnxruntime {ort.__version__}"
 
 
@@ -51,11 +52,17 @@ class Session:
         self.heads = bundle.manifest.heads
         self._session = open_graph(bundle.file(graph.file), provider, options)
         self._outputs = [*self.heads]  # a graph may have more beside them
-        missing = set(self._outputs) - {output.name for output in self._session.get_outputs()}
+        types = {output.name: output.type for output in self._session.get_outputs()}
+        missing = self.heads.keys() - types.keys()
         if missing:
             raise BundleError(
                 bundle.path, f"{graph.file} has no output for {', '.join(sorted(missing))}"
             )
+        for name in self._outputs:
+            if types[name] != FLOAT:
+                raise BundleError(
+                    bundle.path, f"{graph.file} gives {name} as {types[name]}, not as {FLOAT}"
+                )
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._compute = run_bound if provider == CUDA else run_plain
 

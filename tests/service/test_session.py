@@ -278,7 +278,10 @@ class Emulated:
         return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
 
     def get_outputs(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=name) for name in self.evaluator.output_names]
+        kinds = [kind.tensor_type.elem_type for kind in self.evaluator.output_types]
+        types = [f"tensor({onnx.TensorProto.DataType.Name(kind).lower()})" for kind in kinds]
+        named = zip(self.evaluator.output_names, types, strict=True)
+        return [SimpleNamespace(name=name, type=kind) for name, kind in named]
 
     def io_binding(self) -> "Binding":
         return Binding({}, [])
@@ -501,6 +504,25 @@ def test_graph_of_another_bundle(copy: Path) -> None:
         copy, lambda manifest: manifest["heads"].update(moods=manifest["heads"]["sentiment"])
     )
     with pytest.raises(BundleError, match=r"fp32\.onnx has no output for moods"):
+        open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
+
+
+@pytest.mark.parametrize("kind", [onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE])
+def test_graph_of_other_numbers(kind: int, copy: Path) -> None:
+    """Whatever a graph computes in, its answers are float32: others are read wrong where they cross processes."""
+    proto = onnx.load(copy / "fp32.onnx", load_external_data=False)
+    for output in proto.graph.output:
+        (node,) = [node for node in proto.graph.node if output.name in node.output]
+        node.output[0] = f"{output.name}.float"
+        proto.graph.node.append(
+            onnx.helper.make_node("Cast", [node.output[0]], [output.name], to=kind)
+        )
+        output.type.tensor_type.elem_type = kind
+    onnx.save(proto, copy / "fp32.onnx")
+    change_manifest(copy, lambda manifest: None)
+    with pytest.raises(
+        BundleError, match=r"fp32\.onnx gives sentiment as tensor\((float16|double)"
+    ):
         open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
 
 
