@@ -239,13 +239,17 @@ def frame(message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
 
 
 class Channel(asyncio.Protocol):
-    """One end of a socket: `received(message, arrays)` for each message, `lost()` once, when the other end is gone."""
+    """One end of a socket: `received(message, arrays)` for each message, `lost()` once, when the other end is gone.
+
+    broken: whether what came could not be received, by a bug of ours; the socket is closed then
+    """
 
     def __init__(
         self, received: Callable[[Message, bytes], None], lost: Callable[[], None]
     ) -> None:
         self._received = received
         self._lost = lost
+        self.broken = False
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -266,6 +270,13 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
+        try:
+            self._receive(data)
+        except Exception:
+            self.broken = True
+            raise  # to the event loop, which tells of it and closes
+
+    def _receive(self, data: bytes) -> None:
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= LENGTHS.size:

@@ -45,9 +45,13 @@ class RemoteDevice:
     When that is lost, what it had not answered is asked of the next one, once: one request at a time, each entry in a
     batch of its own. So an input that kills the process takes no other with it the second time. What is lost twice,
     and what comes while there is no inference process, fails with ReplicaLost.
+
+    broken: is called when what the inference process sends cannot be received here; nobody connects this one again,
+    for that process lives
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broken: Callable[[], None] = lambda: None) -> None:
+        self._broken = broken
         self._opened = asyncio.Event()
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
@@ -170,6 +174,8 @@ class RemoteDevice:
     def _forget(self, gone: Channel) -> None:
         if gone is not self._channel:
             return
+        if gone.broken:
+            self._broken()
         self._channel = None
         self._opened.clear()
         self._load = Load(problem=STARTING)

@@ -1,10 +1,13 @@
 """An HTTP process that computes nothing."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+
+import structlog
 
 from service.app import create_app
 from service.orders import DRAIN, LEAVE, Orders
@@ -12,12 +15,14 @@ from service.remote import RemoteDevice, RemoteMetrics, open_remote_engines
 from service.server import Server
 from service.settings import Settings
 
+log = structlog.get_logger()
+
 
 class Worker(Server):
     """A server to which the main process brings an inference process, and another when that is lost."""
 
     def __init__(self, settings: Settings, orders: Orders) -> None:
-        self.device = RemoteDevice()
+        self.device = RemoteDevice(give_up)
         self.orders = orders
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
@@ -53,3 +58,9 @@ class Worker(Server):
             if order == DRAIN:
                 self.drain()
         self.drain()  # the main process is gone
+
+
+def give_up() -> None:
+    """End, to be started again: draining would deafen the listener, which other processes have, too."""
+    log.error("HTTP cannot go on", problem="what the inference process said could not be received")
+    os._exit(1)

@@ -94,6 +94,25 @@ async def test_much_goes_through_at_once() -> None:
     second.close()
 
 
+async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
+    """Either hears that the other is lost, and whose fault it was."""
+
+    def fail(message: Any, arrays: bytes) -> None:
+        raise ValueError("our bug")
+
+    one, other = socket.socketpair()
+    losses = [asyncio.Event(), asyncio.Event()]
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    first = await opened(one, lost=losses[0].set)
+    second = await opened(other, lost=losses[1].set, received=fail)
+    first.send(Cancel(1))
+    for lost in losses:
+        await asyncio.wait_for(lost.wait(), 30)
+    assert (False, True) == (first.broken, second.broken)
+    assert ["our bug"] == [str(context["exception"]) for context in told]
+
+
 def test_a_message_of_no_kind_is_our_bug() -> None:
     """Both ends are one version: what is unknown is not passed over."""
     channel = Channel(lambda *_: None, lambda: None)

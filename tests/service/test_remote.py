@@ -124,7 +124,8 @@ class Pair:
         self.device = FakeDevice()
         self.curator = FakeCurator()
         self.metrics = Metrics()
-        self.remote = RemoteDevice()
+        self.broken = asyncio.Event()
+        self.remote = RemoteDevice(self.broken.set)
         self.follower = FakeFollower()
         self.following = asyncio.create_task(self.remote.follow(self.follower))
         ours, end = socket.socketpair()
@@ -330,6 +331,25 @@ async def test_what_comes_while_there_is_no_device_fails_by_name() -> None:
         await both.connect()
         assert 1 == len(await both.remote.submit([text(1)]))
         assert both.remote.load().ready
+
+
+async def test_a_device_that_is_lost_is_not_our_fault() -> None:
+    """Another will be connected."""
+    async with pair() as both:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        assert not both.broken.is_set()
+
+
+async def test_what_cannot_be_received_is_told() -> None:
+    """Whoever has lost the way to a device that lives on has to end, or would never be ready again."""
+    entry = text(1)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with pair() as both, under_way(both, entry):
+        (front,) = both.fronts._there
+        ended = channel.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
+        front.channel.send(ended, np.zeros(2, np.float16))
+        await asyncio.wait_for(both.broken.wait(), 30)
 
 
 async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
