@@ -243,6 +243,7 @@ class Protocol(HttpToolsProtocol):
         """
         framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in FRAMING]
         self.parser = HttpRequestParser(Body(self))
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         return b"POST / HTTP/1.1\r\n%s\r\n%s" % (b"".join(framing), rest)
 
     def refuse(self, error: QuartetError) -> None:
@@ -360,15 +361,28 @@ class Transport:
 
 
 class Body:
-    """Hears of one body from a parser whose head the connection has seen before."""
+    """Hears of one body from a parser whose head the connection has seen before, and passes on what comes behind it."""
 
     def __init__(self, connection: Protocol) -> None:
         self.connection = connection
         self.on_header = connection.on_header
         self.on_body = connection.on_body
+        self.whole = False
+
+    def on_message_begin(self) -> None:
+        if self.whole:
+            self.connection.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self.whole:
+            self.connection.on_url(url)
+
+    def on_headers_complete(self) -> None:
+        if self.whole:
+            self.connection.on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self.connection.parser = HttpRequestParser(self.connection)
+        self.whole = True
         self.connection.on_message_complete()
 
 

@@ -341,6 +341,18 @@ async def test_another_protocol_is_not_taken_up(
         assert 200 == (await client.answer()).status
 
 
+@pytest.mark.parametrize("body", [BODY, b""], ids=["body", "none"])
+async def test_what_comes_behind_an_offer_is_answered(listen: Listen, body: bytes) -> None:
+    """In the same piece, be it another offer or not."""
+    offer = post(body, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
+    status = 200 if body else 400
+    async with listen() as server, server.client() as client:
+        client.send(offer + GET + offer + offer + post() + b"and then nonsense\r\n\r\n")
+        answers = [await client.answer() for _ in range(6)]
+        assert [status, 200, status, status, 200, 400] == [answer.status for answer in answers]
+        assert await client.ended()
+
+
 async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
     """Some are answered in order, and a flood only as far as the limit, whose last answer says so."""
     async with listen() as server, server.client() as client:
