@@ -51,7 +51,7 @@ class Front:
         self._metrics = metrics
         self._news = news
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._seen = -1  # the last request that was submitted
+        self._seen = -1  # the last request that is part of the device's load, or was
         self._adopting: dict[int, asyncio.Future[str | None]] = {}
         self.channel = Channel(self._receive, self._lost)
 
@@ -101,7 +101,12 @@ class Front:
     def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        task.add_done_callback(lambda _: self._end(number))
+
+    def _end(self, number: int) -> None:
+        """One that was cancelled may never have begun, and is seen all the same."""
+        self._seen = max(self._seen, number)
+        self._tasks.pop(number, None)
 
     def _lost(self) -> None:
         for task in self._tasks.values():

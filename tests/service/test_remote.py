@@ -476,6 +476,24 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         await asked
 
 
+async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request and word that nobody waits for it any more may arrive together."""
+    sent: list[bytes] = []
+    async with pair() as both:
+        assert both.remote._channel is not None
+        (front,) = both.fronts._there
+        with monkeypatch.context() as patch:
+            patch.setattr(both.remote._channel, "send", lambda *m: sent.append(channel.frame(*m)))
+            asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked])
+        front.channel.data_received(b"".join(sent))
+        assert both.remote.load() != LOAD
+        await until(lambda: both.remote.load() == LOAD)
+        assert [] == both.device.seen
+
+
 async def test_a_device_that_falls_silent_is_not_ready() -> None:
     """It says why, and is ready again with the next word."""
     async with pair() as both:
