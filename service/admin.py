@@ -65,7 +65,9 @@ async def roll_back_model(request: Request) -> Response:
 
 async def read_order(request: Request, schema: type[T]) -> T:
     """What the body says, if there is one. Raises whatever of `service.errors` it deserves."""
-    if "content-type" not in request.headers and request.headers.get("content-length", "0") == "0":
+    headers = request.headers
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    if not has_body and "content-type" not in headers:
         return validate(schema, {})
     return validate(schema, await receive_json(request))
 

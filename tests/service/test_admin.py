@@ -96,6 +96,23 @@ async def test_what_makes_no_sense_is_refused(
     assert [] == engines.orders
 
 
+async def in_chunks() -> AsyncIterator[bytes]:
+    yield b'{"max_changed": 0.01}'
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"max_changed": 0.01}', in_chunks()], ids=["length", "in-chunks"]
+)
+async def test_a_body_of_no_type_is_not_passed_over(
+    admin: httpx.AsyncClient, engines: FakeEngines, body: bytes | AsyncIterator[bytes]
+) -> None:
+    """It may hold what keeps a version from being promoted."""
+    response = await admin.post("/admin/models/a@1/promote", content=body)
+    error = response.json()["error"]
+    assert (415, "unsupported_media_type") == (response.status_code, error["code"])
+    assert [] == engines.orders
+
+
 @pytest.mark.parametrize("error", [Conflict("no"), BadBundle("no")], ids=["conflict", "bad"])
 async def test_refusals_come_through(
     admin: httpx.AsyncClient, engine: FakeEngine, error: Conflict | BadBundle
