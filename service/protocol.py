@@ -69,6 +69,7 @@ class Protocol(HttpToolsProtocol):
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
         self.reception = reception
+        self.running: RequestResponseCycle | None = None  # `cycle` is the last that came
         self.crowded = False
         self.in_head = False
         self.in_body = False
@@ -98,6 +99,9 @@ class Protocol(HttpToolsProtocol):
         self.admitted.discard(self)
         self.closing = True
         self.stop_timers()
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True
+            self.running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -294,6 +298,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
+        self.running = cycle
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)

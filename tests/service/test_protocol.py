@@ -366,6 +366,19 @@ async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
         assert await client.ended()
 
 
+async def test_who_sent_ahead_and_hangs_up_is_not_answered(
+    listen: Listen, engine: FakeEngine
+) -> None:
+    """The request that is worked on is given up, though another was the last to come."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post() + post())
+        await engine.reached.wait()
+        client.writer.transport.abort()
+        await asyncio.wait_for(engine.cancelled.wait(), 10)
+        await until(lambda: not server.state.tasks)
+
+
 # -- refusals that have to reach those who still send -----------------------------------------------
 
 
