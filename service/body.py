@@ -107,7 +107,7 @@ async def read_bytes(
     receive: Receive, max_bytes: int, inflate: Inflater | None, take: Callable[[int], None]
 ) -> bytes:
     chunks: list[bytes] = []
-    size = 0
+    received = size = 0
     more = True
     while more:
         message = await receive()
@@ -115,6 +115,8 @@ async def read_bytes(
             raise ClientDisconnected
         more = message.get("more_body", False)
         data = message.get("body", b"")
+        received += len(data)
+        check_size(received, max_bytes)
         for piece in inflate.feed(data) if inflate else (data,):
             chunks.append(piece)
             size += len(piece)

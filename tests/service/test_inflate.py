@@ -15,6 +15,8 @@ BODY = b'{"inputs": "%s"}' % (b"a small comet, drawn by Ada; " * 3)
 GZIP = gzip.compress(BODY, mtime=0)
 HEADER_BYTES = 10  # of gzip, which say when and where it was made
 
+EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"  # of no bytes, and not the last one; RFC 1951, 3.2.4
+
 
 async def read(*parts: bytes, encoding: str = "gzip", max_bytes: int = 10_000) -> object:
     """What comes of a body that arrives in these parts."""
@@ -70,6 +72,15 @@ async def test_a_bomb_is_refused_as_soon_as_it_is_too_large() -> None:
     assert STEP == len(next(stream.feed(bomb)))
     with pytest.raises(TooLarge):
         await read(bomb, max_bytes=100_000)
+
+
+async def test_what_inflates_to_nothing_is_too_large_in_the_end() -> None:
+    """A stream may go on for ever and say nothing; what comes of it is counted, too."""
+    stream = Inflater("gzip")
+    parts = [GZIP[:HEADER_BYTES], *[EMPTY_BLOCK] * 1000]
+    assert b"" == b"".join(piece for part in parts for piece in stream.feed(part))
+    with pytest.raises(TooLarge):
+        await read(*parts, max_bytes=1000)
 
 
 async def test_the_very_limit_may_be_inflated() -> None:
