@@ -31,7 +31,7 @@ class Seen:
     """A bundle as it lies there.
 
     files: name, size and time of change of each; sha256: of the manifest; name: the model's, if it can be read;
-    came: when the manifest came to be here, in nanoseconds
+    came: when it came to be here, in nanoseconds: its manifest, or the whole folder where that was moved
     """
 
     files: tuple[tuple[str, int, int], ...]
@@ -55,7 +55,8 @@ def look(root: Path) -> dict[Path, Seen]:
 
 def examine(folder: Path) -> Seen:
     manifest = folder / MANIFEST
-    text, came = manifest.read_bytes(), manifest.stat().st_ctime_ns
+    text = manifest.read_bytes()
+    came = max(path.stat().st_ctime_ns for path in (manifest, folder))
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     return Seen(files, hashlib.sha256(text).hexdigest(), read_name(text), came)

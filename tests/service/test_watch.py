@@ -68,6 +68,15 @@ async def test_of_several_the_last_answers(watched: Watched) -> None:
     assert {"tiny@1", "tiny@2", "tiny@3", "tiny@4"} == {*watched.curated.device.texts}
 
 
+async def test_what_is_moved_here_comes_when_it_is_moved(watched: Watched) -> None:
+    """However long before it was written."""
+    written = watched.save(".b", "3")
+    watched.save("a", "2")
+    assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks()
+    written.rename(watched.curated.models_dir / "b")
+    assert ["tiny@3 current", "tiny@2 previous"] == await watched.looks()
+
+
 async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
     """The old one is kept for a step back, until the next one comes."""
     watched.save("a", "2")
