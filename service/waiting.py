@@ -258,7 +258,7 @@ class Lane:
         """Drop what still waits of a request, if anything does."""
         if request.left:
             self._shrink(request, [entry for entry in request.entries if entry.queued])
-            del self.requests[request]
+            self._forget(request)
 
     def take(self, request: Request, entries: Sequence[Entry]) -> None:
         """Seat some entries of a request, which now stands last in line."""
@@ -267,7 +267,14 @@ class Lane:
         if request.left:
             self.requests.move_to_end(request)
         else:
-            del self.requests[request]
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Nothing of it waits; when nothing waits at all, nothing is kept of those that did."""
+        del self.requests[request]
+        if not self.requests:
+            self._front.clear()
+            self._heap.clear()
 
     def _shrink(self, request: Request, entries: Sequence[Entry]) -> None:
         before = Left(request.tokens, request.left)

@@ -1,6 +1,7 @@
 """The front of a queue is what sorting the whole queue would put first."""
 
 import asyncio
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.cost import Cost, Estimator
-from service.encode import Encoding
+from service.encode import Encoding, Window
 from service.load import Flow
 from service.waiting import POOL_MOST, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
 
@@ -99,6 +100,28 @@ def test_late_requests_are_found_once_their_deadline_is_here(
         request.lane.leave(request)
     assert line.late(3.5) == []
     assert line.late(4.0) == requests[2:]
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "cancelled"])
+def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
+    """A lane in which nothing waits holds on to no text, whether it was looked at or not."""
+    lane = Lane(FLOW, Queue({1: Estimator()}))
+    for looked_at in (True, False):
+        ids = np.zeros(3, np.int64)
+        kept = weakref.ref(ids)
+        own = [Entry("m@1", Window(ids, ids), "r", arrival=0.0, deadline=1.0)]
+        request = Request(own, loop.create_future(), lane=lane)
+        lane.admit(request)
+        lane.enter(request)
+        if looked_at:
+            lane.pool()
+        if taken:
+            lane.take(request, own)
+        else:
+            lane.leave(request)
+        request.release()
+        del ids, own, request
+        assert kept() is None
 
 
 def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
