@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route as PlainRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -138,15 +139,19 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == NotFound.status:
         return refuse(request.scope, NotFound(f"there is nothing at {request.url.path}"))
     if error.status_code == MethodNotAllowed.status:
-        allowed = allowed_methods((error.headers or {}).get("Allow", "GET"))
+        allowed = allowed_methods(request, error)
         message = f"{request.method} is not allowed here, but {allowed}"
         return refuse(request.scope, MethodNotAllowed(message, allow=allowed))
     raise error
 
 
-def allowed_methods(declared: str) -> str:
-    """What a route declares, and HEAD wherever there is GET."""
+def allowed_methods(request: Request, error: HTTPException) -> str:
+    """What all routes of this path declare, and HEAD wherever there is GET; the error knows of one of them."""
+    declared = (error.headers or {}).get("Allow", "GET")
     methods = {method.strip() for method in declared.split(",")}
+    for route in request.app.routes:
+        if isinstance(route, PlainRoute) and route.path_regex.match(request.scope["path"]):
+            methods |= route.methods or set()
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 

@@ -96,6 +96,24 @@ async def test_what_makes_no_sense_is_refused(
     assert [] == engines.orders
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("PATCH", "", "GET, HEAD, POST"),
+        ("DELETE", "", "GET, HEAD, POST"),
+        ("GET", "/a@1", "DELETE"),
+        ("GET", "/a@1/promote", "POST"),
+    ],
+)
+async def test_a_path_allows_what_any_of_its_routes_does(
+    admin: httpx.AsyncClient, method: str, path: str, allow: str
+) -> None:
+    """Not only the first of them."""
+    response = await admin.request(method, f"/admin/models{path}")
+    assert (405, allow) == (response.status_code, response.headers["Allow"])
+    assert f"{method} is not allowed here, but {allow}" == response.json()["error"]["message"]
+
+
 async def in_chunks() -> AsyncIterator[bytes]:
     yield b'{"max_changed": 0.01}'
 
