@@ -5,6 +5,7 @@ away. The checks stand before every request, so they must be cheap.
 """
 
 from collections.abc import Sequence, Set
+from functools import partial
 from hmac import compare_digest
 
 from starlette.datastructures import Headers
@@ -33,7 +34,7 @@ def gate(settings: Settings) -> Sequence[Check]:
     checks: list[Check] = [] if apart is None else [PortCheck(apart)]
     if settings.keys:
         return [*checks, KeyCheck(settings.keys, is_open, settings.http_workers or 1)]
-    return [*checks, check_without_keys]
+    return [*checks, partial(check_without_keys, is_open)]
 
 
 class PortCheck:
@@ -52,9 +53,14 @@ class PortCheck:
             raise NotFound(f"there is nothing at {path} on this port")
 
 
-def check_without_keys(scope: Scope, headers: Headers, exchange: Exchange) -> None:
+def check_without_keys(
+    is_open: Set[str], scope: Scope, headers: Headers, exchange: Exchange
+) -> None:
     """Everybody may do everything, but for administration."""
-    if permission(scope["path"]) == "admin":
+    path: str = scope["path"]
+    if path in is_open or path.startswith(OPEN_BELOW):
+        return
+    if permission(path) == "admin":
         raise Forbidden("administration needs keys, and none is configured")
     exchange.priority = lowered(0, headers)
 

@@ -192,6 +192,15 @@ async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None
     assert "interactive or bulk" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/health/live", "/health/ready"])
+async def test_what_is_open_has_no_priority(
+    client: httpx.AsyncClient, locked: httpx.AsyncClient, path: str
+) -> None:
+    """With keys or without, nobody looks at what is said of it."""
+    for each in (client, locked):
+        assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
+
+
 async def test_a_request_above_its_rate_is_told_when_to_come_back(client_with: Connect) -> None:
     """One key's rate is no concern of another's."""
     keys = {"slow": kept("slow", requests_per_minute=2), "search": KEYS["search"]}
