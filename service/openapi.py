@@ -47,6 +47,7 @@ KEYED: tuple[type[QuartetError], ...] = (
     errors.Forbidden,
     errors.RateLimited,
 )
+CLOSED = (*KEYED, errors.InvalidInput)  # a priority that there is none of
 NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
 TASK: tuple[type[QuartetError], ...] = (
     errors.UnknownModel,
@@ -69,8 +70,10 @@ ADMIN: tuple[type[QuartetError], ...] = (
     errors.RequestTimeout,
     errors.TooLarge,
     errors.UnsupportedMediaType,
+    errors.UnsupportedEncoding,
     errors.InvalidInput,
     errors.BadBundle,
+    errors.Overloaded,
     errors.ReplicaLost,
 )
 
@@ -202,7 +205,7 @@ def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
     """How a GET route is declared that needs the engines; `open_to_all` where no key is ever needed."""
     return {
         "response_model": response,
-        "responses": error_responses(*(() if open_to_all else KEYED), *NOT_READY, *EVERY_ROUTE),
+        "responses": error_responses(*(() if open_to_all else CLOSED), *NOT_READY, *EVERY_ROUTE),
         "openapi_extra": {"security": [] if open_to_all else SECURITY},
         "tags": ["service"],
     }
@@ -240,7 +243,7 @@ def text(media_type: str) -> Object:
         "response_model": None,
         "responses": {
             200: {"content": content},
-            **error_responses(errors.ReplicaLost, *KEYED, *EVERY_ROUTE),
+            **error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE),
         },
         "openapi_extra": {"security": SECURITY},
         "tags": ["service"],

@@ -54,6 +54,20 @@ def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> 
         assert ({"401", "403", "429"} <= set(operation["responses"])) == (not is_open)
 
 
+def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
+    """As a task's may: for how it is compressed, and for want of room."""
+    responses = document["paths"]["/admin/models"]["post"]["responses"]
+    assert "`unsupported_encoding`" in responses["415"]["description"]
+    assert "`overloaded`" in responses["429"]["description"]
+
+
+def test_a_priority_may_be_refused_wherever_it_is_read(document: dict[str, Any]) -> None:
+    """That is on every path that is not open to all."""
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert ("422" in operation["responses"]) == bool(operation["security"]), path
+
+
 def test_what_is_never_accepted_is_declared(document: dict[str, Any]) -> None:
     """No request has an empty list of texts, a blank question, or a name that is longer than any."""
     schemas = document["components"]["schemas"]
