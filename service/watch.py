@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from service.bundle import MANIFEST
 from service.catalogue import Model
 from service.curator import Curator
 from service.errors import QuartetError
@@ -23,7 +24,6 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 BY = "models_dir"  # who asks, for the log
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
