@@ -16,10 +16,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-Permission = Literal["inference", "metrics", "admin"]
-Priority = Literal["interactive", "bulk"]
+from service.load import CLASSES, Class
 
-PRIORITIES: Mapping[str, int] = {"interactive": 0, "bulk": 1}
+Permission = Literal["inference", "metrics", "admin"]
+
+PRIORITIES: Mapping[str, int] = {name: priority for priority, name in enumerate(CLASSES)}
 ONLY = "default"  # the name of a key that is given without one
 NAME = r"^[A-Za-z0-9_-]{1,64}$"  # what TOML takes without quotes
 PLAIN = r"^[!-~]{16,}$"  # what a header can carry, and is long enough not to be guessed
@@ -34,7 +35,7 @@ class Key(BaseModel):
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     may: tuple[Permission, ...] = Field(("inference",), min_length=1)
-    priority: Priority = "interactive"
+    priority: Class = "interactive"
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
 

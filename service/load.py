@@ -9,17 +9,15 @@ generalized processor sharing (Parekh and Gallager, 1993).
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from service.errors import Overloaded
 
-CLASSES = ("interactive", "bulk")  # by priority
-WEIGHTS = (
-    8.0,
-    1.0,
-)  # so a class that could use more than it gets has eight ninths, or one ninth, of the device
+Class = Literal["interactive", "bulk"]
 
-
+CLASSES: tuple[Class, ...] = get_args(Class)  # by priority
+# Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
+WEIGHTS = (8.0, 1.0)
 PATIENCE = 0.6  # of the time that is left which an answer may be expected to take: the rest is for surprises
 
 
