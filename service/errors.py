@@ -18,15 +18,16 @@
         UnsupportedEncoding 415 unsupported_encoding
       InvalidInput 422 invalid                well-formed JSON that says something impossible
       BadBundle 422 bad_bundle                a bundle that must not be served
-      Overloaded 429 overloaded               the queue is full; says when to retry
-      RateLimited 429 rate_limited            the key is above one of its rates; says when to retry
       HeadersTooLarge 431 headers_too_large   too many, or too many bytes of them
       InternalError 500 internal              our bug
         InferenceFailed 500 inference_failed  the session failed, or its result was not finite
-      TooManyConnections 503 too_many_connections
-      NotReady 503 not_ready
-        Draining 503 draining
-        ReplicaLost 503 replica_lost
+      RetryableError                          time may mend it; says when to retry
+        Overloaded 429 overloaded             the queue is full
+        RateLimited 429 rate_limited          the key is above one of its rates
+        TooManyConnections 503 too_many_connections
+        NotReady 503 not_ready
+          Draining 503 draining
+          ReplicaLost 503 replica_lost
       DeadlineExceeded 504 deadline_exceeded
 
 A bundle that cannot be opened is here for who asks to serve it; at start it ends the process, not a request.

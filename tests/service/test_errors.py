@@ -13,9 +13,26 @@ def kinds(base: type[QuartetError] = QuartetError) -> list[type[QuartetError]]:
 PUBLIC = [kind for kind in kinds() if kind is not errors.RetryableError]
 
 
+def drawn() -> dict[str, str]:
+    """What stands above each class in the module's docstring, less indented."""
+    above: dict[str, str] = {}
+    line: list[tuple[int, str]] = []
+    for spaces, name in re.findall(r"^( {4,})(\w+)", errors.__doc__, re.M):
+        line = [(depth, over) for depth, over in line if depth < len(spaces)]
+        above[name] = line[-1][1] if line else ""
+        line.append((len(spaces), name))
+    return above
+
+
+def test_the_drawn_tree_is_the_real_one() -> None:
+    """Every class stands in the module's docstring below its base."""
+    tree = {kind.__name__: kind.__base__.__name__ for kind in kinds()}
+    assert {"QuartetError": ""} | tree == drawn()
+
+
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
-def test_the_drawn_tree_is_the_real_one(kind: type[QuartetError]) -> None:
-    """Each class stands in the module's docstring with its status and code."""
+def test_the_drawn_tree_tells_statuses_and_codes(kind: type[QuartetError]) -> None:
+    """Of each class that has some."""
     assert re.search(rf"^ +{kind.__name__} {kind.status} {kind.code}\b", errors.__doc__, re.M)
 
 
