@@ -364,7 +364,7 @@ async function loadModels(panels) {
       document.getElementById("model-terms").replaceChildren(...terms(model));
       panels.forEach((panel) => applyModel(panel, model));
     };
-    select.value = (models.find((model) => model.default) ?? models[0]).id;
+    select.value = models[0].id;
     select.onchange();
     select.disabled = false;
     place.replaceChildren();
