@@ -47,7 +47,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",  # for browsers that do not know frame-ancestors
 }
-# Preflights are answered here, before a key is asked for: browsers send none with them.
+# Preflights are answered here, whatever the checks found, for browsers send no key with them.
 CORS: dict[str, Any] = {
     "allow_methods": ["GET", "POST"],
     "allow_headers": [

@@ -1,7 +1,7 @@
 """One request and its response as seen from outside: its id, its times, its line in the log.
 
-The outermost of our middleware, so it is also where an unexpected exception ends: logged with its
-traceback, answered with our bug's code and nothing else.
+Its middleware is the innermost of ours, around all routes, so it is also where an unexpected exception ends: logged
+with its traceback, answered with our bug's code and nothing else.
 """
 
 import asyncio

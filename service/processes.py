@@ -1,12 +1,12 @@
 """The main process where HTTP and inference have processes of their own: it starts them, connects them, ends them.
 
     main ── inference: the bundles' sessions and the batcher                  (service/inference.py)
-       └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/child.py)
+       └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/worker.py)
 
-Each HTTP process has a socket to the inference process (service/channel.py), and each child one to the main process
-(service/orders.py). A child that dies is started again and connected anew, and an inference process then asked again
-for what the former one had not answered. A child that falls silent is killed, and so started again. The first of its
-kind that says it cannot serve at all ends the service.
+Both begin in service/child.py. Each HTTP process has a socket to the inference process (service/channel.py), and each
+child one to the main process (service/orders.py). A child that dies is started again and connected anew, and an
+inference process then asked again for what the former one had not answered. A child that falls silent is killed, and so
+started again. The first of its kind that says it cannot serve at all ends the service.
 """
 
 import asyncio
