@@ -53,12 +53,16 @@ class PortCheck:
             raise NotFound(f"there is nothing at {path} on this port")
 
 
+def needs_no_key(path: str, is_open: Set[str]) -> bool:
+    return path in is_open or path.startswith(OPEN_BELOW)
+
+
 def check_without_keys(
     is_open: Set[str], scope: Scope, headers: Headers, exchange: Exchange
 ) -> None:
     """Everybody may do everything, but for administration."""
     path: str = scope["path"]
-    if path in is_open or path.startswith(OPEN_BELOW):
+    if needs_no_key(path, is_open):
         return
     if permission(path) == "admin":
         raise Forbidden("administration needs keys, and none is configured")
@@ -78,7 +82,7 @@ class KeyCheck:
 
     def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         path: str = scope["path"]
-        if path in self._open or path.startswith(OPEN_BELOW):
+        if needs_no_key(path, self._open):
             return
         holder = self._find(headers.get("authorization", ""))
         exchange.tenant = holder.name
