@@ -52,7 +52,8 @@ def load(source: str, device: torch.device) -> Teacher:
     """Any checkpoint with its heads, or a bare encoder. Raises CheckpointError."""
     folder = checkpoint.locate(source)
     if checkpoint.has_heads(folder):
-        model, tokenizer = (read := read_source(folder)).model, read.tokenizer
+        whole = read_source(folder)
+        model, tokenizer = whole.model, whole.tokenizer
     else:
         model, tokenizer = Model(checkpoint.read_config(folder), {}), read_tokenizer(folder)
         model.encoder = checkpoint.load_encoder(folder, pooler=False)

@@ -85,38 +85,32 @@ class TestSettings:
 
         assert message in capsys.readouterr().err
 
-    def test_unknown_in_file(
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("stpes = 7\n", "unknown setting 'stpes': one of output, steps, lr"),
+            ("steps = 7\nlr = fast\n", "at line 2"),
+        ],
+        ids=["unknown name", "no TOML"],
+    )
+    def test_wrong_file(
         self,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         tmp_path: Path,
+        text: str,
+        message: str,
     ) -> None:
-        """An unknown name in the file is refused with the names there are."""
+        """It is refused by name: with the names there are, or with where it goes wrong."""
         path = tmp_path / "run.toml"
-        path.write_text("stpes = 7\n")
+        path.write_text(text)
 
         with pytest.raises(SystemExit, match="2"):
             read(monkeypatch, str(path))
 
-        error = capsys.readouterr().err
-        assert "run.toml: unknown setting 'stpes': one of output, steps, lr" in error
-
-    def test_no_toml(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: Path,
-    ) -> None:
-        """A file that cannot be read is refused by name, with where it goes wrong."""
-        path = tmp_path / "run.toml"
-        path.write_text("steps = 7\nlr = fast\n")
-
-        with pytest.raises(SystemExit, match="2"):
-            read(monkeypatch, str(path))
-
-        error = capsys.readouterr().err
-        assert f"{path}: " in error
-        assert "at line 2" in error
+        _, said, reason = capsys.readouterr().err.partition(f"{path}: ")
+        assert said
+        assert message in reason
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
