@@ -204,10 +204,9 @@ class Trainer:
         self.model.to(ranks.device).train()
 
         compiled = s.compile == "yes" or (s.compile == "auto" and ranks.device.type == "cuda")
-        objective = Objective(self.model)
+        self.objective = Objective(self.model)
         if compiled:
-            objective.compile()
-        self.objective = ranks.share(objective)
+            self.objective.compile()
 
         named, betas = self.model.named_parameters(), (0.9, s.beta2)
         if s.optimizer == "muon":
@@ -228,13 +227,11 @@ class Trainer:
         for number in range(pieces):
             piece = own.part(number, pieces)
             shares = {name: count / whole.counts[name] for name, count in piece.counts.items()}
-            with ranks.alone(self.objective, number + 1 < pieces):
-                with torch.autocast(
-                    ranks.device.type, self.dtype, enabled=self.dtype != torch.float32
-                ):
-                    parts = self.objective(piece.pack(), shares)
-                (parts["loss"] * ranks.world).backward()  # of which the mean is taken
+            with torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                parts = self.objective(piece.pack(), shares)
+            parts["loss"].backward()
             found = {name: found.get(name, 0.0) + part.item() for name, part in parts.items()}
+        ranks.add_up(self.model.parameters())
         found = ranks.total(found)
         optim.check_finite(found["loss"], step)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)

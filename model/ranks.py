@@ -6,14 +6,13 @@ process would with the whole batch.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from model import optim
 
@@ -84,18 +83,16 @@ class Ranks:
         dist.all_reduce(sums)
         return dict(zip(values, sums.tolist(), strict=True))
 
-    def share(self, module: nn.Module) -> nn.Module:
-        """The module, whose gradients become the mean over all processes at the end of each backward pass."""
+    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients become their sums over all processes, which have them for the same parameters."""
         if self.world == 1:
-            return module
-        devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices)
-
-    @contextlib.contextmanager
-    def alone(self, module: nn.Module, really: bool = True) -> Iterator[None]:
-        """Within, backward passes keep their gradients to this process, for a later one to take along."""
-        with module.no_sync() if really and self.world > 1 else contextlib.nullcontext():
-            yield
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def _is_lost(error: RuntimeError) -> bool:

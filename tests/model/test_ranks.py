@@ -41,24 +41,23 @@ def start(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> Start:
             **{name: str(value) for name, value in other.items()},
         }
         flat = [p for k, v in settings.items() for p in (f"--{k.replace('_', '-')}", v)]
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0",
-        ]
-        several = [*torchrun, "--nnodes=1", f"--nproc-per-node={processes}", "-m", "model.pretrain"]
-        program = ["-m", "model.pretrain"] if processes == 1 else several
-        return subprocess.Popen(
-            [sys.executable, *program, *flat],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return launch(processes, "-m", "model.pretrain", *flat)
 
     return started
+
+
+def launch(processes: int, *program: str) -> "subprocess.Popen[str]":
+    """Python, in so many processes: with torchrun, but for one."""
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1"]
+    torchrun = ["-m", "torch.distributed.run", *endpoint, f"--nproc-per-node={processes}"]
+    return subprocess.Popen(
+        [sys.executable, *(torchrun if processes > 1 else []), *program],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
@@ -97,6 +96,33 @@ def test_two_are_as_one(start: Start, tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(
             last(tmp_path / "both")["model"][name], tensor, rtol=0, atol=2e-4
         )
+
+
+MEET = """
+import os, torch
+from torch import nn
+from model.ranks import Ranks
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+layer = nn.Linear(2, 1, bias=False)
+spare = nn.Linear(2, 1)  # which nobody uses
+alone = threads()
+with Ranks.join() as ranks:
+    layer(torch.tensor([1.0, ranks.rank])).sum().backward()
+    ranks.add_up([*layer.parameters(), *spare.parameters()])
+    among = threads()
+print(f"{layer.weight.grad.tolist()} {spare.weight.grad} {among > alone} {threads() == alone}.")
+"""
+
+
+def test_nothing_is_left_of_a_meeting(tmp_path: Path) -> None:
+    """Gradients are added up, and the threads that did it are gone: one that outlives Python may abort it."""
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    said = finish(launch(2, str(script)))
+    assert said.count("[[2.0, 1.0]] None True True.") == 2
 
 
 def test_small_bites(start: Start, tmp_path: Path) -> None:
