@@ -41,6 +41,8 @@ class Settings:
     max_length: int = 128
     # half of the heads of the first so many layers begin anew, by looking at equal tokens
     matching_layers: int = 0
+    # heads' gradients of the encoder count by their weights alone, not by how steep their losses are
+    equal_gradients: bool = False
     anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
     temperature: float = 1.0  # of the answers of teacher and student
     epochs: float = 3.0  # of the rows, or else the text, that take longest for one
@@ -266,8 +268,9 @@ def train(
     teaching.to(device)
 
     # optimiser; a map is as new as a head
-    learnt = [*model.named_parameters(), *teaching.named_parameters("heads")]
-    optimizer = optim.adamw(learnt, s.lr, s.weight_decay, (0.9, s.beta2), s.head_lr)
+    named = [*model.named_parameters(), *teaching.named_parameters("heads")]
+    optimizer = optim.adamw(named, s.lr, s.weight_decay, (0.9, s.beta2), s.head_lr)
+    learnt, trunk = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
     with Run.open(s.output, steps, s) as run:
@@ -291,11 +294,14 @@ def train(
                     for weight, loss in parts.values()
                 )
                 optim.check_finite(share.item(), step)
-                share.backward()
+                if s.equal_gradients:
+                    optim.add_gradients(share, learnt, lesson.stream.weight, trunk)
+                else:
+                    share.backward()
                 losses["loss"] += share.item()
                 losses |= {name: loss.value.item() for name, (_, loss) in parts.items()}
                 tokens += batch.tokens
-            torch.nn.utils.clip_grad_norm_([parameter for _, parameter in learnt], s.clip)
+            torch.nn.utils.clip_grad_norm_(learnt, s.clip)
             optimizer.step()
             run.step(step, losses, tokens, lr)
             last = step + 1 == steps

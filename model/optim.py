@@ -1,11 +1,11 @@
 """AdamW with decay groups, Muon beside it, the schedule of rates, and the precision that a machine computes best in."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def adamw(
@@ -86,6 +86,23 @@ def linear_schedule(step: int, steps: int, warmup: float) -> float:
 def set_lr(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
+
+
+def add_gradients(
+    loss: Tensor, parameters: Sequence[nn.Parameter], norm: float, of: Sequence[nn.Parameter]
+) -> None:
+    """Add a loss's gradients to those of the parameters, scaled so that those of `of` have this norm together.
+
+    With a norm for each of several losses, a step goes as far for one as for another, however steep they are (as
+    Chen et al. 2018 want, but at every step and for all of the trunk). A loss that is flat there adds nothing.
+    """
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    known = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    steepness = torch.nn.utils.get_total_norm([known[p] for p in of if p in known])
+    scale = torch.where(steepness > 0, norm / steepness, 0.0)
+    for parameter, gradient in known.items():
+        scaled = gradient * scale
+        parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
 
 
 PRECISIONS = ("auto", "fp32", "bf16")

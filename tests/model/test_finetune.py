@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model import checkpoint, finetune, optim, rows
 from model.bert import Bert
@@ -301,6 +302,26 @@ def test_heads_that_know_nothing_weigh_the_same(
     start(tables, steps=1)
     # The vectors of a fresh encoder are nearly alike but not all, and so are its other outputs.
     assert losses(tmp_path / "run")[0][1] == pytest.approx(4.5, rel=0.1)
+
+
+def test_steep_heads_weigh_no_more(
+    data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal gradients, what a head sends into the encoder is as long as its weight says, however steep it is."""
+    lengths = []
+    add = optim.add_gradients
+
+    def watched(loss: Tensor, learnt: list[Tensor], norm: float, of: list[Tensor]) -> None:
+        before = [0 if p.grad is None else p.grad.clone() for p in of]
+        add(loss, learnt, norm, of)
+        sent = [p.grad - old for p, old in zip(of, before, strict=True) if p.grad is not None]
+        lengths.append(torch.nn.utils.get_total_norm(sent).item())
+
+    monkeypatch.setattr(optim, "add_gradients", watched)
+    tables = heads(data)
+    tables["answers"]["weight"] = 0.5
+    start(tables, steps=2, equal_gradients=True)
+    assert lengths == pytest.approx(2 * [1.0, 1.0, 0.5, 1.0, 1.0], rel=1e-3)
 
 
 def test_a_joint_checkpoint_keeps_heads_in_order(

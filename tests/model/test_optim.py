@@ -144,6 +144,26 @@ def test_dropout_follows_seed_and_step() -> None:
     assert len({drawn(1, 2), drawn(1, 3), drawn(2, 2)}) == 3
 
 
+def test_steep_losses_weigh_no_more() -> None:
+    """Of each loss the part that is asked about has the norm that was asked for; the rest goes with it."""
+    trunk, first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+
+    optim.add_gradients(1000 * (trunk[0] + 2 * first[1]), parameters, 1.0, [trunk])
+    optim.add_gradients(0.001 * (trunk[1] + 2 * second[1]), parameters, 3.0, [trunk])
+
+    for parameter, wanted in ((trunk, [1.0, 3.0]), (first, [0.0, 2.0]), (second, [0.0, 6.0])):
+        torch.testing.assert_close(parameter.grad, torch.tensor(wanted))
+
+
+def test_flat_losses_add_nothing() -> None:
+    """Where a loss has no slope there is no direction to go."""
+    trunk = nn.Parameter(torch.ones(2))
+
+    optim.add_gradients(0 * trunk.sum(), [trunk], 1.0, [trunk])
+
+    torch.testing.assert_close(trunk.grad, torch.zeros(2))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_loss(value: float) -> None:
     """A loss that is not finite stops the run, naming the step."""
