@@ -43,6 +43,8 @@ class Settings:
     matching_layers: int = 0
     # heads' gradients of the encoder count by their weights alone, not by how steep their losses are
     equal_gradients: bool = False
+    # heads with few rows are heard in as few of the first steps, and in every one of the last
+    anneal_sampling: bool = False
     anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
     temperature: float = 1.0  # of the answers of teacher and student
     epochs: float = 3.0  # of the rows, or else the text, that take longest for one
@@ -261,6 +263,8 @@ def train(
     of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
     streams = of_rows or [lesson.stream for lesson in lessons]
     epoch = max(stream.size / stream.batch_size for stream in streams)
+    most = max(lesson.stream.size for lesson in lessons)
+    shares = [lesson.stream.size / most if s.anneal_sampling else 1.0 for lesson in lessons]
     if s.matching_layers:
         begin_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)
@@ -286,8 +290,11 @@ def train(
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
             losses, tokens = {"loss": 0.0}, 0
-            for number, lesson in enumerate(lessons):
-                batch, read = lesson.batch((s.seed, number), step)
+            for number, (lesson, least) in enumerate(zip(lessons, shares, strict=True)):
+                turn = optim.heard(step, steps, least)
+                if turn == optim.heard(step + 1, steps, least):
+                    continue
+                batch, read = lesson.batch((s.seed, number), turn)
                 parts = teaching(model, lesson, batch, read, step / max(1, steps - 1), dtype)
                 share = lesson.stream.weight * sum(
                     weight * loss.value / (loss.chance if len(lessons) > 1 else 1.0)

@@ -83,6 +83,11 @@ def linear_schedule(step: int, steps: int, warmup: float) -> float:
     return max(0.0, (steps - step) / max(1, steps - warm))
 
 
+def heard(step: int, steps: int, share: float) -> int:
+    """In how many of the first `step` steps something takes part whose share of them goes evenly from `share` to 1."""
+    return math.floor(share * step + (1 - share) * step**2 / (2 * steps))
+
+
 def set_lr(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)

@@ -19,6 +19,7 @@ from model.finetune import Settings
 from model.heads import Model
 from model.matching import begin_matching
 from model.nomic_bert import NomicBert, NomicBertConfig
+from model.teach import Lesson
 from service.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
 
@@ -77,6 +78,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     groups = [{"texts": [f"{n} drew {t}.", f"{t} by {n}"]} for n in NAMES for t in THINGS]
     return {
         "names": jsonl(folder / "names.jsonl", names),
+        "few": jsonl(folder / "few.jsonl", names[::4]),
         "several": jsonl(folder / "several.jsonl", several),
         "stars": jsonl(folder / "stars.jsonl", stars),
         "entities": str(conll),
@@ -322,6 +324,25 @@ def test_steep_heads_weigh_no_more(
     tables["answers"]["weight"] = 0.5
     start(tables, steps=2, equal_gradients=True)
     assert lengths == pytest.approx(2 * [1.0, 1.0, 0.5, 1.0, 1.0], rel=1e-3)
+
+
+def test_few_rows_are_heard_less_at_first(
+    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Annealed sampling: a quarter of the rows is heard a quarter as often at first, always at last, batch by batch."""
+    few = {"task": "classification", "train": [data["few"]], "batch_size": 4}
+    tables = {"names": heads(data)["names"], "few": few}
+    asked: dict[str, list[int]] = {"names": [], "few": []}
+    batch = Lesson.batch
+
+    def watched(lesson: Lesson, seed: tuple[int, ...], step: int) -> Any:
+        asked[lesson.stream.name].append(step)
+        return batch(lesson, seed, step)
+
+    monkeypatch.setattr(Lesson, "batch", watched)
+    start(tables, steps=16, anneal_sampling=True)
+    assert asked == {"names": [*range(16)], "few": [*range(10)]}
+    assert "anneal_sampling" in (tmp_path / "run/settings.json").read_text()
 
 
 def test_a_joint_checkpoint_keeps_heads_in_order(

@@ -1,5 +1,7 @@
 """The optimiser decays matrices only, follows its schedule, and says no to broken losses."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,18 @@ def test_schedule_stays_within_bounds(steps: int, warmup: float) -> None:
 
     assert max(rates) == 1
     assert min(rates) > 0
+
+
+def test_heard_more_and_more() -> None:
+    """From the share that was asked for to every step; each step takes the next batch or none."""
+    heard = [optim.heard(step, 1000, 0.2) for step in range(1001)]
+    turns = [after - before for before, after in itertools.pairwise(heard)]
+
+    assert {*turns} == {0, 1}
+    assert [sum(turns[:100]), sum(turns[450:550]), sum(turns[900:])] == pytest.approx(
+        [24, 60, 96], abs=1
+    )
+    assert [optim.heard(step, 1000, 1.0) for step in range(1001)] == [*range(1001)]
 
 
 def test_set_lr() -> None:
