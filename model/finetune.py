@@ -264,7 +264,7 @@ def train(
     streams = of_rows or [lesson.stream for lesson in lessons]
     epoch = max(stream.size / stream.batch_size for stream in streams)
     most = max(lesson.stream.size for lesson in lessons)
-    shares = [lesson.stream.size / most if s.anneal_sampling else 1.0 for lesson in lessons]
+    heard_at_first = [each.stream.size / most if s.anneal_sampling else 1.0 for each in lessons]
     if s.matching_layers:
         begin_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)
@@ -290,7 +290,7 @@ def train(
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
             losses, tokens = {"loss": 0.0}, 0
-            for number, (lesson, least) in enumerate(zip(lessons, shares, strict=True)):
+            for number, (lesson, least) in enumerate(zip(lessons, heard_at_first, strict=True)):
                 turn = optim.heard(step, steps, least)
                 if turn == optim.heard(step + 1, steps, least):
                     continue
