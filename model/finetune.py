@@ -263,8 +263,9 @@ def train(
     of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
     streams = of_rows or [lesson.stream for lesson in lessons]
     epoch = max(stream.size / stream.batch_size for stream in streams)
-    most = max(lesson.stream.size for lesson in lessons)
-    heard_at_first = [each.stream.size / most if s.anneal_sampling else 1.0 for each in lessons]
+    most = max(stream.size for stream in streams)
+    of_most = [min(1.0, lesson.stream.size / most) for lesson in lessons]
+    heard_at_first = of_most if s.anneal_sampling else [1.0] * len(lessons)
     if s.matching_layers:
         begin_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)
