@@ -264,8 +264,9 @@ def train(
     streams = of_rows or [lesson.stream for lesson in lessons]
     epoch = max(stream.size / stream.batch_size for stream in streams)
     most = max(stream.size for stream in streams)
-    of_most = [min(1.0, lesson.stream.size / most) for lesson in lessons]
-    heard_at_first = of_most if s.anneal_sampling else [1.0] * len(lessons)
+    heard_at_first = [
+        min(1.0, lesson.stream.size / most) if s.anneal_sampling else 1.0 for lesson in lessons
+    ]
     if s.matching_layers:
         begin_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)

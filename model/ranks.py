@@ -88,11 +88,9 @@ class Ranks:
         if self.world == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        sums = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, total in zip(gradients, sums, strict=True):
-            gradient.copy_(total.view_as(gradient))
+        together = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(together)
+        nn.utils.vector_to_parameters(together, gradients)
 
 
 def _is_lost(error: RuntimeError) -> bool:
