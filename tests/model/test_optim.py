@@ -1,10 +1,12 @@
 """The optimiser decays matrices only, follows its schedule, and says no to broken losses."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import optim
 from model.heads import Pretraining
@@ -39,6 +41,22 @@ def test_decay_works() -> None:
     assert torch.equal(layer.bias, before["bias"])
 
 
+class Dtypes(TorchDispatchMode):
+    """The types of all that is computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.found.add(result.dtype)
+        return result
+
+
 def test_own_rate_of_heads() -> None:
     """Heads may have a learning rate of their own, which follows the same schedule."""
     model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "heads": nn.Linear(3, 3)})
@@ -66,6 +84,36 @@ def test_muon() -> None:
     assert {id(p) for group in adamw.param_groups for p in group["params"]} == set(names)
     assert {group["lr"] for group in muon.param_groups} == {0.01}
     assert {group["lr"] for group in adamw.param_groups} == {0.0005}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_muon_is_torchs_in_the_precision_that_is_fast(
+    monkeypatch: pytest.MonkeyPatch, precision: torch.dtype
+) -> None:
+    """Torch's takes bfloat16 whatever the CPU; ours does where that is fast, and then steps as torch's, bit for bit."""
+    monkeypatch.setattr(optim, "best_precision", lambda device: precision)
+    torch.manual_seed(0)
+    shapes = [(24, 8), (8, 24), (16, 16)]
+    begun = [torch.randn(shape) for shape in shapes]
+    ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in begun] for _ in range(2))
+    settings = {"lr": 0.02, "weight_decay": 0.1}
+    pair = (optim.Muon(ours, **settings), torch.optim.Muon(theirs, **settings))
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        with Dtypes() as seen:
+            pair[0].step()
+        assert (torch.bfloat16 in seen.found) == (precision == torch.bfloat16)
+        pair[1].step()
+
+    for one, other, matrix in zip(ours, theirs, begun, strict=True):
+        moved = (other - matrix).norm()
+        exact = 0.0 if precision == torch.bfloat16 else 0.02 * moved.item()
+        assert (one - other).norm().item() <= exact
+        assert torch.equal(
+            pair[0].state[one]["momentum_buffer"], pair[1].state[other]["momentum_buffer"]
+        )
 
 
 def test_frozen_parameters_are_left_out() -> None:
