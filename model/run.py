@@ -27,7 +27,7 @@ Settings = TypeVar("Settings")
 
 
 def read_settings(kind: type[Settings], description: str) -> Settings:
-    """A run's settings: a TOML file first, then `--name value` for any of its fields.
+    """A run's settings: a TOML file first (see `read_config`), then `--name value` for any of its fields.
 
     Lists and tables are given on the command line as JSON.
     """
@@ -40,7 +40,7 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
     given = vars(parser.parse_args())
     config = given.pop("config")
     try:
-        values = tomllib.loads(config.read_text()) if config else {}
+        values = read_config(config) if config else {}
     except (OSError, ValueError) as error:
         parser.error(f"{config}: {error}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
@@ -70,6 +70,34 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
         return kind(**values)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+
+
+def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """What a TOML file says, and where it says nothing, the file beside it that it `extends`, table by table.
+
+    extending: the files that led to this one
+    Raises OSError for a file that cannot be read, ValueError for one that is no TOML or extends itself.
+    """
+    values = tomllib.loads(path.read_text(encoding="utf-8"))
+    if not (base := values.pop("extends", None)):
+        return values
+    extended = path.parent / str(base)
+    chain = (*extending, path.resolve())
+    if extended.resolve() in chain:
+        raise ValueError(f"{extended} extends itself")
+    try:
+        return _over(values, read_config(extended, chain))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{extended}: {error}") from None
+
+
+def _over(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Both, and of what both have the former; of tables both again."""
+    found = others | values
+    for name in others.keys() & values.keys():
+        if isinstance(values[name], dict) and isinstance(others[name], dict):
+            found[name] = _over(values[name], others[name])
+    return found
 
 
 def command(kind: type[Settings], description: str, work: Callable[[Settings], object]) -> None:

@@ -2,13 +2,13 @@
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from model import corpus, lock, rows, tokenizer
 from model.lock import DataError
+from model.run import read_config
 from service import bundle
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def named() -> dict[str, set[str]]:
     """The data files that the configs and benchmarks name, below the data folder; a folder ends with a slash."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "model" / "configs").glob("*.toml"):
-        config = tomllib.loads(path.read_text())
+        config = read_config(path)
         heads = config.get("heads", {}).values()
         files = [file for head in heads for file in (*head["train"], head.get("dev", ""))]
         below = [f.removeprefix(SHARED) for f in files + config.get("corpus", []) if SHARED in f]

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ class Settings:
     pairs: bool = True
     files: list[str] = field(default_factory=list)
     phases: list[list[float]] | None = None
+    tables: dict[str, Any] = field(default_factory=dict)
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
@@ -60,6 +62,55 @@ class TestSettings:
         path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
 
         assert read(monkeypatch, str(path), "--steps", "8") == Settings("runs/a", 8, 0.5)
+
+    def test_a_file_that_extends_another(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """It says what differs, in its tables, too; lists are replaced. The other is beside it, and may do the same."""
+        (tmp_path / "first.toml").write_text(
+            'output = "runs/a"\nsteps = 7\nlr = 0.5\nfiles = ["a", "b"]\n'
+            "[tables.one]\nsize = 1\nrate = 2\n[tables.two]\nsize = 3\n"
+        )
+        (tmp_path / "second.toml").write_text('extends = "first.toml"\nsteps = 8\n')
+        last = tmp_path / "last.toml"
+        last.write_text(
+            'extends = "second.toml"\nfiles = ["c"]\nlr = 0.25\n[tables.one]\nsize = 4\n'
+        )
+        monkeypatch.chdir("/")
+
+        settings = read(monkeypatch, str(last))
+
+        tables = {"one": {"size": 4, "rate": 2}, "two": {"size": 3}}
+        assert settings == Settings("runs/a", 8, 0.25, files=["c"], tables=tables)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('extends = "wrong.toml"\n', "wrong.toml extends itself"),
+            ('extends = "base.toml"\n', "base.toml extends itself"),
+            ('extends = "nowhere.toml"\n', "[Errno 2] No such file or directory"),
+            ('extends = "broken.toml"\n', "broken.toml: Invalid value (at line 2"),
+        ],
+        ids=["itself", "in a circle", "nothing", "no TOML"],
+    )
+    def test_a_file_that_extends_what_cannot_be(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        text: str,
+        message: str,
+    ) -> None:
+        (tmp_path / "base.toml").write_text('extends = "middle.toml"\n')
+        (tmp_path / "middle.toml").write_text('extends = "base.toml"\n')
+        (tmp_path / "broken.toml").write_text("steps = 7\nlr = fast\n")
+        path = tmp_path / "wrong.toml"
+        path.write_text(text)
+
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, str(path))
+
+        assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
