@@ -51,6 +51,7 @@ class Settings:
     batch_tokens: int = 8192
     micro_batch_tokens: int = 0  # so many at a time (all at once, unless given)
     mask_rate: float | None = None  # the family's, unless given
+    final_mask_rate: float | None = None  # it falls or rises evenly to this one
     whole_words: bool = False  # hide all pieces of a word or none
     next_sentence: bool | None = None  # ask about pairs of texts; as the family does, unless given
     weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of losses by name
@@ -76,6 +77,10 @@ class Settings:
         optim.check_choice("preset", self.preset, config.PRESETS)
         if self.family:
             optim.check_choice("family", self.family, FAMILIES)
+        for name in ("mask_rate", "final_mask_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < 1:
+                raise ValueError(f"{name}: {rate} is not between 0 and 1")
 
 
 class Phase(NamedTuple):
@@ -109,6 +114,11 @@ def phase_at(step: int, steps: int, phases: list[Phase]) -> Phase:
         if step < round(end * steps):
             return phase
     return phases[-1]
+
+
+def rate_at(step: int, steps: int, first: float, last: float) -> float:
+    """What share of the text is hidden, from the first rate evenly to the last (Ankner et al. 2023)."""
+    return first + (last - first) * step / max(steps - 1, 1)
 
 
 def losses(
@@ -293,7 +303,9 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
         ranks.device,
         samples.continues(tokenizer) if s.whole_words else None,
     )
-    rate = family.mask_rate if s.mask_rate is None else s.mask_rate
+    begun = family.mask_rate if s.mask_rate is None else s.mask_rate
+    ended = begun if s.final_mask_rate is None else s.final_mask_rate
+    mean = (begun + ended) / 2
 
     # model
     make = functools.partial(Trainer, s, shape, in_pairs, ranks)
@@ -307,7 +319,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
     if smallest < ranks.world:
         raise ValueError(f"{ranks.world} processes cannot share steps of {smallest} samples")
 
-    def draw(step: int, phase: Phase, seed: int = s.seed) -> Samples:
+    def draw(step: int, phase: Phase, seed: int = s.seed, rate: float = mean) -> Samples:
         return sampler.samples(
             seed=seed, step=step, size=phase.size, length=phase.length, rate=rate
         )
@@ -327,7 +339,8 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
         first = run.resume(model, optimizer)["step"]
         for step in range(first, steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
-            whole = draw(step, phase_at(step, steps, phases))
+            rate = rate_at(step, steps, begun, ended)
+            whole = draw(step, phase_at(step, steps, phases), rate=rate)
             run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)
             last = step + 1 == steps
             if ranks.leads and ((step + 1) % s.eval_every == 0 or last):

@@ -323,6 +323,37 @@ def test_the_recipe_is_followed(
     assert 0.3 < sum(masked) / len(masked) < 0.45
 
 
+def test_fewer_and_fewer_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """From the first rate evenly to the last one; what is measured on the way is hidden at the mean of both."""
+    trained, held = [], []
+    step, evaluate = pretrain.Trainer.step, pretrain.evaluate
+
+    def stepped(self: Any, whole: samples.Samples, *args: Any) -> Any:
+        trained.append(sum(whole.guesses) / whole.tokens)
+        return step(self, whole, *args)
+
+    def evaluated(model: Any, batches: list[Batch]) -> Any:
+        held.extend(len(batch.masked) / len(batch.inputs[0]) for batch in batches)
+        return evaluate(model, batches)
+
+    monkeypatch.setattr(pretrain.Trainer, "step", stepped)
+    monkeypatch.setattr(pretrain, "evaluate", evaluated)
+    recipe = {"mask_rate": 0.5, "final_mask_rate": 0.1, "steps": 5, "phases": [[1.0, 32]]}
+    run(monkeypatch, tmp_path / "run", {**arguments, **recipe, "family": "nomic_bert"})
+
+    room = 30 / 32  # without [CLS] and [SEP]
+    assert trained == pytest.approx([rate * room for rate in (0.5, 0.4, 0.3, 0.2, 0.1)], abs=0.02)
+    assert held == pytest.approx([0.3 * room] * len(held), abs=0.02)
+
+
+@pytest.mark.parametrize("rates", [{"mask_rate": 0.0}, {"final_mask_rate": 1.0}])
+def test_a_rate_that_is_no_share(rates: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"^(final_)?mask_rate: [01]\.0 is not between 0 and 1$"):
+        pretrain.Settings(output="", corpus=[], tokenizer="", **rates)  # type: ignore[arg-type]
+
+
 def test_minutes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
