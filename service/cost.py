@@ -26,7 +26,8 @@ WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
 REFIT_EVERY = 8  # batches
 RIDGE = 1e-8
 DRAIN_S = 2.0  # of work, after which it weighs a third
-CHOICES = ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2])  # of the three terms
+# Of the three terms, as masks.
+CHOICES = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)][1:], np.float64)
 
 
 class Sample(NamedTuple):
@@ -204,11 +205,10 @@ def _solve(evidence: Matrix) -> Cost:
     scale = 1 / np.sqrt(np.diagonal(evidence))  # the terms' units are ten powers of ten apart
     matrix = evidence[:, :3] * np.outer(scale, scale) + RIDGE * np.eye(3)
     target = evidence[:, 3] * scale
-    best, least = np.zeros(3), 0.0
-    for terms in CHOICES:
-        weights = np.zeros(3)
-        weights[terms] = np.linalg.solve(matrix[np.ix_(terms, terms)], target[terms])
-        error = float(weights @ matrix @ weights - 2 * target @ weights)
-        if weights.min() >= 0 and error < least:
-            best, least = weights, error
-    return Cost(*(best * scale).tolist())
+    chosen = CHOICES[:, :, None] * CHOICES[:, None, :]
+    # Terms that are not chosen have an equation of their own, which says 0.
+    equations = chosen * matrix + (1 - chosen) * np.eye(3)
+    lines = np.linalg.solve(equations, (CHOICES * target)[:, :, None])[:, :, 0]  # [7, 3]
+    errors = ((lines @ matrix) * lines).sum(axis=1) - 2 * lines @ target
+    errors[lines.min(axis=1) < 0] = np.inf
+    return Cost(*(lines[errors.argmin()] * scale).tolist())
