@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -388,22 +388,27 @@ class Batcher:
         width: int,
         running: Running,
         run: Callable[[], T],
-        done: Callable[[asyncio.Future[T]], None],
+        done: Callable[[Future[T]], None],
     ) -> None:
         """Run it in a thread, on so many slots; they are idle again when `done` is told of it."""
         self._idle -= width
         self.running.add(running)
-        ran = asyncio.get_running_loop().run_in_executor(self._threads, run)
-        ran.add_done_callback(
-            lambda ran: self._post(partial(self._release, width, running, done, ran))
-        )
+        loop = asyncio.get_running_loop()
+
+        def ended(ran: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: it had not waited for us
+                loop.call_soon_threadsafe(
+                    self._post, partial(self._release, width, running, done, ran)
+                )
+
+        self._threads.submit(run).add_done_callback(ended)
 
     def _release(
         self,
         width: int,
         running: Running,
-        done: Callable[[asyncio.Future[T]], None],
-        ran: asyncio.Future[T],
+        done: Callable[[Future[T]], None],
+        ran: Future[T],
     ) -> None:
         self._idle += width
         self.running.discard(running)
@@ -414,7 +419,7 @@ class Batcher:
         width: int,
         queue: Queue,
         batch: Sequence[Entry],
-        ran: asyncio.Future[tuple[list[Result], BatchStats]],
+        ran: Future[tuple[list[Result], BatchStats]],
     ) -> None:
         try:
             results, stats = ran.result()
@@ -425,12 +430,13 @@ class Batcher:
             return
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             self._answer(entry, result, stats, index)
+        asyncio.get_running_loop().call_soon(self._learn, queue.estimators[width], stats)
+
+    def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
+        """Learn what a batch cost, and tell of it. It takes its time, so whoever waits for an answer goes first."""
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
-            queue.estimators[width].refine(Sample(*shape, stats.inference_s))
-        self._tell(stats)
-
-    def _tell(self, stats: BatchStats) -> None:
+            estimator.refine(Sample(*shape, stats.inference_s))
         try:
             if self._observe is not None:
                 self._observe(stats)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +34,7 @@ class Probe:
     window: Window
     future: asyncio.Future[Outputs]
 
-    def settle(self, ran: asyncio.Future[list[Outputs]]) -> None:
+    def settle(self, ran: Future[list[Outputs]]) -> None:
         if self.future.done():
             return
         try:

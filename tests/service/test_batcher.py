@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from service import errors
 from service.batcher import TRY_OTHER_EVERY, Batcher, BatchStats, Budget, Entry, Outcome, plan
-from service.cost import Cost, Estimator
+from service.cost import Cost, Estimator, Sample
 from service.encode import Encoding
 from service.waiting import MAX_PASSED, POOL_MOST, Lane, Queue, Request
 
@@ -383,6 +383,24 @@ async def test_every_batch_is_observed() -> None:
         ("m@1", 1, 10, 10),
     ]
     assert seen[0].padding_ratio == 1.0
+
+
+async def test_who_waits_for_an_answer_goes_before_what_is_learnt_of_it() -> None:
+    """Learning what a batch cost takes up to a millisecond, which nobody has to wait for."""
+    order: list[str] = []
+    estimators = costing(FIXED)
+    refine = estimators[1].refine
+
+    def refined(sample: Sample) -> None:
+        order.append("learnt")
+        refine(sample)
+
+    estimators[1].refine = refined  # type: ignore[method-assign]
+    async with serving(echo, bundles=[], observe=lambda _: order.append("told")) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        await batcher.submit(texts(1))
+        order.append("answered")
+    assert order == ["answered", "learnt", "told"]
 
 
 async def test_the_cost_is_refined_by_real_batches() -> None:
