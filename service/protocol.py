@@ -86,7 +86,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.wire = transport
-        self.transport = cast(asyncio.Transport, Transport(self))
+        self.own = Transport(self)
+        self.transport = cast(asyncio.Transport, self.own)
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
             self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
@@ -170,6 +171,7 @@ class Protocol(HttpToolsProtocol):
     # -- what the application's answer tells -------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self.own.flush()
         super().on_response_complete()
         if self.in_head:  # the next one's, which has its own timer
             self._unset_keepalive_if_required()
@@ -184,6 +186,7 @@ class Protocol(HttpToolsProtocol):
         """
         if self.closing:
             return
+        self.own.flush()
         self.closing = True
         self.stop_timers()
         if self.in_head or self.in_body or self.pipeline or self.deaf:
@@ -357,12 +360,30 @@ class Alarm:
 
 
 class Transport:
-    """What uvicorn uses of a transport, with our way to close."""
+    """What uvicorn uses of a transport, with our way to close; an answer's head is sent with what follows it.
+
+    In two pieces, it would take two calls of the system, and wake the client twice.
+    """
 
     def __init__(self, connection: Protocol) -> None:
-        self.write = connection.wire.write
+        self.connection = connection
         self.close = connection.close
         self.is_closing = connection.is_closing
+        self.begun: RequestResponseCycle | None = None  # the last one to be answered
+        self.head = b""
+
+    def write(self, data: bytes) -> None:
+        cycle = self.connection.running
+        if cycle is not None and cycle.response_started and cycle is not self.begun:
+            self.begun, self.head = cycle, data
+        else:
+            self.connection.wire.write(self.head + data)
+            self.head = b""
+
+    def flush(self) -> None:
+        """Send a head that nothing follows."""
+        if self.head:
+            self.write(b"")
 
 
 class Body:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvicorn
@@ -20,6 +21,7 @@ from service.app import create_app
 from service.exchange import Reception
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
+from service.protocol import Protocol
 from service.server import connections
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -164,6 +166,36 @@ async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
             client.send(post()[index : index + 1])
             await asyncio.sleep(0)
         assert 200 == (await client.answer()).status
+
+
+async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is sent with its body, or alone where it has none: a client is woken once."""
+    pieces: list[bytes] = []
+    made = Protocol.connection_made
+
+    class Wire:
+        def __init__(self, wire: Any) -> None:
+            self.wire = wire
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.wire, name)
+
+        def write(self, data: bytes) -> None:
+            pieces.append(data)
+            self.wire.write(data)
+
+    def spied(self: Protocol, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        self.wire = Wire(self.wire)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Protocol, "connection_made", spied)
+    async with listen() as server, server.client() as client:
+        for request in (post(), post()):
+            client.send(request)
+            assert 200 == (await client.answer()).status
+        client.send(b"HEAD /health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert (await client.reader.read()).startswith(b"HTTP/1.1 200")
+    assert 3 == len(pieces)
 
 
 @pytest.mark.parametrize(
