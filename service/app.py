@@ -1,6 +1,6 @@
 """The application: its life, its routes, its pages, and what becomes of an error."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any
 import structlog
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.routing import Route as PlainRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -72,7 +74,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         checks=[check_refusal, *gate(settings), Admission(service)],
         routes=routes,
     )
-    app = FastAPI(
+    app = Application(
         title="Quartet",
         version=__version__,
         description=DESCRIPTION,
@@ -84,9 +86,13 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     )
     app.state.service = service
     app.state.reception = reception
-    app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
+    layers = [Middleware(ExchangeMiddleware, reception=reception, process=service)]
     if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
+        origins = settings.cors_origins
+        layers.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **CORS))
+    for layer in reversed(layers):
+        app.add_middleware(layer.cls, *layer.args, **layer.kwargs)
+    app.pass_by(router.routes, layers)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
@@ -109,6 +115,40 @@ async def lifespan(
         yield
         service.draining = True
     service.engines = None
+
+
+class Application(FastAPI):
+    """The framework's application, past which the tasks' requests go: its layers have nothing for them and take time."""
+
+    _tasks: ASGIApp
+    _paths: frozenset[str] = frozenset()
+
+    def pass_by(self, routes: Iterable[BaseRoute], layers: Sequence[Middleware]) -> None:
+        """Hand what is posted to the routes' own paths straight to them, within these layers."""
+        posted = {
+            route.path: route.app
+            for route in routes
+            if isinstance(route, Route) and "POST" in (route.methods or ())
+        }
+
+        async def tasks(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await posted[scope["path"]](scope, receive, send)
+            except QuartetError as error:
+                response = await answer_error(Request(scope), error)
+                await response(scope, receive, send)
+
+        self._paths = frozenset(posted)
+        self._tasks = tasks
+        for layer in reversed(layers):
+            self._tasks = layer.cls(self._tasks, *layer.args, **layer.kwargs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+            scope["app"] = self
+            await self._tasks(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class BriefFailure:
