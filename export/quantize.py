@@ -125,14 +125,16 @@ def _quantized_rows(x: str) -> tuple[str, str]:
 
 
 def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
+    """From the largest and the smallest number of each row: magnitudes would be written out and read again."""
     row, quantized = _quantized_rows(x)
     levels = constants.add("quantize.levels", np.float32(1 / ACTIVATION_LEVELS))
     tiny = constants.add("quantize.tiny", np.float32(TINY))
     axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
-    yield helper.make_node("Abs", [x], [f"{x}.abs"])
-    yield helper.make_node("ReduceMax", [f"{x}.abs", axes], [f"{x}.max"], keepdims=1)
-    yield helper.make_node("Mul", [f"{x}.max", levels], [f"{x}.scale"])
-    yield helper.make_node("Max", [f"{x}.scale", tiny], [row])
+    yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
+    yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
+    yield helper.make_node("Neg", [f"{x}.min"], [f"{x}.below"])
+    yield helper.make_node("Max", [f"{x}.max", f"{x}.below", tiny], [f"{x}.magnitude"])
+    yield helper.make_node("Mul", [f"{x}.magnitude", levels], [row])
     yield helper.make_node("Squeeze", [row, axes], [f"{x}.scales"])
     yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", ZERO_POINTS], [quantized], axis=0)
 
