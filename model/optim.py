@@ -36,8 +36,12 @@ def adamw(
 class Muon(torch.optim.Muon):
     """Muon (Jordan et al. 2024) in the precision that its matrices' device multiplies best in.
 
-    torch's own always takes bfloat16, with which a CPU without units for it spends a hundred times as long.
+    torch's own always takes bfloat16, with which a CPU without units for it spends a hundred times as long. As there,
+    the momentum is Nesterov's.
     """
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, weight_decay: float):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -118,7 +118,7 @@ async def lifespan(
 
 
 class Application(FastAPI):
-    """The framework's application, past which the tasks' requests go: its layers have nothing for them and take time."""
+    """The framework's application, past which the tasks' requests go: its layers take time and do nothing for them."""
 
     _tasks: ASGIApp
     _paths: frozenset[str] = frozenset()

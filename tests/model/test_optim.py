@@ -97,7 +97,10 @@ def test_muon_is_torchs_in_the_precision_that_is_fast(
     begun = [torch.randn(shape) for shape in shapes]
     ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in begun] for _ in range(2))
     settings = {"lr": 0.02, "weight_decay": 0.1}
-    pair = (optim.Muon(ours, **settings), torch.optim.Muon(theirs, **settings))
+    pair = (
+        optim.Muon([{"params": ours}], **settings),
+        torch.optim.Muon([{"params": theirs}], **settings),
+    )
     for _ in range(3):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn(one.shape)
