@@ -1,6 +1,6 @@
 """The application: its life, its routes, its pages, and what becomes of an error."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 import structlog
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -86,13 +85,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     )
     app.state.service = service
     app.state.reception = reception
-    layers = [Middleware(ExchangeMiddleware, reception=reception, process=service)]
+    app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
     if settings.cors_origins:
-        origins = settings.cors_origins
-        layers.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **CORS))
-    for layer in reversed(layers):
-        app.add_middleware(layer.cls, *layer.args, **layer.kwargs)
-    app.pass_by(router.routes, layers)
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
+    app.pass_by(router.routes)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
@@ -123,8 +119,8 @@ class Application(FastAPI):
     _tasks: ASGIApp
     _paths: frozenset[str] = frozenset()
 
-    def pass_by(self, routes: Iterable[BaseRoute], layers: Sequence[Middleware]) -> None:
-        """Hand what is posted to the routes' own paths straight to them, within these layers."""
+    def pass_by(self, routes: Iterable[BaseRoute]) -> None:
+        """Hand what is posted to the routes' own paths straight to them, within the layers that were added so far."""
         posted = {
             route.path: route.app
             for route in routes
@@ -140,7 +136,7 @@ class Application(FastAPI):
 
         self._paths = frozenset(posted)
         self._tasks = tasks
-        for layer in reversed(layers):
+        for layer in reversed(self.user_middleware):
             self._tasks = layer.cls(self._tasks, *layer.args, **layer.kwargs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,21 @@ class Settings:
 def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     return read_settings(Settings, "Train.")
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What is said of arguments with which nothing can begin."""
+
+    def said(*arguments: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, *arguments)
+        return capsys.readouterr().err
+
+    return said
 
 
 class TestSettings:
@@ -94,12 +110,7 @@ class TestSettings:
         ids=["itself", "in a circle", "nothing", "no TOML"],
     )
     def test_a_file_that_extends_what_cannot_be(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: Path,
-        text: str,
-        message: str,
+        self, refused: Refused, tmp_path: Path, text: str, message: str
     ) -> None:
         (tmp_path / "base.toml").write_text('extends = "middle.toml"\n')
         (tmp_path / "middle.toml").write_text('extends = "base.toml"\n')
@@ -107,10 +118,7 @@ class TestSettings:
         path = tmp_path / "wrong.toml"
         path.write_text(text)
 
-        with pytest.raises(SystemExit, match="2"):
-            read(monkeypatch, str(path))
-
-        assert message in capsys.readouterr().err
+        assert message in refused(str(path))
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -123,18 +131,9 @@ class TestSettings:
             (["nowhere.toml"], "nowhere.toml: [Errno 2]"),
         ],
     )
-    def test_refusals(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        message: str,
-    ) -> None:
+    def test_refusals(self, refused: Refused, arguments: list[str], message: str) -> None:
         """Missing, unknown, shortened and unreadable settings are refused by name."""
-        with pytest.raises(SystemExit, match="2"):
-            read(monkeypatch, *arguments)
-
-        assert message in capsys.readouterr().err
+        assert message in refused(*arguments)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -144,22 +143,12 @@ class TestSettings:
         ],
         ids=["unknown name", "no TOML"],
     )
-    def test_wrong_file(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: Path,
-        text: str,
-        message: str,
-    ) -> None:
+    def test_wrong_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
         """It is refused by name: with the names there are, or with where it goes wrong."""
         path = tmp_path / "run.toml"
         path.write_text(text)
 
-        with pytest.raises(SystemExit, match="2"):
-            read(monkeypatch, str(path))
-
-        _, said, reason = capsys.readouterr().err.partition(f"{path}: ")
+        _, said, reason = refused(str(path)).partition(f"{path}: ")
         assert said
         assert message in reason
 
