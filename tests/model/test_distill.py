@@ -1,7 +1,6 @@
 """A student begins as layers of its teacher or fresh, learns from it, goes on where it stopped, and is a checkpoint."""
 
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from model.bert import Bert
 from model.distill import Settings
 from model.families import FAMILIES
 from model.heads import Model
+from model.run import read_config
 from service.bundle import Head
 from service.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape
@@ -870,8 +870,7 @@ def test_the_shipped_settings_are_read() -> None:
     """They keep half of the layers of a teacher that the other shipped settings make."""
     configs = Path(finetune.__file__).parent / "configs"
     half, whole = (
-        tomllib.loads((configs / f"{name}.toml").read_text())
-        for name in ("minilm-sst2-half", "minilm-sst2")
+        read_config(configs / f"{name}.toml") for name in ("minilm-sst2-half", "minilm-sst2")
     )
     s = Settings(**half)
     assert s.teacher == f"{finetune.Settings(**whole).output}/checkpoint"
