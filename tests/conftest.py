@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import samples
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import onnx
 
 ROOT = Path(__file__).parent.parent
+# How long an example takes is the machine's doing: a busy one is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 PROMISES = pytest.StashKey[dict[str, str]]()  # by the node of the test that proves each
 
 

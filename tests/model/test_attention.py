@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def by_definition(
     return torch.cat(contexts)
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
     """Packed attention is softmax attention within each sequence, whatever their lengths."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -1371,7 +1371,7 @@ async def impatient(task: Submitted, turns: int) -> None:
     task.cancel()
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     st.lists(arrivals, min_size=1, max_size=15),
     costs,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
@@ -34,8 +34,6 @@ from service.encode import Encoding
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "E-ORG", "S-ORG")
 
-# a busy machine is no failure
-compare = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # sums of two eighths are exact, and whole numbers often equal, to test how equals are ordered
 eighths = st.integers(-80, 80).map(lambda eighth: eighth / 8) | st.integers(-1, 1).map(float)
 words_of_pieces = st.lists(
@@ -98,7 +96,6 @@ def one_hot(encoding: Encoding, *labels: str) -> NDArray[np.float32]:
     return logits
 
 
-@compare
 @given(arrays(np.float32, (3, 5), elements=st.floats(-(2**99), 2**99, width=32)))
 def test_softmax_agrees_with_scipy(logits: NDArray[np.float32]) -> None:
     """Softmax is scipy's, in float32, also where a naive one overflows."""
@@ -108,7 +105,6 @@ def test_softmax_agrees_with_scipy(logits: NDArray[np.float32]) -> None:
     np.testing.assert_allclose(ours, scipy.special.softmax(logits, axis=-1), rtol=1e-6)
 
 
-@compare
 @given(arrays(np.float32, 5, elements=st.floats(-80, 80, width=32)))
 def test_sigmoid_agrees_with_scipy(logits: NDArray[np.float32]) -> None:
     """Sigmoid is scipy's; exp makes a relative error of the rounding of an argument of up to 80."""
@@ -189,7 +185,6 @@ class TestClassify:
 
 
 class TestEmbed:
-    @compare
     @given(arrays(np.float32, 7, elements=st.floats(-100, 100, width=32)), st.integers(1, 10**6))
     def test_one_window_is_itself(self, vector: NDArray[np.float32], length: int) -> None:
         """A single window passes through bit by bit."""
@@ -265,7 +260,6 @@ def has_close_call(encoding: Encoding, logits: NDArray[np.float32]) -> bool:
 class TestNer:
     @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
     @given(data=st.data(), words=words_of_pieces)
-    @compare
     def test_agrees_with_transformers(
         self, strategy: str, data: st.DataObject, words: list[str]
     ) -> None:
@@ -329,7 +323,6 @@ class TestNer:
         room=st.integers(1, 9),
         strategy=st.sampled_from(AGGREGATION_STRATEGIES),
     )
-    @compare
     def test_windows_that_agree(
         self, data: st.DataObject, words: list[str], room: int, strategy: str
     ) -> None:
@@ -491,7 +484,6 @@ class TestQa:
         top_k=st.integers(1, 40),
         null_threshold=st.none() | eighths,
     )
-    @compare
     def test_agrees_with_two_loops(
         self,
         data: st.DataObject,
@@ -533,7 +525,6 @@ class TestQa:
         assert all(found.answer == context[found.start : found.end] for found in answers)
 
     @given(data=st.data(), words=words_of_pieces, max_answer_tokens=st.integers(1, 5))
-    @compare
     def test_windows_that_agree(
         self, data: st.DataObject, words: list[str], max_answer_tokens: int
     ) -> None:
