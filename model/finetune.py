@@ -50,7 +50,9 @@ class Settings:
     epochs: float = 3.0  # of the rows, or else the text, that take longest for one
     steps: int = 0  # 0: what `epochs` comes to
     lr: float = 5e-5
+    optimizer: str = "adamw"  # or muon, for the layers' matrices
     head_lr: float | None = None  # the same, unless given
+    muon_lr: float = 0.01
     warmup: float = 0.06
     weight_decay: float = 0.01
     beta2: float = 0.999
@@ -66,6 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         self.check_start()
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
+        optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0")
         if self.only:
@@ -275,7 +278,10 @@ def train(
 
     # optimiser; a map is as new as a head
     named = [*model.named_parameters(), *teaching.named_parameters("heads")]
-    optimizer = optim.adamw(named, s.lr, s.weight_decay, (0.9, s.beta2), s.head_lr)
+    betas = (0.9, s.beta2)
+    optimizer = optim.optimizer(
+        s.optimizer, named, s.lr, s.muon_lr, s.weight_decay, betas, s.head_lr
+    )
     learnt, trunk = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop

@@ -99,21 +99,28 @@ class Together:
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
 
 
-def muon(
+OPTIMIZERS = ("adamw", "muon")
+
+
+def optimizer(
+    kind: str,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     lr: float,
     muon_lr: float,
     weight_decay: float,
     betas: tuple[float, float],
-) -> Together:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW at `lr` for all else."""
+    head_lr: float | None = None,
+) -> torch.optim.AdamW | Together:
+    """One of OPTIMIZERS: AdamW, or Muon at `muon_lr` for the matrices of the layers and AdamW for all else."""
+    if kind == "adamw":
+        return adamw(named_parameters, lr, weight_decay, betas, head_lr)
     named = list(named_parameters)
     matrices = [p for name, p in named if "layers." in name and p.dim() == 2]
     others = [(name, p) for name, p in named if not any(p is matrix for matrix in matrices)]
     groups = [{"params": matrices, "scale": muon_lr / lr}]
     return Together(
         Muon(groups, lr=muon_lr, weight_decay=weight_decay),
-        adamw(others, lr, weight_decay, betas),
+        adamw(others, lr, weight_decay, betas, head_lr),
     )
 
 

@@ -71,7 +71,7 @@ class Settings:
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
-        optim.check_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
         optim.check_choice("compile", self.compile, ("auto", "yes", "no"))
         optim.check_choice("preset", self.preset, config.PRESETS)
@@ -219,10 +219,7 @@ class Trainer:
             self.objective.compile()
 
         named, betas = self.model.named_parameters(), (0.9, s.beta2)
-        if s.optimizer == "muon":
-            self.optimizer = optim.muon(named, s.lr, s.muon_lr, s.weight_decay, betas)
-        else:
-            self.optimizer = optim.adamw(named, s.lr, s.weight_decay, betas)
+        self.optimizer = optim.optimizer(s.optimizer, named, s.lr, s.muon_lr, s.weight_decay, betas)
 
     def step(self, whole: Samples, step: int, lr: float) -> dict[str, float]:
         """Learn from the samples of a step, this process from its part of them; the losses are of all."""

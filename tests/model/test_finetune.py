@@ -265,11 +265,13 @@ def test_pairs_are_graded(
 # -- resuming -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
 def test_a_resumed_run_is_an_uninterrupted_run(
-    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Mapping[str, str], start: Start, tmp_path: Path, optimizer: str
 ) -> None:
     """Every loss is the same, bit for bit, with dropout, over heads and epochs of all lengths."""
-    settings = {"steps": 8, "save_every": 3, "dropout": 0.1, "attention_dropout": 0.1}
+    rates = {"dropout": 0.1, "attention_dropout": 0.1}
+    settings = {"steps": 8, "save_every": 3, "optimizer": optimizer, **rates}
     start(heads(data), output=str(tmp_path / "whole"), **settings)
     with interrupted(at=4):
         start(heads(data), output=str(tmp_path / "cut"), **settings)
@@ -650,6 +652,7 @@ def test_the_command_reads_a_toml_file(
         f"tokenizer = '{tokenizer_file}'\npreset = 'tiny'\nsteps = 9\n"
         f"[heads.names]\ntask = 'classification'\ntrain = ['{data['names']}']\n"
     )
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is none of adamw, muon"),
     output = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["finetune", str(config), "--steps=1", f"--output={output}"])
     finetune.main()

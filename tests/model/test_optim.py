@@ -57,14 +57,17 @@ class Dtypes(TorchDispatchMode):
         return result
 
 
-def test_own_rate_of_heads() -> None:
+@pytest.mark.parametrize("kind", optim.OPTIMIZERS)
+def test_own_rate_of_heads(kind: str) -> None:
     """Heads may have a learning rate of their own, which follows the same schedule."""
     model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "heads": nn.Linear(3, 3)})
+    named = [("encoder.layers.0.weight", nn.Parameter(torch.ones(3, 3))), *model.named_parameters()]
 
-    optimizer = optim.adamw(model.named_parameters(), 0.1, 0.01, (0.9, 0.98), head_lr=0.4)
+    optimizer = optim.optimizer(kind, named, 0.1, 0.3, 0.01, (0.9, 0.98), head_lr=0.4)
     optim.set_lr(optimizer, 0.05)
 
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(named[0][1])] == pytest.approx(0.15 if kind == "muon" else 0.05)
     assert {rates[id(p)] for p in model["encoder"].parameters()} == {0.05}
     assert {rates[id(p)] for p in model["heads"].parameters()} == {0.2}
 
@@ -73,7 +76,7 @@ def test_muon() -> None:
     """Muon takes the matrices of the layers, AdamW all else, and both follow one schedule."""
     model = Pretraining(shape())
 
-    together = optim.muon(model.named_parameters(), 0.001, 0.02, 0.1, (0.9, 0.98))
+    together = optim.optimizer("muon", model.named_parameters(), 0.001, 0.02, 0.1, (0.9, 0.98))
     optim.set_lr(together, 0.0005)
 
     muon, adamw = together.optimizers
