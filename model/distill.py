@@ -155,16 +155,7 @@ def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> None:
     """Begin as some layers of a checkpoint, and with its heads where it has the same."""
     checkpoint.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
-    for name, head in student.described.items():
-        found = teach.find_head(whole, name, head)
-        if found and whole.model.described[found].labels == head.labels:
-            theirs = whole.model.heads[found].state_dict()
-            if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
-                student.heads[name].load_state_dict(theirs)
-
-
-def _shapes(state: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
+    teach.keep_heads(student, whole)
 
 
 # -- plain text -------------------------------------------------------------------------------------------------------

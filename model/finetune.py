@@ -36,6 +36,7 @@ class Settings:
     heads: dict[str, Any]  # a table for each, in the manifest's order: see tasks.HeadSettings
     only: str = ""  # one of them alone
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
+    keep_heads: bool = False  # begin with those that it has, too; else all are new
     preset: str = "mini"  # without init_from: the shape of a fresh encoder
     tokenizer: str = ""  # of a fresh encoder, a tokenizer.json
     max_length: int = 128
@@ -49,10 +50,10 @@ class Settings:
     temperature: float = 1.0  # of the answers of teacher and student
     epochs: float = 3.0  # of the rows, or else the text, that take longest for one
     steps: int = 0  # 0: what `epochs` comes to
-    lr: float = 5e-5
     optimizer: str = "adamw"  # or muon, for the layers' matrices
-    head_lr: float | None = None  # the same, unless given
+    lr: float = 5e-5
     muon_lr: float = 0.01
+    head_lr: float | None = None  # the same, unless given
     warmup: float = 0.06
     weight_decay: float = 0.01
     beta2: float = 0.999
@@ -67,8 +68,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.check_start()
-        optim.check_choice("precision", self.precision, optim.PRECISIONS)
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
+        optim.check_choice("precision", self.precision, optim.PRECISIONS)
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0")
         if self.only:
@@ -86,6 +87,8 @@ class Settings:
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
         if self.init_from and self.tokenizer:
             raise ValueError("tokenizer: what it begins from has its own")
+        if self.keep_heads and not self.init_from:
+            raise ValueError("keep_heads: there is no checkpoint to begin from")
         optim.check_choice("preset", self.preset, config.PRESETS)
 
 
@@ -240,6 +243,8 @@ def finetune(s: Settings) -> dict[str, Any]:
     model = Model(with_rates(s, shape), described)
     if source:
         checkpoint.init_from(model, source)
+    if s.keep_heads and not teach.keep_heads(model, teach.load(s.init_from, torch.device("cpu"))):
+        raise ValueError(f"keep_heads: {s.init_from} has none of {', '.join(described)}")
     given = {"temperature": s.temperature, "anneal": s.anneal}
     teaching = Teaching(model, lessons, answers, weights, **given)
 

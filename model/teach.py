@@ -122,6 +122,23 @@ def find_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
     return name if name in alike else alike[0] if len(alike) == 1 else None
 
 
+def keep_heads(student: Model, whole: Teacher) -> list[str]:
+    """Begin with the heads that another model has, too, labels in the same order; gives the names of these."""
+    kept = []
+    for name, head in student.described.items():
+        found = find_head(whole, name, head)
+        if found and whole.model.described[found].labels == head.labels:
+            theirs = whole.model.heads[found].state_dict()
+            if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
+                student.heads[name].load_state_dict(theirs)
+                kept.append(name)
+    return kept
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
 def _answers_alike(theirs: bundle.Head, ours: bundle.Head) -> bool:
     """Are two heads of one task, and do they answer with the same labels in the same manner?"""
     if theirs.task != ours.task or ours.task in ("qa", "embedding"):

