@@ -31,6 +31,7 @@ class ModernBertConfig(BertConfig):
     layer_types: GLOBAL or LOCAL for each layer; by default every third is global, from the first on
     local_attention: tokens that a local layer looks at, half of them before and half after
     global_rope_theta, local_rope_theta: how slowly the slowest rotation goes
+    type_vocab_size: texts of an input that are told apart; in what was released none are, and transformers would not
     """
 
     model_type: ClassVar[str] = "modernbert"
@@ -39,7 +40,6 @@ class ModernBertConfig(BertConfig):
         "hidden_dropout_prob": "mlp_dropout",
         "attention_probs_dropout_prob": "attention_dropout",
         "layer_norm_eps": "norm_eps",
-        "type_vocab_size": None,
     }
 
     widening: ClassVar[float] = 1.5
@@ -106,6 +106,8 @@ class ModernBertConfig(BertConfig):
             kind: {"rope_type": "default", "rope_theta": theta}
             for kind, theta in self.thetas.items()
         }
+        if not self.type_vocab_size:
+            del said["type_vocab_size"]
         return {**said, "layer_types": [*self.layer_types], "rope_parameters": ropes}
 
 
@@ -149,15 +151,21 @@ def rotate(qkv: Tensor, num_heads: int, by: Rotation) -> Tensor:
 
 
 class Embeddings(nn.Module):
-    """Token, normalised. Where it stands, attention will know."""
+    """Token, normalised, and the text it is of, where the configuration has that: to the first nothing is added.
+
+    Where it stands, attention will know.
+    """
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden_size)
         self.norm = norm(config)
+        texts = config.type_vocab_size
+        self.token_type = nn.Embedding(texts, config.hidden_size, padding_idx=0) if texts else None
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.norm(self.word(input_ids))  # [T, H]
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        x = self.norm(self.word(input_ids))  # [T, H]
+        return x if self.token_type is None else x + self.token_type(token_type_ids)
 
 
 def norm(config: ModernBertConfig) -> nn.LayerNorm:
@@ -236,6 +244,8 @@ class ModernBert(nn.Module):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-CUTOFF * std, b=CUTOFF * std)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx] = 0.0
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Layer):
@@ -251,7 +261,7 @@ class ModernBert(nn.Module):
         keep: list[Tensor] | None = None,
     ) -> Tensor:
         """`keep`, when given, collects the embeddings' and each layer's hidden states, the last one normalised."""
-        x = self.embeddings(input_ids)
+        x = self.embeddings(input_ids, token_type_ids)
         c = self.config
         turns = {
             kind: rotation(position_ids, c.head_size, theta) for kind, theta in c.thetas.items()
@@ -339,6 +349,7 @@ MODERNBERT = replace(
     prefix="model.",
     trunk={
         r"embeddings\.word": ["embeddings.tok_embeddings"],
+        r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
         r"embeddings\.norm": ["embeddings.norm"],
         r"layers\.(\d+)\.attention_norm": [r"layers.\1.attn_norm"],
         r"layers\.(\d+)\.attention\.qkv": [r"layers.\1.attn.Wqkv"],

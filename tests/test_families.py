@@ -3,7 +3,7 @@ that transformers wrote is exported, in all its graphs, and served with transfor
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,36 @@ def test_nomic_bert_drops_where_transformers_does() -> None:
     )
     dropping = [name for name, part in encoder.named_modules() if isinstance(part, nn.Dropout)]
     assert dropping == ["embeddings.dropout", "layers.0.dropout"]
+
+
+def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
+    """By what is added to the second one's tokens; to the first nothing is, and transformers reads that."""
+    torch.manual_seed(0)
+    config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
+    model = Model(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    checkpoint.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
+    again = checkpoint.load_model(tmp_path / "ours")
+    assert again.config == config
+    peer, report = TASKS["ner"].from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert report["unexpected_keys"] == {"model.embeddings.token_type_embeddings.weight"}
+
+    packed = sample(CASES["modernbert"])
+    input_ids, first, *rest = ours(packed)
+    second = torch.as_tensor(np.arange(len(first)) % 2)
+    with torch.no_grad():
+        expected = real(peer.eval()(**asked(CASES["modernbert"], packed)).logits, packed)
+    torch.testing.assert_close(again(input_ids, first, *rest)["ner"], expected, **TOLERANCE)
+    found = again(input_ids, second, *rest)["ner"]
+    assert (found - expected).abs().max() > 1e-3
+
+    found.sum().backward()
+    embeddings = again.encoder.embeddings
+    assert not embeddings.token_type.weight[0].any()
+    assert not embeddings.token_type.weight.grad[0].any()
+    assert embeddings.token_type.weight.grad[1].any()
+    added = embeddings(input_ids, second) - embeddings(input_ids, first)
+    torch.testing.assert_close(added, embeddings.token_type.weight[second], **TOLERANCE)
 
 
 @every_case
