@@ -23,6 +23,7 @@ from model import checkpoint
 from model.attention import looking
 from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
+from model.tokenizer import train
 from service import bundle
 from service.bundle import Bundle, Head, Precision, cosine
 from service.packing import Packed, each
@@ -597,6 +598,36 @@ def test_half(exported: Exported) -> None:
     matrices = {name: kind for name, kind in trunk.items() if name in products}
     assert matrices
     assert {TensorProto.FLOAT16} == {*matrices.values()}
+
+
+@pytest.mark.parametrize("layout", ["packed", "portable"])
+def test_graphs_tell_two_texts_apart(segmented: Exported, layout: str) -> None:
+    """ModernBERT's do, too, where its configuration has segments."""
+    packed = segmented.batch(MIXED)
+    assert 1 in packed.token_type_ids
+    expected = torch_outputs(checkpoint.load_model(segmented.checkpoint), packed)["topic"]
+    session = segmented.session("fp32", layout)
+    np.testing.assert_allclose(session.run(packed)["topic"], expected, rtol=0, atol=1e-4)
+    one = replace(packed, token_type_ids=0 * packed.token_type_ids)
+    assert np.abs(session.run(one)["topic"] - expected).max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """ModernBERT with segments, which transformers does not have."""
+    folder = tmp_path_factory.mktemp("segmented")
+    learnt = train(samples.corpus(), vocab_size=500, family=FAMILIES["modernbert"])
+    learnt.save(str(folder / "tokenizer.json"))
+    config = replace(
+        family_config(CASES["modernbert"]),
+        vocab_size=learnt.get_vocab_size(),
+        max_position_embeddings=max(MIXED),
+        type_vocab_size=2,
+    )
+    model = perturb(Model(config, {"topic": Head(task="classification", labels=TOPICS)}))
+    checkpoint.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
+    assert 0 == export([str(folder / "checkpoint"), str(folder / "out"), "--precision", "fp32"])
+    return Exported(folder / "checkpoint", bundle.load(folder / "out"))
 
 
 @pytest.fixture(scope="module")
