@@ -82,7 +82,8 @@ def attention(
     if bias is not None:
         bias = bias.to(qkv.dtype)
     for seen in _lookers:
-        seen.append(_weights(qkv, num_heads, layout, bias, scale))
+        query, key, _ = by_head(qkv, num_heads, layout)
+        seen.append(_weights(query, key, _seen(layout, bias), scale))
     if isinstance(layout, Padded):
         return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
@@ -128,6 +129,12 @@ def by_head(qkv: Tensor, num_heads: int, layout: Layout | Padded) -> tuple[Tenso
     return query, key, value
 
 
+def _seen(layout: Layout | Padded, bias: Tensor | None) -> Tensor:
+    """The mask of slots without a token: True where a key may be seen, or what is added to the scores."""
+    real = real_slots(layout)[:, None, None, :]
+    return real if bias is None else bias.masked_fill(~real, -torch.inf)
+
+
 def _gathered(
     qkv: Tensor,
     num_heads: int,
@@ -137,10 +144,7 @@ def _gathered(
     scale: float | None,
 ) -> Tensor:
     query, key, value = by_head(qkv, num_heads, layout)
-    mask = bias
-    if not layout.full:
-        real = real_slots(layout)[:, None, None, :]
-        mask = real if bias is None else bias.masked_fill(~real, -torch.inf)
+    mask = bias if layout.full else _seen(layout, bias)
     if qkv.dtype in HALF and not qkv.is_cuda and torch.is_grad_enabled():
         context = _written_out(query, key, value, mask, dropout, scale)
     else:
@@ -158,7 +162,13 @@ def _written_out(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all weights `[B, N, S, S]` in memory.
+    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all weights in memory."""
+    weights = _weights(query, key, mask, scale)
+    return (F.dropout(weights, dropout) if dropout else weights) @ value
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Who attends to whom: `[B, N, S, D]` each -> `[B, N, S, S]`, of which rows (queries) sum to one.
 
     mask: True where a key may be seen, or what is added to the scores
     """
@@ -166,8 +176,7 @@ def _written_out(
     if mask is not None:
         hidden = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
-    weights = scores.softmax(dim=-1)
-    return (F.dropout(weights, dropout) if dropout else weights) @ value
+    return scores.softmax(dim=-1)
 
 
 def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) -> Tensor:
@@ -249,17 +258,3 @@ def looking() -> Iterator[list[Tensor]]:
         yield seen
     finally:
         _lookers.pop()
-
-
-def _weights(
-    qkv: Tensor,
-    num_heads: int,
-    layout: Layout | Padded,
-    bias: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    query, key, _ = by_head(qkv, num_heads, layout)
-    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
-    scores = scores if bias is None else scores + bias
-    real = real_slots(layout)[:, None, None, :]
-    return torch.softmax(scores.masked_fill(~real, -torch.inf), dim=-1)
