@@ -151,7 +151,7 @@ def rotate(qkv: Tensor, num_heads: int, by: Rotation) -> Tensor:
 
 
 class Embeddings(nn.Module):
-    """Token, normalised, and the text it is of, where the configuration has that: to the first nothing is added.
+    """Token and, where the configuration has that, the text it is of, normalised: to the first nothing is added.
 
     Where it stands, attention will know.
     """
@@ -164,8 +164,8 @@ class Embeddings(nn.Module):
         self.token_type = nn.Embedding(texts, config.hidden_size, padding_idx=0) if texts else None
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        x = self.norm(self.word(input_ids))  # [T, H]
-        return x if self.token_type is None else x + self.token_type(token_type_ids)
+        x = self.word(input_ids)  # [T, H]
+        return self.norm(x if self.token_type is None else x + self.token_type(token_type_ids))
 
 
 def norm(config: ModernBertConfig) -> nn.LayerNorm:
