@@ -111,7 +111,13 @@ def added(models: Models, new: Model, now: float) -> Models:
 
 def without(models: Models, model_id: str, now: float) -> Models:
     """Serve a bundle no longer; if it answered for its name, another does now, in its place."""
-    return settled([model for model in models if model.id != model_id], now)
+    gone = next(model for model in models if model.id == model_id)
+    rest = settled([model for model in models if model is not gone], now)
+    heir = current(rest, gone.name)
+    if gone.state != "current" or heir is None:
+        return rest
+    others = [model for model in models if model.id != heir.id]
+    return tuple(heir if model is gone else model for model in others)
 
 
 def _turned(model: Model, state: State, now: float) -> Model:

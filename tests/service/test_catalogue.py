@@ -135,6 +135,16 @@ def test_who_goes_is_followed_by_the_one_before(gone: str, then: list[str]) -> N
     assert then == shown(without(before, gone, NOW))
 
 
+def test_who_follows_takes_the_place() -> None:
+    """Wherever it stood itself, so that another name does not become the default."""
+    before = served("a@0 pinned", "b@1 current", "a@1 current", "c@1 current", "a@2 previous")
+    then = ["a@0 pinned", "b@1 current", "a@2 current", "c@1 current"]
+    assert then == shown(without(before, "a@1", NOW))
+    assert ["a@2 current", "b@1 current"] == shown(
+        without(served("a@1 current", "b@1 current", "a@2 pinned"), "a@1", NOW)
+    )
+
+
 def test_since_when() -> None:
     """A model is in its state since the change that put it there."""
     models = introduced(served("a@1 current", "b@1 current"), model("a@2"), NOW)
