@@ -39,8 +39,8 @@ class Engines:
     async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
         """Answer for these from now on, all at once; those of others end when their requests have.
 
-        texts: by id, at least of those that are new here. Raises ValueError for a tokenizer that cannot be read, and
-        answers as before.
+        texts: by id, at least of those that are new here. Raises ValueError for a tokenizer that cannot be read or
+        used, and answers as before.
         """
         engines = {
             model.id: self._known(model) or await self._open(texts[model.id], model)
@@ -70,7 +70,10 @@ class Engines:
         tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
-        encoder = Encoder(tokenizer, texts.manifest.max_length)
+        try:
+            encoder = Encoder(tokenizer, texts.manifest.max_length)
+        except Exception as error:  # tokenizers has no narrower one
+            raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
         return Engine(texts, encoder, model, self._device)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:

@@ -228,6 +228,22 @@ async def test_a_changed_bundle_of_the_same_name_is_another(shelf: Shelf, texts:
     assert "changed" == shelf.engines.get("tiny").sha256 != engine.sha256
 
 
+async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: Texts) -> None:
+    """One that can be read, and knows neither a word nor what to say of one that it does not know."""
+    document = json.loads(texts.tokenizer)
+    special = {token["content"]: token["id"] for token in document["added_tokens"]}
+    document["model"]["vocab"] = {t: i for t, i in special.items() if t in ("[CLS]", "[SEP]")}
+    document["added_tokens"] = []
+    vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
+    manifest = texts.manifest.model_copy(update={"vocabulary": vocabulary})
+    unused = Texts(manifest, "new", json.dumps(document).encode())
+    with pytest.raises(ValueError, match="the tokenizer of tiny@two cannot be used: "):
+        await shelf.engines.adopt(
+            (Model("tiny@two", "", "new", "current", 0.0, RUNS_ON),), {"tiny@two": unused}
+        )
+    assert [] == shelf.engines.all()
+
+
 async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: Texts) -> None:
     """All or none: a tokenizer that cannot be read keeps the others out, too."""
     await shelf.adopt(one="current")
