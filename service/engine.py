@@ -19,7 +19,7 @@ from service.bundle import Head, Manifest, Task, Texts
 from service.catalogue import Model
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, TextError, Truncate, Window
-from service.errors import InvalidInput, QuartetError, UnknownHead
+from service.errors import InvalidInput, QuartetError, TooLarge, UnknownHead
 from service.waiting import Ended, Entry, Outcome
 
 T = TypeVar("T")
@@ -163,9 +163,14 @@ def copied(task: Method[P, T]) -> Method[P, T]:
 
 
 class Engine:
-    """A bundle in front of the device that computes it; `model` tells how it is served just now."""
+    """A bundle in front of the device that computes it; `model` tells how it is served just now.
 
-    def __init__(self, texts: Texts, encoder: Encoder, model: Model, device: Device) -> None:
+    max_tokens: that may ever wait; no more of a request are encoded
+    """
+
+    def __init__(
+        self, texts: Texts, encoder: Encoder, model: Model, device: Device, max_tokens: int
+    ) -> None:
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
         self.sha256 = texts.sha256
@@ -173,6 +178,7 @@ class Engine:
         self.model = model
         self.copies: Copies | None = None
         self._device = device
+        self._max_tokens = max_tokens
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
         self._users = 0
         self._unused = asyncio.Event()
@@ -396,10 +402,12 @@ class Engine:
     ) -> tuple[list[C | None], Errors]:
         """Encode inputs of so many characters, part by part: between two, others have the thread.
 
-        Raises an InvalidInput that names all that are bad, unless the others are to be spared.
+        Raises an InvalidInput that names all that are bad, unless the others are to be spared, and TooLarge as soon as
+        there are more tokens than may ever wait.
         """
         encoded: list[C | None] = []
         errors: Errors = {}
+        tokens = 0
         large = sum(sizes) > INLINE_CHARACTERS
         for part in _parts(sizes):
             try:
@@ -411,6 +419,10 @@ class Engine:
                 }
                 if spare:
                     encoded += await self._beside(partial(_without, encode, part, bad), large)
+            tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
+            if tokens > self._max_tokens:
+                limit = f"the {self._max_tokens} that may ever wait"
+                raise TooLarge(f"{tokens} tokens or more are more than {limit}")
         if errors and not spare:
             named = ", ".join(f"inputs[{index}]" for index in errors)
             first = next(iter(errors.values()))

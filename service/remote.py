@@ -371,10 +371,12 @@ class RemoteMetrics:
 
 @asynccontextmanager
 async def open_remote_engines(
-    device: RemoteDevice, metrics: RemoteMetrics, _: Settings
+    device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
     """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.administer, metrics.observe_comparison)
+    engines = Engines(
+        device, device.administer, metrics.observe_comparison, settings.max_queue_tokens
+    )
     watching = asyncio.create_task(device.watch())
     try:
         await device.follow(engines)

@@ -21,7 +21,7 @@ from service.catalogue import Model
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
-from service.errors import InferenceFailed, InvalidInput, UnknownHead
+from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
 from service.local import Runner
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
@@ -298,12 +298,12 @@ def device(submit: Any) -> Device:
     return cast(Device, SimpleNamespace(submit=submit))
 
 
-def engine_of(path: Path, device: Device) -> Engine:
+def engine_of(path: Path, device: Device, max_tokens: int = 10_000) -> Engine:
     """A bundle's engine in front of some device."""
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
     model = Model("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
-    return Engine(texts, encoder, model, device)
+    return Engine(texts, encoder, model, device, max_tokens)
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -403,6 +403,26 @@ async def test_long_texts_are_encoded_in_a_thread(
     await tiny.embed(["a" * characters], ticket(), **EMBED)
     (name,) = threads
     assert name.startswith(thread)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+async def test_more_than_may_ever_wait_is_not_encoded(
+    spare: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request becomes is counted part by part, and nothing of it is submitted."""
+    encoded: list[str] = []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        encoded.extend(texts)
+        return whole(self, texts, **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
+    asked = Ticket("r", deadline=12.5, spare=spare)
+    with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
+        await engine_of(tiny_bundle, device(None), 20).embed(["!!!!!!!"] * 9, asked, **EMBED)
+    assert 3 == len(encoded)
 
 
 async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
