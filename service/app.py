@@ -56,7 +56,13 @@ CORS: dict[str, Any] = {
         "Content-Encoding",
         *(header["name"] for header in openapi.REQUEST_HEADERS),
     ],
-    "expose_headers": ["Retry-After", *openapi.RESPONSE_HEADERS],
+    "expose_headers": [
+        "Accept-Encoding",
+        "Allow",
+        "Retry-After",
+        "WWW-Authenticate",
+        *openapi.RESPONSE_HEADERS,
+    ],
     "max_age": 3600,
 }
 
@@ -192,10 +198,13 @@ def allowed_methods(request: Request, error: HTTPException) -> str:
 
 
 class Pages(StaticFiles):
-    """Pages that load nothing from outside, and tell the browser so."""
+    """Pages that load nothing from outside, and tell the browser so. They are sent whole, whatever is asked for."""
 
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
+    def file_response(
+        self, full_path: Any, stat_result: Any, scope: Scope, status_code: int = 200
+    ) -> Response:
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
+        response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(PAGE_HEADERS)
         return response
 
