@@ -151,8 +151,10 @@ class Curator:
 
     async def show(self) -> Answer:
         """All that is served, comes or goes."""
+        unknown = {"id": None, "sha256": None, "embedding_space": None}
+        idle = {"requests": 0, "shadow": 0.0, "compared": {}}
         coming = [
-            {"id": None, "path": str(path), "state": "loading", "since": moment(since)}
+            {**unknown, "path": str(path), "state": "loading", "since": moment(since), **idle}
             for path, since in self._coming.items()
         ]
         going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]

@@ -421,7 +421,7 @@ class ModelsResponse(BaseModel):
 class Model(BaseModel):
     id: str | None = Field(description="`name@version`; null while it is being loaded")
     path: str
-    sha256: str = Field(description="of its manifest")
+    sha256: str | None = Field(description="of its manifest; null while it is being loaded")
     state: str = Field(
         description="current (answers for its name), previous (did before), pinned (answers who names it in full),"
         " loading, draining"

@@ -30,6 +30,7 @@ from service.errors import (
 )
 from service.local import LocalDevice, Opened, open_device
 from service.metrics import Counts, Metrics
+from service.schemas import AdminModelsResponse
 from service.settings import Settings
 from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
@@ -286,6 +287,7 @@ async def test_loading_is_seen_and_serving_goes_on(
     await opening.wait()
     await asyncio.sleep(0.01)
     assert ["tiny@1 current", "None loading"] == await curated.shown()
+    AdminModelsResponse.model_validate(await curated.curator.perform("show", {}))
     go_on.set()
     await asyncio.gather(*loads)
     await curated.gone("tiny@1")
