@@ -91,15 +91,16 @@ class Watcher:
             await asyncio.sleep(every_s)
 
     async def heed(self, now: Look) -> None:
-        """Have that served which lies there now."""
+        """Have that served which lies there now: first what came, so that a name goes on being answered for."""
         before, self._last = self._last, now
         self._curator.resident = {seen.sha256 for seen in now.values()}
-        for folder in self._known.keys() - now.keys() - before.keys():
-            await self._unload(folder)
+        gone = self._known.keys() - now.keys() - before.keys()
         for folder, seen in sorted(now.items(), key=lambda item: (item[1].came, item[0])):
             if before.get(folder) == seen != self._known.get(folder):
                 self._known[folder] = seen
                 await self._load(folder, seen, now)
+        for folder in gone:
+            await self._unload(folder)
 
     async def _load(self, folder: Path, seen: Seen, now: Look) -> None:
         """Let it answer for its name, if no other of that name came later."""

@@ -23,7 +23,7 @@ class Watched:
         self.curated = curated
         self.watcher = Watcher(curated.models_dir, curated.curator)
 
-    def save(self, name: str, version: str, **manifest: object) -> Path:
+    def save(self, name: str, version: str, /, **manifest: object) -> Path:
         """Write a version in a directory of that name, as `export` does."""
         made = self.curated.save(version, **manifest)
         if name != version:
@@ -85,6 +85,20 @@ async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
     assert ["tiny@3 current", "tiny@2 previous"] == await watched.looks()
     watched.save("a", "4")
     assert ["tiny@4 current", "tiny@3 previous"] == await watched.looks()
+
+
+async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watched) -> None:
+    """What comes under another directory's name is there before the old one goes."""
+    watched.save("a", "2")
+    watched.save("b", "1", name="other")
+    await watched.looks()
+    await watched.curated.unload("tiny@1")
+    shutil.rmtree(watched.curated.models_dir / "a")
+    watched.save("c", "3")
+    before = len(watched.curated.follower.adopted)
+    assert {"tiny@3 current", "other@1 current"} == {*await watched.looks()}
+    since = watched.curated.follower.adopted[before:]
+    assert all("tiny" in {model.name for model in models} for models in since)
 
 
 async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
