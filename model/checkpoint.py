@@ -175,7 +175,8 @@ def is_cross_encoder(folder: Path) -> bool:
 def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
     """The problem type by which a CrossEncoder's scores are those of its `predict`; None for no CrossEncoder.
 
-    Several labels come as a softmax, where `predict` gives logits unless it is asked for that (`apply_softmax`).
+    Several labels come as a softmax, where `predict` gives logits unless it is asked for that (`apply_softmax`). One
+    label that is said to be of several that may hold remains so: its score is the same.
     Raises CheckpointError naming another activation.
     """
     activation = (config.get("sentence_transformers") or {}).get("activation_fn")
@@ -183,7 +184,8 @@ def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str 
     if is_cross_encoder(folder):
         said = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
         activation = said or activation or (SIGMOID if labels == 1 else IDENTITY)
-    known = ALONE if labels == 1 else SEVERAL
+    several = activation == SIGMOID and config.get("problem_type") == SEVERAL[SIGMOID]
+    known = ALONE if labels == 1 and not several else SEVERAL
     if activation is None or activation in known:
         return known.get(activation)
     raise CheckpointError(f"{folder}: cannot serve the activation {activation}")

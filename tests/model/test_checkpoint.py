@@ -32,6 +32,9 @@ HEADS = {
     "multi-label": Head(
         task="classification", labels=THREE, problem_type="multi_label_classification"
     ),
+    "multi-label of one": Head(
+        task="classification", labels=("good",), problem_type="multi_label_classification"
+    ),
     "regression": Head(task="classification", labels=("score",), problem_type="regression"),
     "no problem type": Head(task="classification", labels=THREE),
     "ner": Head(task="ner", labels=("O", "B-PER", "I-PER", "B-LOC", "I-LOC")),
@@ -124,8 +127,9 @@ class TestWhatWeSave:
         peer = AUTO[task].from_pretrained(tmp_path).eval()
         expected = our_output(joint, name, PACKED)
         torch.testing.assert_close(expected, peer_output(task, peer, PACKED), **TOLERANCE)
-        again = our_output(checkpoint.load_model(tmp_path), task, PACKED)
-        torch.testing.assert_close(again, expected, rtol=0, atol=0)
+        alone = checkpoint.load_model(tmp_path)
+        assert alone.described == {task: HEADS[kind]}
+        torch.testing.assert_close(our_output(alone, task, PACKED), expected, rtol=0, atol=0)
 
     def test_encoder(self, tmp_path: Path, tokenizer_file: Path) -> None:
         """transformers reads the bare encoder that we save, with its pooler."""

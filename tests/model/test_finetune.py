@@ -68,6 +68,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     several = [
         {"text": t, "labels": [w for w in ("comet", "Ada", "river") if w in t]} for t in TEXTS[::4]
     ]
+    comets = [{"text": t, "labels": ["comet"] if "comet" in t else []} for t in TEXTS[::4]]
     stars = [{"text": t, "label": NAMES.index(t.split()[0]) / 2} for t in TEXTS[::4]]
     # Alike by what was drawn alone, whoever drew it: 0 to 3.
     pairs = [
@@ -80,6 +81,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         "names": jsonl(folder / "names.jsonl", names),
         "few": jsonl(folder / "few.jsonl", names[::4]),
         "several": jsonl(folder / "several.jsonl", several),
+        "comets": jsonl(folder / "comets.jsonl", comets),
         "stars": jsonl(folder / "stars.jsonl", stars),
         "entities": str(conll),
         "answers": squad(folder / "answers.json", unanswerable=False),
@@ -150,6 +152,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         (
             "several",
             {"task": "classification", "problem_type": "multi_label_classification"},
+            "micro_f1",
+            1.0,
+        ),
+        (
+            "comets",
+            {
+                "task": "classification",
+                "problem_type": "multi_label_classification",
+                "labels": ["comet"],
+            },
             "micro_f1",
             1.0,
         ),
