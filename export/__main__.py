@@ -123,7 +123,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
         help="the largest share of answers that int8 may change where --eval gives data",
     )
     parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
-    parser.add_argument("--replace", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     given = parser.parse_args(argv)
     if given.onnx and given.precisions:
         parser.error("--onnx: the graph has the precision that it has; leave --precision out")
@@ -150,6 +150,7 @@ def export(asked: Request) -> None:
     """Read, trace, quantise, check, measure, write. Raises what EXPECTED_ERRORS lists."""
     if asked.out.exists() and not asked.replace:
         raise FileExistsError(f"{asked.out} exists; use --replace, or give another name")
+    bundle.check_replaceable(asked.out)
     check_words(asked)
     with tempfile.TemporaryDirectory() as scratch:
         full = Path(scratch) / "full"

@@ -369,10 +369,11 @@ def describe_file(path: Path) -> dict[str, str]:
 def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     """A temporary directory beside `path` that becomes it on success, and vanishes on failure.
 
-    Raises FileExistsError when `path` exists and is not to be replaced.
+    Raises FileExistsError when `path` exists and is not to be replaced, or is no bundle and not empty.
     """
     if Path(path).exists() and not replace:
         raise FileExistsError(f"{path} exists; give another name, or say that it is to be replaced")
+    check_replaceable(Path(path))
     target = Path(path).resolve()  # what a link stands for is replaced, not the link
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -387,6 +388,13 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises FileExistsError for what holds anything but a bundle."""
+    empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not empty and not (path / MANIFEST).is_file():
+        raise FileExistsError(f"{path} is not replaced: it is no bundle, having no {MANIFEST}")
 
 
 def _settle(folder: Path) -> None:

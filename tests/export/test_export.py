@@ -296,12 +296,26 @@ def test_existing_out_is_refused(
 
 
 def test_replace(tiny_checkpoint: Path, out: Path) -> None:
-    """Told to, an export replaces what is at OUT, whole."""
+    """Told to, an export replaces the bundle at OUT, whole."""
     out.mkdir()
+    (out / "manifest.json").touch()
     (out / "precious").touch()
     assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--replace")
     assert "precious" not in files(out)
     assert {"tiny"} == files(out.parent)
+
+
+def test_what_is_no_bundle_is_not_replaced(
+    tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of bundles, or a checkpoint, is refused before anything is traced, and keeps all."""
+    (out / "bundle").mkdir(parents=True)
+    (out / "bundle" / "manifest.json").touch()
+    assert 1 == export(tiny_checkpoint, out, "--replace")
+    said = capsys.readouterr()
+    assert f"export: {out} is not replaced: it is no bundle" in said.err
+    assert "tracing" not in said.out
+    assert ({"bundle"}, {"manifest.json"}) == (files(out), files(out / "bundle"))
 
 
 def test_failed_replacement_keeps_the_old(
@@ -309,10 +323,10 @@ def test_failed_replacement_keeps_the_old(
 ) -> None:
     """An export that fails leaves the bundle that it was to replace."""
     out.mkdir()
-    (out / "precious").touch()
+    (out / "manifest.json").touch()
     break_graph(monkeypatch)
     assert 1 == export(tiny_checkpoint, out, "--replace")
-    assert ({"precious"}, {"tiny"}) == (files(out), files(out.parent))
+    assert ({"manifest.json"}, {"tiny"}) == (files(out), files(out.parent))
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -471,6 +471,26 @@ class TestWriting:
         assert [path.name for path in folder.iterdir()] == ["only.txt"]
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
+    def test_what_is_no_bundle_is_not_replaced(self, folder: Path) -> None:
+        """Not a directory of bundles, and not a file: neither loses anything."""
+        for path in (folder.parent, folder / "golden.npz"):
+            with (
+                pytest.raises(FileExistsError, match="is no bundle, having no manifest"),
+                bundle.writing(path, replace=True),
+            ):
+                raise AssertionError("nothing is written")
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_an_empty_directory_is_replaced(self, tmp_path: Path) -> None:
+        """There is nothing in it to lose."""
+        (tmp_path / "b").mkdir()
+        with bundle.writing(tmp_path / "b", replace=True) as new:
+            (new / "only.txt").write_text("new")
+
+        assert [path.name for path in (tmp_path / "b").iterdir()] == ["only.txt"]
+
     def test_failed_replacement(self, folder: Path) -> None:
         """A failed replacement leaves what there was."""
         with pytest.raises(RuntimeError):
