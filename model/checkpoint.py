@@ -6,7 +6,8 @@ The files hold the hub's own names (`model/names.py`). A joint checkpoint has th
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,24 @@ def _check_tied(part: nn.Module, weights: State, folder: Path) -> None:
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A directory beside a checkpoint's that takes its place when all is written; never half of it."""
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    bundle.swap(partial, folder)
+
+
+def put_back(folder: Path) -> None:
+    """Where a process died while it replaced a checkpoint, the one that there was is there again."""
+    bundle.put_back(_partial(folder), folder)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
 
 
 def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:

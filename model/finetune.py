@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,18 +151,16 @@ def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str)
 
     teachers: who taught it, which is kept beside it for its provenance
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    if not model.described:
-        checkpoint.save_encoder(partial, model.encoder, tokenizer)
-    elif len(model.described) == 1:
-        checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
-    else:
-        checkpoint.save_joint(partial, model, tokenizer)
-    if teachers:
-        told = json.dumps({"teachers": teachers}, indent=2)
-        (partial / checkpoint.PROVENANCE).write_text(told + "\n", encoding="utf-8")
-    bundle.swap(partial, folder)
+    with checkpoint.replacing(folder) as partial:
+        if not model.described:
+            checkpoint.save_encoder(partial, model.encoder, tokenizer)
+        elif len(model.described) == 1:
+            checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
+        else:
+            checkpoint.save_joint(partial, model, tokenizer)
+        if teachers:
+            told = json.dumps({"teachers": teachers}, indent=2)
+            (partial / checkpoint.PROVENANCE).write_text(told + "\n", encoding="utf-8")
 
 
 def check_fits(
@@ -295,6 +292,7 @@ def train(
             run.say(f"{lesson.stream.name}: {lesson.stream.size:,} examples")
         run.say(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
+        checkpoint.put_back(run.output / "checkpoint")
         teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):

@@ -411,7 +411,8 @@ def _sync(path: Path) -> None:
 
 def swap(folder: Path, target: Path) -> None:
     """Put a directory in the place of another, which is there until the new one is."""
-    old = folder.with_name(f"{folder.name}.old")
+    put_back(folder, target)
+    old = _aside(folder)
     if target.exists():
         target.rename(old)
     try:
@@ -421,3 +422,16 @@ def swap(folder: Path, target: Path) -> None:
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path, target: Path) -> None:
+    """After a swap that was cut off: the old directory has its place again, or goes where the new one has it."""
+    old = _aside(folder)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.exists():
+        old.rename(target)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.old")

@@ -499,6 +499,26 @@ def test_a_finished_run_says_the_same_again(
     assert (tmp_path / "run/metrics.json").read_text() == first
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(
+    data: Mapping[str, str], start: Start, tmp_path: Path, replaced: bool
+) -> None:
+    """Be it before the new one was in its place or after: there is one checkpoint, and nothing beside it."""
+    table = {"names": {**heads(data)["names"], "dev": data["names"]}}
+    first = start(table, steps=2)
+    folder, old = tmp_path / "run/checkpoint", tmp_path / "run/checkpoint.partial.old"
+    kept = (folder / "model.safetensors").read_bytes()
+    if replaced:
+        old.mkdir()
+        (old / "config.json").touch()
+    else:
+        folder.rename(old)
+
+    assert start(table, steps=2)["heads"] == first["heads"]
+    assert (folder / "model.safetensors").read_bytes() == kept
+    assert [path.name for path in folder.parent.glob("checkpoint*")] == ["checkpoint"]
+
+
 def test_training_starts_from_a_checkpoint(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:

@@ -539,6 +539,22 @@ class TestWriting:
         assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+class TestSwap:
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_after_one_that_was_cut_off(self, folder: Path, replaced: bool) -> None:
+        """What it left, be the new directory in its place already or not yet, is in nobody's way."""
+        old = shutil.copytree(folder, folder.with_name("b.new.old"))
+        if not replaced:
+            shutil.rmtree(folder)
+        new = folder.with_name("b.new")
+        new.mkdir()
+        (new / "only.txt").write_text("new")
+        bundle.swap(new, folder)
+
+        assert [path.name for path in folder.iterdir()] == ["only.txt"]
+        assert [path.name for path in old.parent.iterdir()] == ["b"]
+
+
 class TestHead:
     def test_defaults(self) -> None:
         """A head has the defaults that the format promises."""
