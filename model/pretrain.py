@@ -348,7 +348,8 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)
         if ranks.leads:
-            checkpoint.save_pretraining(run.output / "checkpoint", model, Path(s.tokenizer))
+            with checkpoint.replacing(run.output / "checkpoint") as partial:
+                checkpoint.save_pretraining(partial, model, Path(s.tokenizer))
             found = evaluate(model, held)
             speed = run.tokens_per_second()
             run.finish({"fixed_batches": found, "tokens_per_second": speed})

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,34 @@ def test_what_a_run_leaves(
     run(monkeypatch, tmp_path / "second", further)
     kept, first = last(tmp_path / "second")["model"], last(tmp_path / "first")["model"]
     torch.testing.assert_close(kept, first, rtol=0, atol=1e-8)
+
+
+def test_a_checkpoint_is_replaced_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """A run that cannot write its own leaves the one that there was; one that can leaves nothing of it."""
+    output, folder = tmp_path / "run", tmp_path / "run" / "checkpoint"
+    run(monkeypatch, output, {**arguments, "family": "electra", "steps": 1})
+    (output / "last.pt").unlink()
+    electra = contents(folder)
+
+    def full_disk(source: Path, target: Path) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full_disk)
+        with pytest.raises(SystemExit, match="no space"):
+            run(monkeypatch, output, {**arguments, "steps": 1})
+    assert contents(folder) == electra
+
+    run(monkeypatch, output, {**arguments, "steps": 1})
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "bert"
+    assert not (folder / "generator").exists()
+    assert [path.name for path in output.glob("checkpoint*")] == ["checkpoint"]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_it_learns(
