@@ -117,6 +117,7 @@ class Run:
     steps: int
     history: list[tuple[int, float]]
     started: float
+    settings: Any
     tells: bool = True  # or does another process of the same run?
 
     @classmethod
@@ -124,8 +125,7 @@ class Run:
         folder = Path(output)
         if tells:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
-        return cls(folder, steps, [], time.monotonic(), tells)
+        return cls(folder, steps, [], time.monotonic(), settings, tells)
 
     def __post_init__(self) -> None:
         self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.tells else None
@@ -195,16 +195,27 @@ class Run:
         os.replace(partial, self.output / "last.pt")
 
     def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Load the last saved state, if there is one; its `step` is the next to take."""
+        """Load the last saved state, if there is one; its `step` is the next to take.
+
+        What was asked for is written where a step is left to take: else it is not what made what is there.
+        """
         path = self.output / "last.pt"
         if not path.is_file():
+            self._write_settings()
             return {"step": 0}
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.history = [tuple(point) for point in state["history"]]
+        if state["step"] < self.steps:
+            self._write_settings()
         self.say(f"resuming {self.output} at step {state['step']}")
         return state
+
+    def _write_settings(self) -> None:
+        if self.tells:
+            told = json.dumps(asdict(self.settings), indent=2)
+            (self.output / "settings.json").write_text(told + "\n")
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write `metrics.json` and `loss.png`; a run that was at its end already keeps its speed."""

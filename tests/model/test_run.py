@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,24 @@ def settings(tmp_path: Path) -> Settings:
 
 class TestRun:
     def test_writes_its_settings(self, settings: Settings) -> None:
-        """An opened run has its directory, and what was asked for in it."""
+        """A run that begins has its directory, and what was asked for in it."""
         with Run.open(settings.output, settings.steps, settings) as run:
+            run.resume(*trained(1))
             assert json.loads((run.output / "settings.json").read_text()) == vars(settings)
+
+    @pytest.mark.parametrize(("saved", "written"), [(3, True), (5, False), (6, False)])
+    def test_settings_of_what_is_there(self, settings: Settings, saved: int, written: bool) -> None:
+        """Other settings take the place of the first as long as there is a step that follows them."""
+        layer, optimizer = trained(1)
+        with Run.open(settings.output, 6, settings) as run:
+            run.resume(layer, optimizer)
+            run.save(saved, layer, optimizer)
+        other = replace(settings, lr=0.5)
+        with Run.open(settings.output, 5, other) as again:
+            again.resume(layer, optimizer)
+
+        kept = json.loads((again.output / "settings.json").read_text())
+        assert kept == vars(other if written else settings)
 
     def test_first_time(self, settings: Settings) -> None:
         """A run that never saved starts at step 0."""
