@@ -202,8 +202,11 @@ def word_tags(
     labels: Sequence[str],
 ) -> list[str]:
     """A tag for each of the data's words; O for one that has no token."""
-    tokens = decode.ner(windows, logits, sentence.text, labels=labels, aggregation_strategy="none")
-    tag_at = {token.start: token.entity for token in tokens}
+    named = [f"={label}" for label in labels]  # or tokens of "O" would be left out
+    tokens = decode.ner(windows, logits, sentence.text, labels=named, aggregation_strategy="none")
+    tag_at: dict[int, str] = {}
+    for token in tokens:  # a character may be several
+        tag_at.setdefault(token.start, token.entity[1:])
     tags = ["O"] * len(sentence.words)
     for window, (at, words, begins) in zip(
         windows, tasks.place_words(sentence, windows), strict=True

@@ -248,9 +248,18 @@ def place_words(sentence: Sentence, windows: Sequence[Encoding]) -> list[Placed]
     first = np.full(len(starts), np.iinfo(np.int64).max)
     for word, span in zip(words, spans, strict=True):
         np.minimum.at(first, word, span[:, 0])
+    # A character may be several tokens, each with its offsets; a window may begin with any of them.
+    begins = [
+        (np.diff(word, prepend=-1) > 0) & (span[:, 0] == first[word])
+        for word, span in zip(words, spans, strict=True)
+    ]
+    opening = np.zeros(len(starts), np.int64)  # the id of each word's first token
+    found = list(zip(windows, rows, words, begins, strict=True))
+    for window, row, word, begun in reversed(found):
+        opening[word[begun]] = window.input_ids[row[begun]]
     return [
-        Placed(row, word, span[:, 0] == first[word])
-        for row, word, span in zip(rows, words, spans, strict=True)
+        Placed(row, word, begun & (window.input_ids[row] == opening[word]))
+        for window, row, word, begun in found
     ]
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from seqeval.metrics import f1_score
 
-from model import checkpoint, evaluate, rows, tasks
+from model import checkpoint, evaluate, rows, tasks, tokenizer
+from model.families import FAMILIES
 from model.heads import Model
 from service.bundle import Head
 from service.encode import Encoder, Encoding
@@ -181,6 +182,20 @@ def test_a_word_has_the_tag_of_its_first_token(
     assert len(direct) > 3
     assert {number: answers[number] for number in direct} == direct
     assert metrics["f1"] == f1_score([row.tags for row in found], answers)
+
+
+def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
+    """They begin at one place, and what the others say of the word is not its tag."""
+    of_bytes = tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
+    row = rows.Sentence("here", ["日本", "Émile"], ["B-LOC", "O"])
+    (encoded,) = Encoder(of_bytes, 48).texts([row.text])
+    (placed,) = tasks.place_words(row, encoded.windows)
+    labels = HEADS["entities"].labels
+    logits = np.full((len(encoded.windows[0]), len(labels)), -9, np.float32)
+    logits[:, labels.index("I-PER")] = 1
+    first_rows = placed.rows[placed.begins]
+    logits[first_rows, [labels.index(tag) for tag in row.tags]] = 2
+    assert evaluate.word_tags(row, encoded.windows, [logits], labels) == row.tags
 
 
 def test_an_answer_is_the_likeliest_text(

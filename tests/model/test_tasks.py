@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from model import tasks
+from model import tasks, tokenizer
+from model.families import FAMILIES
 from model.heads import IGNORE_INDEX
 from model.rows import DataError, Question, Sentence, Similar, Text
 from model.tasks import Batch, Example, HeadSettings, Stream
@@ -166,6 +168,51 @@ def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file:
     }
     assert found >= {(0, "B-LOC"), (9, "B-PER"), *((start, "I-LOC") for start in range(1, 8))}
     assert len({start for start, _ in found}) == len(found)
+
+
+BYTES = sentence("Émile Ødegård in 日本 x Ада", "B-PER I-PER O B-LOC O B-PER")
+
+
+@pytest.fixture(scope="module")
+def of_bytes() -> Tokenizer:
+    """A tokenizer that knows single bytes only: a letter outside ASCII is several tokens."""
+    return tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
+
+
+def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes: Tokenizer) -> None:
+    """They all have its offsets; the first begins the entity, the others are inside it."""
+    (encoded,) = Encoder(of_bytes, 64).texts([BYTES.text])
+    (labels,) = tasks.token_labels(BYTES, encoded.windows, LABELS)
+    told = [LABELS[label] for label in labels if label != IGNORE_INDEX]
+    assert sum(tag.startswith("B-") for tag in told) == 3
+    assert told[:3] == ["B-PER", "I-PER", "I-PER"]
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+def test_a_window_that_begins_within_a_letter_begins_no_word(
+    of_bytes: Tokenizer, stride: int
+) -> None:
+    """Each word begins with one and the same token, in whichever window that is."""
+    (whole,) = Encoder(of_bytes, 64).texts([BYTES.text])
+    (placed,) = tasks.place_words(BYTES, whole.windows)
+    first = {
+        (word, token)
+        for word, token in zip(
+            placed.words[placed.begins],
+            whole.windows[0].input_ids[placed.rows[placed.begins]],
+            strict=True,
+        )
+    }
+    assert len(first) == len(BYTES.words)
+    (cut,) = Encoder(of_bytes, 7).texts([BYTES.text], truncate="window", stride=stride)
+    found = {
+        (word, token)
+        for window, (rows, words, begins) in zip(
+            cut.windows, tasks.place_words(BYTES, cut.windows), strict=True
+        )
+        for word, token in zip(words[begins], window.input_ids[rows[begins]], strict=True)
+    }
+    assert found == first
 
 
 # -- answers --------------------------------------------------------------------------------------
