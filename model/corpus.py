@@ -9,22 +9,24 @@ import hashlib
 import itertools
 import lzma
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
 from model import lock
+from model.lock import DataError
 
 Ints = NDArray[np.int64]
 
 VERSION = 2  # of the rules by which text becomes tokens: another makes another cache
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, UnicodeError)
 
 # A sentence ends at . ! or ? (and closing quotes) before a blank and what may begin one. Not after these.
 BOUNDARY = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
@@ -45,20 +47,29 @@ def sentences(paragraph: str) -> list[str]:
     return [sentence for sentence in [*found, paragraph[start:].strip()] if sentence]
 
 
-def open_text(path: Path) -> IO[str]:
-    """Open a `.txt`, `.gz` or `.xz` file as UTF-8 text."""
-    if path.suffix not in OPENERS:
-        raise ValueError(f"{path}: the corpus is read from {', '.join(OPENERS)} files")
-    return OPENERS[path.suffix](path, "rt", encoding="utf-8")  # type: ignore[operator, no-any-return]
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a file in UTF-8, packed (`.gz`, `.xz`) or not.
+
+    Raises DataError naming one that is cut short, damaged or not in UTF-8, and how far it can be read.
+    """
+    number = 0
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
 
 
 def documents(files: Iterable[Path]) -> Iterator[list[str]]:
-    """The paragraphs of each document, in order."""
+    """The paragraphs of each document, in order, of `.txt`, `.gz` and `.xz` files. Raises as `read_lines` does."""
     for path in files:
-        with open_text(path) as file:
-            for blank, lines in itertools.groupby(map(str.strip, file), key=lambda line: not line):
-                if not blank:
-                    yield list(lines)
+        if path.suffix not in OPENERS:
+            raise ValueError(f"{path}: the corpus is read from {', '.join(OPENERS)} files")
+        stripped = (line.strip() for _, line in read_lines(path))
+        for blank, lines in itertools.groupby(stripped, key=lambda line: not line):
+            if not blank:
+                yield list(lines)
 
 
 @dataclass(frozen=True)

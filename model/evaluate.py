@@ -388,7 +388,10 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
     parser.add_argument("--limit", type=int, default=0, help="so many rows of each file, spread")
     arguments = parser.parse_args()
-    source = read_source(arguments.checkpoint)
+    try:
+        source = read_source(arguments.checkpoint)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
     model = source.model.to(optim.pick_device())
     encoder = Encoder(source.tokenizer, min(arguments.max_length, source.max_length))
 

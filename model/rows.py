@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model import hub, lock
-from model.corpus import OPENERS
+from model.corpus import read_lines
 from model.lock import DataError
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
@@ -118,9 +118,8 @@ def read(source: str | Path, task: str, problem_type: str | None = None) -> list
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Where each line stands, and the line."""
-    with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            yield f"{path}:{number}", line
+    for number, line in read_lines(path):
+        yield f"{path}:{number}", line
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

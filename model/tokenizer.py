@@ -152,15 +152,15 @@ def main() -> None:
     parser.add_argument("--cased", action="store_true", help="keep case and accents")
     parser.add_argument("--family", choices=FAMILIES, default=BERT.model_type)
     arguments = parser.parse_args()
+    paragraphs = (paragraph for document in documents(arguments.files) for paragraph in document)
     try:
         for file in arguments.files:
             lock.check(file)
+        tokenizer = train(
+            paragraphs, arguments.vocab_size, not arguments.cased, FAMILIES[arguments.family]
+        )
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
-    paragraphs = (paragraph for document in documents(arguments.files) for paragraph in document)
-    tokenizer = train(
-        paragraphs, arguments.vocab_size, not arguments.cased, FAMILIES[arguments.family]
-    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(arguments.out))
     print(f"{arguments.out}: {tokenizer.get_vocab_size()} tokens")

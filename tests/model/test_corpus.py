@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from model import corpus, tokenizer
 from model.corpus import Corpus, sentences
 from model.families import FAMILIES
+from model.lock import DataError
 
 
 class TestSentences:
@@ -83,6 +84,13 @@ class TestDocuments:
         """A file of another kind is refused by name."""
         with pytest.raises(ValueError, match=r"corpus\.zip: .*\.gz, \.xz, \.txt"):
             list(corpus.documents([tmp_path / "corpus.zip"]))
+
+    def test_damage(self, tmp_path: Path) -> None:
+        """What cannot be unpacked is named, with how far it was read."""
+        path = tmp_path / "corpus.gz"
+        path.write_bytes(gzip.compress(b"one\ntwo\n")[:-4])
+        with pytest.raises(DataError, match=r"corpus\.gz cannot be read beyond line 2: .*ended"):
+            list(corpus.documents([path]))
 
 
 class TestBuild:

@@ -513,3 +513,12 @@ def test_the_command_says_what_is_wrong_with_a_file(
     monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", asked])
     with pytest.raises(SystemExit, match=r"a\.jsonl:1: no text"):
         evaluate.main()
+
+
+def test_the_command_says_that_there_is_no_such_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line, too."""
+    monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path), "--eval", "sentiment=a.jsonl"])
+    with pytest.raises(SystemExit, match=r"config\.json"):
+        evaluate.main()

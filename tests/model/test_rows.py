@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,28 @@ def test_tables_hold_texts_pairs_and_scores(tmp_path: Path) -> None:
     scores.write_bytes(gzip.compress(b"text\ttext_pair\tscore\na\tb\t2.5\r\n\nc\td\t5\n"))
     assert [row.score for row in rows.read(scores, "classification", "regression")] == [2.5, 5.0]
     assert [row.score for row in rows.read(scores, "embedding")] == [0.0, 1.0]
+
+
+PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl.gz", PACKED[:-12], "ended before"),
+        ("a.jsonl.gz", PACKED[:-6] + bytes(6), "CRC"),
+        ("a.jsonl.gz", PACKED[:10] + b"\xff" * 20, "decompressing"),
+        ("a.jsonl.gz", b"text", "Not a gzipped file"),
+        ("a.jsonl.xz", lzma.compress(b"a")[:-1], "ended before"),
+        ("a.jsonl.xz", b"text", "not supported"),
+        ("a.jsonl", b"\xff\n", "utf-8"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    """Whatever the library that unpacks it says, and however far it came."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} cannot be read beyond line \d: .*{reason}"):
+        rows.read(tmp_path / name, "classification")
 
 
 @pytest.mark.parametrize(

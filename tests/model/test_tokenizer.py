@@ -168,3 +168,15 @@ def test_command(
     assert len(vocabulary) == 150
     assert ("A" in vocabulary) == cased
     assert capsys.readouterr().out == f"{out}: 150 tokens\n"
+
+
+def test_the_command_says_which_file_is_none_of_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a line, not a traceback; nothing is written."""
+    (tmp_path / "README.md").write_text("a")
+    arguments = [str(tmp_path / "tokenizer.json"), str(tmp_path / "README.md")]
+    monkeypatch.setattr(sys, "argv", ["tokenizer", *arguments])
+    with pytest.raises(SystemExit, match=r"README\.md: the corpus is read from"):
+        tokenizer.main()
+    assert not (tmp_path / "tokenizer.json").exists()
