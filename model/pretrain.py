@@ -249,12 +249,12 @@ class Trainer:
 def plan_steps(
     s: Settings, phases: list[Phase], make: Callable[[], Trainer], draw: Callable[..., Samples]
 ) -> int:
-    """How many steps there is time for: measured once, and kept in `<output>/plan.json`.
+    """How many steps there is time for: measured where a run begins, and kept in `<output>/plan.json` for it.
 
     Three steps of each phase are timed after two that are not, with a model that is then thrown away.
     """
     kept = Path(s.output) / "plan.json"
-    if kept.is_file():
+    if kept.is_file() and kept.with_name("last.pt").is_file():
         return int(json.loads(kept.read_text())["steps"])
     trainer, seconds = make(), 0.0
     for phase in phases:

@@ -386,7 +386,7 @@ def test_a_rate_that_is_no_share(rates: dict[str, float]) -> None:
 def test_minutes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """A budget becomes a number of steps, once; what was measured it by leaves no trace in the model."""
+    """A budget becomes a run's number of steps, once; what was measured it by leaves no trace in the model."""
     seconds = itertools.count(step=0.5)
     monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(seconds))
     del arguments["steps"]
@@ -406,9 +406,12 @@ def test_minutes(
     run(monkeypatch, tmp_path / "steps", planned)
     assert last(tmp_path / "steps")["history"] == last(tmp_path / "run")["history"]
 
-    (tmp_path / "run/last.pt").unlink()
     run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 500})
     assert len(last(tmp_path / "run")["history"]) == plan["steps"]
+
+    (tmp_path / "run/last.pt").unlink()  # which begins anew
+    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
+    assert len(last(tmp_path / "run")["history"]) == 2 * plan["steps"]
 
 
 def test_phases_of_a_run(
