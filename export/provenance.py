@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model import lock
-from model.checkpoint import PROVENANCE, read_json
+from model.checkpoint import read_teachers
 
 
 def read_told(path: Path) -> dict[str, Any]:
@@ -21,12 +21,9 @@ def read_told(path: Path) -> dict[str, Any]:
 def with_teachers(told: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What is told, and who taught the model of a checkpoint, if that says so and nothing else was told of it.
 
-    Raises ValueError for what no names are.
+    Raises CheckpointError for what no names are.
     """
-    path = folder / PROVENANCE
-    teachers = read_json(path).get("teachers", []) if path.is_file() else []
-    if not isinstance(teachers, list) or not all(isinstance(name, str) for name in teachers):
-        raise ValueError(f"{path}: teachers: {teachers!r} is no list of names")
+    teachers = read_teachers(folder)
     return {**told, "provenance": {"teachers": teachers, **told.get("provenance", {})}}
 
 

@@ -6,7 +6,7 @@ The files hold the hub's own names (`model/names.py`). A joint checkpoint has th
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,6 +132,15 @@ def read_heads(folder: Path) -> dict[str, bundle.Head]:
             f"{folder}: architecture {architecture} is none of {', '.join(tasks)}"
         )
     return {tasks[architecture]: _head(tasks[architecture], config, folder)}
+
+
+def read_teachers(source: str | Path) -> list[str]:
+    """Who taught a checkpoint, by the names they were asked for by. Raises CheckpointError for what no names are."""
+    path = locate(source) / PROVENANCE
+    teachers = read_json(path).get("teachers", []) if path.is_file() else []
+    if not isinstance(teachers, list) or not all(isinstance(name, str) for name in teachers):
+        raise CheckpointError(f"{path}: teachers: {teachers!r} is no list of names")
+    return teachers
 
 
 def has_heads(folder: Path) -> bool:
@@ -331,6 +340,13 @@ def put_back(folder: Path) -> None:
 
 def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
+
+
+def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
+    """Keep beside a checkpoint who taught it, if anybody did."""
+    if teachers:
+        told = json.dumps({"teachers": teachers}, indent=2)
+        (folder / PROVENANCE).write_text(told + "\n", encoding="utf-8")
 
 
 def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:

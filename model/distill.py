@@ -335,7 +335,8 @@ def distill(s: Settings) -> dict[str, Any]:
         **how,
     )
 
-    return finetune.train(s, student, teaching, encoders, tokenizer_file)
+    before = checkpoint.read_teachers(whole.name) if whole else []
+    return finetune.train(s, student, teaching, encoders, tokenizer_file, before)
 
 
 def main() -> None:

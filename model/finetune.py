@@ -8,9 +8,8 @@ losses that an uninterrupted run would have had.
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,9 +157,7 @@ def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str)
             checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
         else:
             checkpoint.save_joint(partial, model, tokenizer)
-        if teachers:
-            told = json.dumps({"teachers": teachers}, indent=2)
-            (partial / checkpoint.PROVENANCE).write_text(told + "\n", encoding="utf-8")
+        checkpoint.save_teachers(partial, teachers)
 
 
 def check_fits(
@@ -245,7 +242,8 @@ def finetune(s: Settings) -> dict[str, Any]:
     given = {"temperature": s.temperature, "anneal": s.anneal}
     teaching = Teaching(model, lessons, answers, weights, **given)
 
-    return train(s, model, teaching, encoders, tokenizer_file)
+    before = checkpoint.read_teachers(source) if source else []
+    return train(s, model, teaching, encoders, tokenizer_file, before)
 
 
 def train(
@@ -254,15 +252,17 @@ def train(
     teaching: Teaching,
     encoders: dict[str, Encoder],
     tokenizer_file: Path,
+    before: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Optimiser and loop, for all that has heads or teachers; gives what goes into `metrics.json`.
 
     encoders: by head, of what it is judged on
+    before: who taught what the model begins from
     """
     device = optim.pick_device()
     dtype = optim.precision(s.precision, device)
     lessons = teaching.lessons
-    teachers = [teacher.name for teacher in teaching.teachers]
+    teachers = list(dict.fromkeys([*before, *(each.name for each in teaching.teachers)]))
     if not lessons:
         raise ValueError("there is nothing to train on")
     of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
@@ -351,7 +351,7 @@ def train(
             "best_step": best_step,
             "tokens_per_second": run.tokens_per_second(),
         }
-        if teachers:
+        if teaching.teachers:
             result["teachers"] = judge_teachers(teaching, s, encoders)
         run.finish(result)
         for name, found in metrics.items():

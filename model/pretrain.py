@@ -305,6 +305,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
     mean = (begun + ended) / 2
 
     # model
+    teachers = checkpoint.read_teachers(s.init_from) if s.init_from else []
     make = functools.partial(Trainer, s, shape, in_pairs, ranks)
     longest = max(phase.length for phase in phases)
     if longest > shape.max_length or specials.vocab_size > shape.vocab_size:
@@ -350,6 +351,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
         if ranks.leads:
             with checkpoint.replacing(run.output / "checkpoint") as partial:
                 checkpoint.save_pretraining(partial, model, Path(s.tokenizer))
+                checkpoint.save_teachers(partial, teachers)
             found = evaluate(model, held)
             speed = run.tokens_per_second()
             run.finish({"fixed_batches": found, "tokens_per_second": speed})

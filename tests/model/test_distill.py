@@ -732,9 +732,36 @@ def test_both_are_judged_on_the_same_rows(
     student = checkpoint.load_model(tmp_path / "run/checkpoint")
     assert found["parameters"] == finetune.count_parameters(student) < known["parameters"]
     assert set(found["heads"]["mood"]) == set(known["heads"]["names"])
-    told = json.loads((tmp_path / "run/checkpoint/provenance.json").read_text())
-    assert told == {"teachers": [str(taught)]}
+    assert teachers_of(tmp_path / "run") == [str(taught)]
     assert not (taught / "provenance.json").exists()
+
+
+def teachers_of(output: Path) -> list[str]:
+    told = json.loads((output / "checkpoint/provenance.json").read_text())
+    assert told.keys() == {"teachers"}
+    return told["teachers"]
+
+
+def test_teachers_are_not_forgotten(
+    taught: Path, joint: Path, data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """By what is fine-tuned from a student, nor by its own students, which name each teacher once."""
+    heads, student = tables(data, "names"), str(tmp_path / "run/checkpoint")
+    start(taught, {"logits": 1.0}, heads=heads)
+
+    tuned = {"output": str(tmp_path / "tuned"), "init_from": student, **QUICK}
+    result = finetune.finetune(finetune.Settings(heads=tables(data, "entities"), **tuned))
+    assert teachers_of(tmp_path / "tuned") == [str(taught)]
+    assert "teachers" not in result
+
+    for name, teacher, begun, expected in (
+        ("other", joint, {"init_from": student}, [str(taught), str(joint)]),
+        ("same", taught, {"init_from": student}, [str(taught)]),
+        ("layers", student, {}, [str(taught), student]),
+        ("fresh", student, {"preset": "tiny"}, [student]),
+    ):
+        start(teacher, {"logits": 1.0}, heads=heads, output=str(tmp_path / name), **begun)
+        assert teachers_of(tmp_path / name) == expected
 
 
 def test_the_student_is_an_ordinary_checkpoint(

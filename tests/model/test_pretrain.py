@@ -185,7 +185,7 @@ def test_dropout_is_on(
 def test_what_a_run_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], drawn: Batch
 ) -> None:
-    """A run leaves its metrics, and a checkpoint that transformers reads and that can go on."""
+    """A run leaves its metrics, and a checkpoint that transformers reads and that can go on, with who taught it."""
     run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
     folder = tmp_path / "first" / "checkpoint"
 
@@ -197,8 +197,13 @@ def test_what_a_run_leaves(
     metrics = json.loads((tmp_path / "first" / "metrics.json").read_text())
     assert metrics["fixed_batches"].keys() == {"loss", "mlm", "nsp"}
 
+    assert not (folder / "provenance.json").exists()
+
+    told = '{\n  "teachers": [\n    "a large model"\n  ]\n}\n'
+    (folder / "provenance.json").write_text(told)
     further = {**arguments, "init_from": str(folder), "lr": 1e-9, "steps": 1}
     run(monkeypatch, tmp_path / "second", further)
+    assert (tmp_path / "second/checkpoint/provenance.json").read_text() == told
     kept, first = last(tmp_path / "second")["model"], last(tmp_path / "first")["model"]
     torch.testing.assert_close(kept, first, rtol=0, atol=1e-8)
 
