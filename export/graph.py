@@ -19,7 +19,7 @@ from torch.export import Dim
 from export.fold import fold
 from model.attention import Layout, Padded
 from model.heads import Model
-from service import packing
+from service import bundle, packing
 
 OPSET = 20
 WEIGHTS = "weights.bin"
@@ -166,9 +166,8 @@ def _trace(
 
 
 def _check_names(heads: Iterable[str]) -> None:
-    inputs = {*PACKED_INPUTS, *CUDA_INPUTS, *PORTABLE_INPUTS}
     for name in heads:
-        if name in inputs:
+        if name in bundle.INPUTS:
             raise ValueError(f"a head cannot be named {name}: that is a graph's input")
 
 

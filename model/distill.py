@@ -55,6 +55,7 @@ class Settings(finetune.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        optim.check_counts(self, "corpus_batch_size")
         optim.check_choice("unit", self.unit, UNITS)
         optim.check_choice("distance", self.distance, teach.DISTANCES)
         for name, weight in self.losses.items():

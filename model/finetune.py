@@ -9,6 +9,7 @@ losses that an uninterrupted run would have had.
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,19 +66,17 @@ class Settings:
     save_every: int = 500
 
     def __post_init__(self) -> None:
+        optim.check_types(self)
         self.check_start()
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0")
+        optim.check_counts(self, "eval_every", "save_every")
         if self.only:
             optim.check_choice("only", self.only, self.heads)
             self.heads = {self.only: self.heads[self.only]}
-        known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
-        for name, table in self.heads.items():
-            if unknown := sorted(set(table) - known):
-                raise ValueError(f"heads.{name}: unknown setting {unknown[0]!r}")
-        self.heads = {name: tasks.HeadSettings(**table) for name, table in self.heads.items()}
+        self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
 
     def check_start(self) -> None:
         """Raises ValueError where it is not said what to begin from."""
@@ -88,6 +87,24 @@ class Settings:
         if self.keep_heads and not self.init_from:
             raise ValueError("keep_heads: there is no checkpoint to begin from")
         optim.check_choice("preset", self.preset, config.PRESETS)
+
+
+def read_head(name: str, table: dict[str, Any]) -> tasks.HeadSettings:
+    """Raises ValueError for a name that a bundle cannot have, and for what is wrong with the settings."""
+    if not re.fullmatch(bundle.NAME, name):
+        raise ValueError(f"heads: {name!r} may have letters, digits, dashes and _ only")
+    if name in bundle.INPUTS:
+        raise ValueError(f"heads: {name!r} is the name of a graph's input: choose another name")
+    known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"heads.{name}: unknown setting {unknown[0]!r}")
+    try:
+        head = tasks.HeadSettings(**table)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"heads.{name}: {error}") from None
+    if not (head.train or head.task == "embedding"):  # which plain text may teach
+        raise ValueError(f"heads.{name}: no rows to train on")
+    return head
 
 
 def evaluate_heads(
@@ -183,7 +200,7 @@ def read_lessons(
     """What each head is, who answers for it, and the lessons that its rows make.
 
     weights: how much each of `teach.LOSSES` counts
-    Raises ValueError for a head without rows, and for a head's own teacher that has no such head.
+    Raises ValueError for a head's own teacher that has no such head.
     """
     described, answers, lessons = {}, {}, []
     for name, h in s.heads.items():
@@ -200,8 +217,6 @@ def read_lessons(
         if found:
             asked = answers[name] if weights.get(teach.kind_of(h.task)) else None
             lessons += teach.lessons(found, name, head, h, encoders[name], asked, trunk)
-        elif h.task != "embedding":  # which plain text may teach
-            raise ValueError(f"heads.{name}: no rows to train on")
     return described, answers, lessons
 
 

@@ -71,6 +71,8 @@ class Settings:
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
+        optim.check_types(self)
+        optim.check_counts(self, "steps", "batch_tokens", "eval_every", "save_every")
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
         optim.check_choice("compile", self.compile, ("auto", "yes", "no"))

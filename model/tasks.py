@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import Layout
 from model.heads import IGNORE_INDEX, Inputs
-from model.optim import check_choice
+from model.optim import check_choice, check_counts, check_types
 from model.rows import DataError, Question, Sentence, Text
 from model.rows import read as read_rows
 from service import bundle, packing
@@ -62,20 +62,25 @@ class HeadSettings:
     # What the manifest will say of the head.
     labels: list[str] = field(default_factory=list)  # empty: those that occur in the data
     problem_type: bundle.ProblemType = "single_label_classification"
-    pooling: str = "mean"
+    pooling: Literal["mean", "cls"] = "mean"
     normalize: bool = True
     max_answer_tokens: int = 30
     max_query_tokens: int = 64
     demo: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("task", self.task, get_args(bundle.Task))
+        check_types(self)
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
         check_choice("distance", self.distance, DISTANCES)
         for name, value in (("scale", self.scale), ("margin", self.margin)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")
+        check_counts(
+            self, "batch_size", "scored_batch_size", "max_answer_tokens", "max_query_tokens"
+        )
+        if self.problem_type == "regression" and len(self.labels) > 1:
+            raise ValueError(f"labels: a regression has one, not {', '.join(self.labels)}")
 
 
 def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:

@@ -39,6 +39,14 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 SHA256 = r"^[0-9a-f]{64}$"
 
+# Of graphs of any layout; no head may have such a name.
+INPUTS = frozenset(
+    {
+        *("input_ids", "token_type_ids", "position_ids", "attention_mask", "lengths"),
+        *("unpack", "pack", "token_offset", "cu_seqlens"),
+    }
+)
+
 
 class BundleError(Exception):
     """A bundle that must not be served: `path` names it, the message says what disagrees."""

@@ -162,7 +162,9 @@ def test_awkward_portable(awkward: Model) -> None:
     assert_same_as_torch(awkward, found, packed)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "lengths", "attention_mask"])
+@pytest.mark.parametrize(
+    "name", sorted({*graph.PACKED_INPUTS, *graph.CUDA_INPUTS, *graph.PORTABLE_INPUTS})
+)
 def test_head_named_as_an_input(name: str, awkward: Model) -> None:
     """A head cannot bear an input's name; it is refused before anything is traced."""
     model = Model(awkward.config, {name: Head(task="qa")})

@@ -793,6 +793,8 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"losses": {"hidden": -1}}, "losses: hidden counts -1, which is below 0"),
         ({"corpus": []}, "missing: heads with rows, or a corpus"),
         ({"temperature": 0}, "temperature: 0 is not above 0"),
+        ({"corpus_batch_size": 0}, "corpus_batch_size: 0 is not 1 or more"),
+        ({"layers": "all"}, "layers: Input should be a valid list"),
         ({"unit": "words"}, "unit: 'words' is none of sentences, blocks"),
         ({"distance": "l1"}, "distance: 'l1' is none of cosine, mse"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny"),

@@ -696,6 +696,53 @@ def test_unknown_choices_are_named(settings: dict[str, Any], message: str) -> No
         Settings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": "128"}, "max_length: Input should be a valid integer, not '128'"),
+        ({"keep_heads": 1}, "keep_heads: Input should be a valid boolean, not 1"),
+        ({"eval_every": 0}, "eval_every: 0 is not 1 or more"),
+        ({"save_every": 0}, "save_every: 0 is not 1 or more"),
+    ],
+)
+def test_settings_of_another_kind_are_named(settings: dict[str, Any], message: str) -> None:
+    """Before anything is read."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Settings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "/a/file"}, "train: Input should be a valid list, not '/a/file'"),
+        ({"dev": ["a"]}, r"dev: Input should be a valid string, not \['a'\]"),
+        ({"labels": ["a", 1]}, "labels: Input should be a valid string, not 1"),
+        ({"batch_size": 0}, "batch_size: 0 is not 1 or more"),
+        ({"scored_batch_size": -1}, "scored_batch_size: -1 is not 1 or more"),
+        ({"problem_type": "multi_label"}, "problem_type: 'multi_label' is none of single_label_.*"),
+        ({"pooling": "max"}, "pooling: 'max' is none of mean, cls"),
+        ({"train": []}, "no rows to train on"),
+        (
+            {"problem_type": "regression", "labels": ["a", "b"]},
+            "labels: a regression has one, not a, b",
+        ),
+    ],
+)
+def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) -> None:
+    """Before anything is read; the head and the setting are named."""
+    table = {"task": "classification", "train": ["f"], **settings}
+    with pytest.raises(ValueError, match=rf"^heads\.a: {message}$"):
+        Settings(output="x", tokenizer="t", heads={"a": table})
+
+
+@pytest.mark.parametrize("name", ["lengths", "cu_seqlens", "my head", "-a", ""])
+def test_names_that_no_bundle_can_have(name: str) -> None:
+    """Known before training, not at export."""
+    table = {"task": "classification", "train": ["f"]}
+    with pytest.raises(ValueError, match=f"^heads: '{name}' "):
+        Settings(output="x", tokenizer="t", heads={name: table})
+
+
 @pytest.mark.parametrize("name", ["type", "keys", "a.b"])
 def test_names_that_no_head_can_have(data: Mapping[str, str], start: Start, name: str) -> None:
     """They would be methods of the model's, or parts of its names."""
