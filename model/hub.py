@@ -59,7 +59,8 @@ NEEDED = {  # any of these will do
 def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each row stands, and its fields by our names; a label is its name, or with `numbers` its number.
 
-    Rows that are marked as having no label (-1) are left out. Raises DataError naming what is not to be had.
+    Rows that are marked as having no label (-1, but with `numbers`) are left out. Raises DataError naming what is not
+    to be had.
     """
     match = NAME.fullmatch(name)
     if not match:
@@ -67,9 +68,10 @@ def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[st
     found = _load(name, match["path"], match["config"], match["split"], match["revision"])
     columns = _columns(name, task, found.features, match["columns"])
     read = {ours: _reader(found.features[theirs], numbers) for ours, theirs in columns.items()}
+    unlabelled = (UNLABELLED,) if numbers else (UNLABELLED, -1)
     for index, row in enumerate(found.select_columns(sorted({*columns.values()}))):
         fields = {ours: read[ours](row[theirs]) for ours, theirs in columns.items()}
-        if fields.get("label") is not UNLABELLED:
+        if fields.get("label") not in unlabelled:
             yield f"{name}: row {index}", fields
 
 

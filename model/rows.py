@@ -108,7 +108,7 @@ def read(source: str | Path, task: str, problem_type: str | None = None) -> list
         case "qa":
             found = [_asked(*record) for record in records] if named else list(_questions(path))
         case "embedding":
-            found = list(_similar(records))
+            found = list(_similar(str(source), records))
         case _:
             raise ValueError(f"task {task!r} is none of classification, ner, qa, embedding")
     if not found:
@@ -262,11 +262,15 @@ def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
     return _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
 
 
-def _similar(records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]:
+def _similar(source: str, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]:
     """Scores are stretched from the lowest and highest of all to 0 and 1."""
     lines = list(records)
     scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
-    low, high = min(scores, default=0), max(scores, default=0)
+    low, high = min(scores, default=0), max(scores, default=1)
+    if low == high:
+        raise DataError(
+            f"{source}: all scores are {low}, which says of no pair that it is more alike"
+        )
     for where, row in lines:
         if "texts" in row:
             texts = _get(where, row, "texts", kind=list)
@@ -279,7 +283,7 @@ def _similar(records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]
             continue
         pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
         if "score" in row:
-            yield Similar(where, pair, (row["score"] - low) / ((high - low) or 1))
+            yield Similar(where, pair, (row["score"] - low) / (high - low))
         elif _get(where, row, "label") in SAME:
             yield Similar(where, pair, None)
 

@@ -307,7 +307,8 @@ def test_scores_of_some_pairs_cannot_be_judged(
 ) -> None:
     """They have no metric in common; the error names the row."""
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "text_pair": "b", "score": 1}\n{"texts": ["a", "b"]}')
+    scored = '{"text": "a", "text_pair": "b", "score": %d}'
+    path.write_text("\n".join([scored % 1, '{"texts": ["a", "b"]}', scored % 0]))
     with pytest.raises(rows.DataError, match=r"a\.jsonl:2: .* for all of its rows or for none"):
         judge(model, encoder, "vectors", {"vectors": path})
 

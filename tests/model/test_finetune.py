@@ -660,7 +660,11 @@ def test_a_wrong_dev_file_is_found_before_training(
         ),
         (
             "vectors",
-            [{"text": "a", "text_pair": "b", "score": 1}, {"texts": ["a", "b"]}],
+            [
+                {"text": "a", "text_pair": "b", "score": 1},
+                {"texts": ["a", "b"]},
+                {"text": "a", "text_pair": "b", "score": 0},
+            ],
             "dev:2: a file has scores for all of its rows or for none",
         ),
     ],

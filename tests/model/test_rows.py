@@ -118,6 +118,14 @@ def test_similarity_goes_from_0_to_1(tmp_path: Path) -> None:
     assert [row.score for row in rows.read(path, "embedding")] == [0.0, 1.0, 0.25]
 
 
+def test_scores_have_to_vary(tmp_path: Path) -> None:
+    """From equal ones nobody can tell whether the pairs are alike or not."""
+    pair = {"text": "a", "text_pair": "b", "score": 5}
+    path = write(tmp_path / "a.jsonl", {"texts": ["c", "d"]}, pair, pair)
+    with pytest.raises(DataError, match=r"a\.jsonl: all scores are 5"):
+        rows.read(path, "embedding")
+
+
 def test_texts_that_say_the_same_have_no_score(tmp_path: Path) -> None:
     """Captions of one picture, and entailed pairs; pairs with another label are left out."""
     pair = {"text": "a", "text_pair": "b"}
