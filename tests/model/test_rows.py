@@ -183,7 +183,7 @@ def test_tables_hold_texts_pairs_and_scores(tmp_path: Path) -> None:
     assert [row.score for row in rows.read(scores, "embedding")] == [0.0, 1.0]
 
 
-PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9)
+PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
 
 
 @pytest.mark.parametrize(
