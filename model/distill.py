@@ -70,6 +70,10 @@ class Settings(finetune.Settings):
     def check_start(self) -> None:
         if not self.teacher:
             raise ValueError("missing: teacher")
+        if self.keep_heads:
+            raise ValueError(
+                "keep_heads is for fine-tuning: a student of layers keeps heads anyway"
+            )
         of_layers = [n for n in ("init_from", "layers", "num_layers") if getattr(self, n)]
         fresh = ("preset", "family", "shape", "max_position_embeddings", "tokenizer")
         of_fresh = [n for n in fresh if getattr(self, n)]
@@ -152,11 +156,11 @@ def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequ
     student.load_state_dict(weights)
 
 
-def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> None:
-    """Begin as some layers of a checkpoint, and with its heads where it has the same."""
+def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
+    """Begin as some layers of a checkpoint, and with its heads where it has the same; gives the names of these."""
     checkpoint.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
-    teach.keep_heads(student, whole)
+    return teach.keep_heads(student, whole)
 
 
 # -- plain text -------------------------------------------------------------------------------------------------------
@@ -316,8 +320,7 @@ def distill(s: Settings) -> dict[str, Any]:
     # student
     torch.manual_seed(s.seed)
     student = Model(finetune.with_rates(s, shape), described)
-    if whole:
-        inherit(student, whole, layers)
+    kept = inherit(student, whole, layers) if whole else None
     theirs = trunk.model.config
     how: dict[str, Any] = {}
     if s.counts("hidden"):
@@ -337,7 +340,7 @@ def distill(s: Settings) -> dict[str, Any]:
     )
 
     before = checkpoint.read_teachers(whole.name) if whole else []
-    return finetune.train(s, student, teaching, encoders, tokenizer_file, before)
+    return finetune.train(s, student, teaching, encoders, tokenizer_file, before, kept)
 
 
 def main() -> None:

@@ -252,13 +252,16 @@ def finetune(s: Settings) -> dict[str, Any]:
     model = Model(with_rates(s, shape), described)
     if source:
         checkpoint.init_from(model, source)
-    if s.keep_heads and not teach.keep_heads(model, teach.load(s.init_from, torch.device("cpu"))):
+    kept = None
+    if s.keep_heads:
+        kept = teach.keep_heads(model, teach.load(s.init_from, torch.device("cpu")))
+    if kept == []:
         raise ValueError(f"keep_heads: {s.init_from} has none of {', '.join(described)}")
     given = {"temperature": s.temperature, "anneal": s.anneal}
     teaching = Teaching(model, lessons, answers, weights, **given)
 
     before = checkpoint.read_teachers(source) if source else []
-    return train(s, model, teaching, encoders, tokenizer_file, before)
+    return train(s, model, teaching, encoders, tokenizer_file, before, kept)
 
 
 def train(
@@ -268,11 +271,13 @@ def train(
     encoders: dict[str, Encoder],
     tokenizer_file: Path,
     before: Sequence[str] = (),
+    kept: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Optimiser and loop, for all that has heads or teachers; gives what goes into `metrics.json`.
 
     encoders: by head, of what it is judged on
     before: who taught what the model begins from
+    kept: which heads come from there, if it was asked for any
     """
     device = optim.pick_device()
     dtype = optim.precision(s.precision, device)
@@ -305,6 +310,9 @@ def train(
     with Run.open(s.output, steps, s) as run:
         for lesson in lessons:
             run.say(f"{lesson.stream.name}: {lesson.stream.size:,} examples")
+        if kept is not None and model.described:
+            new = [name for name in model.described if name not in kept]
+            run.say(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
         run.say(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
         checkpoint.put_back(run.output / "checkpoint")

@@ -104,9 +104,7 @@ def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
         told = f"{_told(head)}, and in {teacher.name} {_told(described[name])}"
         raise ValueError(f"heads.{name}: {told}")
     if chosen := find_head(teacher, name, head):
-        labels = described[chosen].labels
-        in_order = head.labels if set(labels) == set(head.labels) else labels
-        return Answers(teacher, chosen, tuple(labels.index(label) for label in in_order))
+        return Answers(teacher, chosen, _columns(described[chosen].labels, head.labels))
     if head.task != "embedding":
         return None
     pooled = head.model_copy(update={"dimensions": teacher.model.config.hidden_size})
@@ -123,16 +121,23 @@ def find_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
 
 
 def keep_heads(student: Model, whole: Teacher) -> list[str]:
-    """Begin with the heads that another model has, too, labels in the same order; gives the names of these."""
+    """Begin with the heads that another model has, too, label by label; gives the names of these."""
     kept = []
     for name, head in student.described.items():
-        found = find_head(whole, name, head)
-        if found and whole.model.described[found].labels == head.labels:
+        if found := find_head(whole, name, head):
             theirs = whole.model.heads[found].state_dict()
+            rows = list(_columns(whole.model.described[found].labels, head.labels))
+            theirs |= {n: t[rows] for n, t in theirs.items() if n.startswith("classifier.")}
             if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
                 student.heads[name].load_state_dict(theirs)
                 kept.append(name)
     return kept
+
+
+def _columns(theirs: Sequence[str], ours: Sequence[str]) -> tuple[int, ...]:
+    """Which of their labels are ours, in order; a grade is one, whatever it is called."""
+    in_order = ours if set(theirs) == set(ours) else theirs
+    return tuple(theirs.index(label) for label in in_order)
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:

@@ -284,20 +284,32 @@ def test_which_hidden_states() -> None:
 
 
 def test_heads_come_with_the_layers(
-    joint: Path, data: Mapping[str, str], start: Start, tmp_path: Path
+    joint: Path,
+    data: Mapping[str, str],
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the teacher has them, but for those that answer with other labels."""
+    """As the teacher has them, label by label, but for those that answer with other labels; it is said which."""
     heads = tables(data, "names", "answers")
-    heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada"]}
+    heads["turned"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada"]}
+    heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada", "Mileva"]}
     start(joint, {"labels": 1.0}, heads=heads, lr=0.0)
+    assert "\nheads kept: names, answers, turned; new: mood\n" in capsys.readouterr().out
     student, teacher = (checkpoint.load_model(p) for p in (tmp_path / "run/checkpoint", joint))
     for name in ("names", "answers"):
         for mine, its in zip(
             student.heads[name].parameters(), teacher.heads[name].parameters(), strict=True
         ):
             torch.testing.assert_close(mine, its, rtol=0, atol=0)
-    mood, names = student.heads["mood"].classifier.weight, teacher.heads["names"].classifier.weight
-    assert not torch.allclose(mood, names)
+    turned, mood, names = (
+        model.heads[name].classifier.weight
+        for model, name in ((student, "turned"), (student, "mood"), (teacher, "names"))
+    )
+    labels = teacher.described["names"].labels
+    rows = [labels.index(label) for label in student.described["turned"].labels]
+    torch.testing.assert_close(turned, names[rows], rtol=0, atol=0)
+    assert not torch.allclose(mood[:4], names[rows])
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "distilbert"])
@@ -807,6 +819,7 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"shape": {"hidden_size": 8}}, "shape is for a fresh student, which begins from a preset"),
         ({"tokenizer": "x"}, "tokenizer is for a fresh student"),
         ({"layers": [0], "num_layers": 1}, "layers and num_layers: one of them says it"),
+        ({"keep_heads": True}, "keep_heads is for fine-tuning"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:

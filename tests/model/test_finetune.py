@@ -552,6 +552,34 @@ def test_heads_are_kept_where_that_was_asked(
     assert set(after.heads) == {"names", "entities"}
 
 
+def test_kept_heads_answer_by_their_labels(
+    data: Mapping[str, str], start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In whatever order the checkpoint has them; and it is said which heads are new."""
+    tables = heads(data)
+    turned = {
+        "names": {**tables["names"], "labels": ["Sofya", "Ada", "Grace", "Emmy"]},
+        "entities": {**tables["entities"], "labels": ["B-PER", "I-LOC", "O", "I-PER", "B-LOC"]},
+    }
+    start(turned, steps=1, output=str(tmp_path / "first"))
+    first = str(tmp_path / "first/checkpoint")
+    assert "heads kept" not in capsys.readouterr().out
+    start(tables, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=True)
+    assert "\nheads kept: names, entities; new: answers, vectors\n" in capsys.readouterr().out
+    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    for name in turned:
+        old, new = by_label(before, name), by_label(after, name)
+        assert [*old] != [*new]
+        torch.testing.assert_close([new[label] for label in old], [*old.values()], rtol=0, atol=0)
+
+
+def by_label(model: Model, name: str) -> dict[str, Tensor]:
+    """The classifier's weights and bias of each label of a head, in the head's order."""
+    classifier = model.heads[name].classifier
+    rows = torch.cat([classifier.weight, classifier.bias[:, None]], dim=1)
+    return dict(zip(model.described[name].labels, rows, strict=True))
+
+
 def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
     """Is said before training, with the heads that were looked for."""
     tables = heads(data)
