@@ -92,7 +92,7 @@ class Settings:
 def read_head(name: str, table: dict[str, Any]) -> tasks.HeadSettings:
     """Raises ValueError for a name that a bundle cannot have, and for what is wrong with the settings."""
     if not re.fullmatch(bundle.NAME, name):
-        raise ValueError(f"heads: {name!r} may have letters, digits, dashes and _ only")
+        raise ValueError(f"heads: {name!r} is not of letters and digits, and . _ - behind them")
     if name in bundle.INPUTS:
         raise ValueError(f"heads: {name!r} is the name of a graph's input: choose another name")
     known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
