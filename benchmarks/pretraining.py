@@ -155,10 +155,10 @@ def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Pat
     specials = Specials.of(tokenizers.Tokenizer.from_file(str(words)), family)
     sampler = Sampler(text, specials, pairs=None)
     drawn = {"seed": 1, "size": 32, "length": LENGTH, "rate": 0.15}
-    batches = [sampler.samples(step=step, **drawn).pack() for step in range(HELD // 32)]
+    held = [sampler.samples(step=step, **drawn) for step in range(HELD // 32)]
     model.next_sentence = None  # the texts are no pairs
     model.weights = {"mlm": 1.0}
-    loss = pretrain.evaluate(model, batches)["mlm"]
+    loss = pretrain.evaluate(model, held)["mlm"]
     done.write_text(json.dumps(loss))
     return loss
 

@@ -10,12 +10,11 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tokenizers
 import torch
 from torch import Tensor, nn
@@ -147,15 +146,30 @@ class Objective(nn.Module):
         return losses(self.model, batch, shares)
 
 
+def in_pieces(
+    whole: Samples, tokens: int, counted: Mapping[str, int]
+) -> Iterator[tuple[Batch, dict[str, float]]]:
+    """Samples as batches of so many tokens (0: all at once), with what each is of what is `counted`, by loss."""
+    pieces = math.ceil(whole.tokens / (tokens or whole.tokens))
+    pieces = min(pieces, len(whole))  # of a sample at least
+    for number in range(pieces):
+        piece = whole.part(number, pieces)
+        yield piece.pack(), {name: count / counted[name] for name, count in piece.counts.items()}
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
-    """Mean losses over fixed batches, with the same draws each time where a model draws."""
+def evaluate(model: nn.Module, held: Sequence[Samples], tokens: int = 0) -> dict[str, float]:
+    """Mean losses of fixed samples, of so many tokens at once, with the same draws each time where a model draws."""
     model.eval()
+    found: dict[str, float] = {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found = [losses(model, batch) for batch in batches]
+        for whole in held:
+            for batch, shares in in_pieces(whole, tokens, whole.counts):
+                for name, part in losses(model, batch, shares).items():
+                    found[name] = found.get(name, 0.0) + part.item() / len(held)
     model.train()
-    return {name: float(np.mean([loss[name].item() for loss in found])) for name in found[0]}
+    return found
 
 
 def corpus_files(paths: list[str]) -> list[Path]:
@@ -230,14 +244,10 @@ class Trainer:
         optim.seed_dropout(s.seed, step, ranks.rank)
         self.optimizer.zero_grad(set_to_none=True)
         own = whole.part(ranks.rank, ranks.world)
-        pieces = math.ceil(own.tokens / (s.micro_batch_tokens or own.tokens))
-        pieces = min(pieces, len(own))  # of a sample at least
         found: dict[str, float] = {}
-        for number in range(pieces):
-            piece = own.part(number, pieces)
-            shares = {name: count / whole.counts[name] for name, count in piece.counts.items()}
+        for batch, shares in in_pieces(own, s.micro_batch_tokens, whole.counts):
             with torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                parts = self.objective(piece.pack(), shares)
+                parts = self.objective(batch, shares)
             parts["loss"].backward()
             found = {name: found.get(name, 0.0) + part.item() for name, part in parts.items()}
         ranks.add_up(self.model.parameters())
@@ -326,7 +336,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
 
     steps = plan_steps(s, phases, make, draw) if s.minutes else s.steps
     fixed = Phase(1.0, min(128, longest), s.batch_tokens)
-    held = [draw(step, fixed, s.seed + 10_000).pack() for step in range(8)]
+    held = [draw(step, fixed, s.seed + 10_000) for step in range(8)]
 
     # loop
     trainer = make()
@@ -344,7 +354,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
             run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)
             last = step + 1 == steps
             if ranks.leads and ((step + 1) % s.eval_every == 0 or last):
-                found = evaluate(model, held)
+                found = evaluate(model, held, s.micro_batch_tokens)
                 for name, value in found.items():
                     run.scalar(f"held/{name}", value, step)
                 run.say(f"step {step + 1}: fixed-batch losses {found}")
@@ -354,7 +364,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
             with checkpoint.replacing(run.output / "checkpoint") as partial:
                 checkpoint.save_pretraining(partial, model, Path(s.tokenizer))
                 checkpoint.save_teachers(partial, teachers)
-            found = evaluate(model, held)
+            found = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
             run.finish({"fixed_batches": found, "tokens_per_second": speed})
 

@@ -22,7 +22,7 @@ from torch import nn
 from model import checkpoint, corpus, pretrain, tokenizer
 from model.families import FAMILIES
 from model.heads import make_pretraining
-from model.samples import Batch, Sampler, Specials
+from model.samples import Batch, Sampler, Samples, Specials
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,16 @@ STEPS = {"electra": 300}
 
 @dataclass(frozen=True)
 class Learnt:
-    """A family's model after a short run, batches that it was not trained on, and the loss of who goes by frequency."""
+    """A family's model after a short run, samples that it was not trained on, and the loss of who goes by frequency."""
 
     model: nn.Module
-    batches: list[Batch]
+    held: list[Samples]
     specials: Specials
     words_alone: float
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [samples.pack() for samples in self.held]
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +143,10 @@ def learn(
         specials = Specials.of(Tokenizer.from_file(str(words)), family)
         sampler = Sampler(text, specials, family.pairs)
         drawn = {"seed": 99, "size": 32, "length": 32, "rate": 0.15}
-        batches = [sampler.samples(step=step, **drawn).pack() for step in range(20)]
+        held = [sampler.samples(step=step, **drawn) for step in range(20)]
         shares = np.bincount(text.ids) / len(text.ids)
         shares = shares[shares > 0]
-        return Learnt(model.eval(), batches, specials, float(-(shares * np.log(shares)).sum()))
+        return Learnt(model.eval(), held, specials, float(-(shares * np.log(shares)).sum()))
 
     return run
 
@@ -154,7 +158,7 @@ def learn(
 def test_hidden_tokens(name: str, of_words_alone: float, learn: Callable[[str], Learnt]) -> None:
     """Are guessed better than from how frequent words are; by ELECTRA's generator, which is small, a little better."""
     learnt = learn(name)
-    found = pretrain.evaluate(learnt.model, learnt.batches)
+    found = pretrain.evaluate(learnt.model, learnt.held)
     assert found["mlm"] < of_words_alone * learnt.words_alone
 
 
@@ -170,7 +174,7 @@ def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
             for one, b in zip(logits, learnt.batches, strict=True)
         ]
     )
-    found = pretrain.evaluate(learnt.model, learnt.batches)
+    found = pretrain.evaluate(learnt.model, learnt.held)
     assert len(right) == 640
     assert right.mean() > 0.7  # ten standard deviations above a coin
     assert found[FAMILIES[name].pair_objective] < 0.8 * math.log(2)
@@ -200,4 +204,4 @@ def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
     more_suspect = (scores[truth][:, None] > scores[~truth]).float().mean()
     assert truth.sum() > 1500
     assert more_suspect > 0.65  # by chance 0.5, give or take 0.007
-    assert pretrain.evaluate(learnt.model, learnt.batches)["rtd"] < 0.9 * blind
+    assert pretrain.evaluate(learnt.model, learnt.held)["rtd"] < 0.9 * blind

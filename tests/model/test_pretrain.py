@@ -41,11 +41,17 @@ def test_corpus_files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def drawn(corpus_file: Path, small_tokenizer: Tokenizer) -> Batch:
-    """A batch of pairs from the made-up corpus."""
+def held(corpus_file: Path, small_tokenizer: Tokenizer) -> samples.Samples:
+    """Pairs from the made-up corpus."""
     text = corpus.build([corpus_file], small_tokenizer)
     sampler = Sampler(text, Specials.of(small_tokenizer, BERT), "nsp")
-    return sampler.samples(seed=1, step=0, size=6, length=32, rate=0.15).pack()
+    return sampler.samples(seed=1, step=0, size=6, length=32, rate=0.15)
+
+
+@pytest.fixture
+def drawn(held: samples.Samples) -> Batch:
+    """The same as a batch."""
+    return held.pack()
 
 
 def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
@@ -87,14 +93,28 @@ def test_loss_at_masked_positions_only(drawn: Batch, small_tokenizer: Tokenizer)
     assert len(drawn.labels) == len(drawn.masked) < len(drawn.inputs[0]) / 4
 
 
-def test_evaluate(drawn: Batch, small_tokenizer: Tokenizer) -> None:
-    """Evaluating averages over batches without dropout, and leaves the model in training."""
+def test_evaluate(held: samples.Samples, small_tokenizer: Tokenizer) -> None:
+    """Evaluating averages over samples without dropout, and leaves the model in training."""
     model = model_for(small_tokenizer, hidden_dropout_prob=0.5).train()
 
-    found = pretrain.evaluate(model, [drawn, drawn])
+    found = pretrain.evaluate(model, [held, held])
 
     assert model.training
-    assert found == pretrain.evaluate(model, [drawn])
+    assert found == pretrain.evaluate(model, [held])
+
+
+def test_evaluate_in_pieces(held: samples.Samples, small_tokenizer: Tokenizer) -> None:
+    """With room for fewer tokens at once the losses are the same, and no batch is larger."""
+    model, read = model_for(small_tokenizer), []
+    model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
+
+    whole = pretrain.evaluate(model, [held])
+    read.clear()
+    found = pretrain.evaluate(model, [held], tokens=80)
+
+    assert found == pytest.approx(whole, rel=1e-5)
+    assert len(read) == 3
+    assert max(read) <= 80
 
 
 @pytest.fixture
@@ -368,9 +388,9 @@ def test_fewer_and_fewer_are_hidden(
         trained.append(sum(whole.guesses) / whole.tokens)
         return step(self, whole, *args)
 
-    def evaluated(model: Any, batches: list[Batch]) -> Any:
-        held.extend(len(batch.masked) / len(batch.inputs[0]) for batch in batches)
-        return evaluate(model, batches)
+    def evaluated(model: Any, fixed: list[samples.Samples], tokens: int) -> Any:
+        held.extend(sum(whole.guesses) / whole.tokens for whole in fixed)
+        return evaluate(model, fixed, tokens)
 
     monkeypatch.setattr(pretrain.Trainer, "step", stepped)
     monkeypatch.setattr(pretrain, "evaluate", evaluated)
