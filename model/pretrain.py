@@ -338,10 +338,13 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
     fixed = Phase(1.0, min(128, longest), s.batch_tokens)
     held = [draw(step, fixed, s.seed + 10_000) for step in range(8)]
 
+    def work(step: int) -> float:
+        return phase_at(step, steps, phases).batch_tokens
+
     # loop
     trainer = make()
     model, optimizer = trainer.model, trainer.optimizer
-    with Run.open(s.output, steps, s, ranks.leads) as run:
+    with Run.open(s.output, steps, s, ranks.leads, work=work) as run:
         run.say(
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"

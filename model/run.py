@@ -8,6 +8,7 @@
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -119,13 +120,14 @@ class Run:
     started: float
     settings: Any
     tells: bool = True  # or does another process of the same run?
+    work: Callable[[int], float] = lambda _: 1.0  # how long a step takes, beside others
 
     @classmethod
-    def open(cls, output: str, steps: int, settings: Any, tells: bool = True) -> Self:
+    def open(cls, output: str, steps: int, settings: Any, tells: bool = True, **more: Any) -> Self:
         folder = Path(output)
         if tells:
             folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, steps, [], time.monotonic(), settings, tells)
+        return cls(folder, steps, [], time.monotonic(), settings, tells, **more)
 
     def __post_init__(self) -> None:
         self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.tells else None
@@ -134,10 +136,10 @@ class Run:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
             disable=not (self.tells and sys.stdout.isatty()),
         )
         self.bar = self.progress.add_task("training", total=self.steps, state="")
+        self.until = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
         self.tokens = 0
         self.taken = 0
         self.smooth: float | None = None
@@ -161,11 +163,18 @@ class Run:
         for name, value in losses.items():
             self.scalar(f"train/{name}", value, step)
         self.scalar("train/lr", lr, step)
-        state = f"loss {self.smooth:.3f}  {self.tokens_per_second():,.0f} tokens/s"
+        left = self.seconds_left(step + 1) / 60
+        speed = self.tokens_per_second()
+        state = f"loss {self.smooth:.3f}  {speed:,.0f} tokens/s  {left:.0f} min left"
         self.progress.update(self.bar, completed=step + 1, state=state)
         if self.progress.disable and (step + 1) % 50 == 0:
-            left = (time.monotonic() - self.started) / self.taken * (self.steps - step - 1)
-            self.say(f"step {step + 1}/{self.steps}  {state}  {left / 60:.0f} min left")
+            self.say(f"step {step + 1}/{self.steps}  {state}")
+
+    def seconds_left(self, taken: int) -> float:
+        """From the steps of this process, when so many of all are taken."""
+        done = self.until[taken] - self.until[taken - self.taken]
+        to_do = self.until[self.steps] - self.until[taken]
+        return (time.monotonic() - self.started) * to_do / done
 
     def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)

@@ -214,6 +214,16 @@ class TestRun:
         assert torch.equal(loaded[0]["exp_avg_sq"], kept[0]["exp_avg_sq"])
         assert "resuming" in capsys.readouterr().out
 
+    def test_time_left(self, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+        """Is what the steps to come will take, at the pace of those that this process took."""
+        now = iter([0.0, *(60.0,) * 9])
+        monkeypatch.setattr(run.time, "monotonic", lambda: next(now))
+        with Run.open(settings.output, 5, settings, work=[9, 1, 1, 2, 2].__getitem__) as later:
+            for step in (1, 2):
+                later.step(step, {"loss": 1.0}, 10, lr=0.1)
+
+            assert later.seconds_left(3) == pytest.approx(60 * 4 / 2)
+
     def test_a_crash_leaves_the_old(
         self, monkeypatch: pytest.MonkeyPatch, settings: Settings
     ) -> None:
