@@ -9,9 +9,18 @@ from model import lock
 from model.checkpoint import read_teachers
 
 
+# `card.render` tells of all but the manifest's.
+TOLD = ("description", "training", "limits", "weights_license", "provenance")
+
+
 def read_told(path: Path) -> dict[str, Any]:
-    """The file's tables, with every data set in full. Raises ValueError, also where a data set is not known."""
+    """The file's tables, with every data set in full.
+
+    Raises ValueError, also where a data set is not known, and for what would be told nowhere.
+    """
     told = tomllib.loads(path.read_text(encoding="utf-8"))
+    if unknown := sorted(set(told) - set(TOLD)):
+        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(TOLD)}")
     provenance = told.get("provenance")
     if isinstance(provenance, dict) and isinstance(provenance.get("datasets"), list):
         provenance["datasets"] = [_in_full(table) for table in provenance["datasets"]]

@@ -25,6 +25,13 @@ from model.teach import Answers, Lesson, Teacher, Teaching
 from service.encode import Encoder, Window, load_tokenizer
 
 UNITS = ("sentences", "blocks")
+# Settings that say how a loss is taken, and which.
+OF_LOSSES = {
+    "hidden_layers": "hidden",
+    "relation_layer": "relations",
+    "relation_heads": "relations",
+    "anneal": "labels",
+}
 
 
 @dataclass
@@ -64,6 +71,9 @@ class Settings(finetune.Settings):
                 raise ValueError(f"losses: {name} counts {weight}, which is below 0")
         if not any(self.losses.values()):
             raise ValueError(f"losses: none of {', '.join(teach.LOSSES)} counts")
+        for name, loss in OF_LOSSES.items():
+            if getattr(self, name) != getattr(Settings, name, []) and not self.counts(loss):
+                raise ValueError(f"{name}: losses.{loss} counts nothing")
         if not (self.heads or self.corpus):
             raise ValueError("missing: heads with rows, or a corpus")
 

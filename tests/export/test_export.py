@@ -413,6 +413,7 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("limit = 'English'\n", "'limit' is none of description, training, limits"),
         ("[provenance]\nsede = 1\n", "sede: Extra inputs are not permitted"),
         ("[[provenance.datasets]]\nname = 'x'\n", "datasets.0.origin: Field required"),
         ("[[provenance.datasets]]\nkey = 'x'\n", "'x' is none of wikipedia, books, sst2"),

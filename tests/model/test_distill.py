@@ -820,6 +820,13 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"tokenizer": "x"}, "tokenizer is for a fresh student"),
         ({"layers": [0], "num_layers": 1}, "layers and num_layers: one of them says it"),
         ({"keep_heads": True}, "keep_heads is for fine-tuning"),
+        ({"anneal": True}, "anneal: losses.labels counts nothing"),
+        ({"relation_layer": 0}, "relation_layer: losses.relations counts nothing"),
+        ({"relation_heads": 2}, "relation_heads: losses.relations counts nothing"),
+        (
+            {"losses": {"embedding": 1.0}, "hidden_layers": [[1, 1]]},
+            "hidden_layers: losses.hidden counts nothing",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
