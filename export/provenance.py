@@ -8,7 +8,6 @@ from typing import Any
 from model import lock
 from model.checkpoint import read_teachers
 
-
 # `card.render` tells of all but the manifest's.
 TOLD = ("description", "training", "limits", "weights_license", "provenance")
 

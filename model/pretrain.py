@@ -28,6 +28,7 @@ from model.matching import begin_matching
 from model.ranks import Ranks
 from model.run import Run, command
 from model.samples import Batch, Sampler, Samples, Specials
+from model.source import has_tokenizer, read_tokenizer
 from service.encode import load_tokenizer
 
 
@@ -187,10 +188,11 @@ def corpus_files(paths: list[str]) -> list[Path]:
 def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, config.BertConfig]:
     """Of the encoder: a checkpoint's, or a preset's with what is given beside it.
 
-    Raises ValueError for fields that the family does not have, and for a checkpoint of another one.
+    Raises ValueError for fields that the family does not have, and for a checkpoint of another one, or of other tokens.
     """
     if s.init_from:
-        begun = checkpoint.read_config(checkpoint.locate(s.init_from))
+        folder = checkpoint.locate(s.init_from)
+        begun = checkpoint.read_config(folder)
         if s.family not in ("", begun.model_type):
             raise checkpoint.CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
         told = {**s.shape, "max_position_embeddings": s.max_position_embeddings}
@@ -199,6 +201,8 @@ def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, co
             raise checkpoint.CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
         if dataclasses.replace(begun, **told) != begun:
             raise checkpoint.CheckpointError(f"{s.init_from} is of another shape than {told}")
+        if has_tokenizer(folder) and read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            raise checkpoint.CheckpointError(f"{s.init_from} knows other tokens than {s.tokenizer}")
         return family_of(begun), begun
     family = FAMILIES[s.family or BERT.model_type]
     given = {

@@ -68,6 +68,11 @@ def _read_model(folder: Path) -> Model:
     return _cross_encoder(folder) if is_cross_encoder(folder) else _sentence_transformer(folder)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one for `read_tokenizer`."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+
+
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """`tokenizer.json`, or the WordPiece tokenizer that an older checkpoint's `vocab.txt` stands for."""
     path = folder / "tokenizer.json"

@@ -533,6 +533,29 @@ def test_mistakes_are_told(
     assert not (tmp_path / "run").exists()
 
 
+def test_goes_on_with_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    small_tokenizer: Tokenizer,
+    tokenizer_file: Path,
+) -> None:
+    """A checkpoint whose tokens have other numbers is refused, be there as many of them."""
+    begun = tmp_path / "begun"
+    model = Pretraining(
+        shape(vocab_size=small_tokenizer.get_vocab_size(), max_position_embeddings=32)
+    )
+    pretrain.checkpoint.save_pretraining(begun, model, tokenizer_file)
+    told = json.loads(tokenizer_file.read_text())
+    words = told["model"]["vocab"]
+    (a, number), (b, other) = [*words.items()][-2:]
+    words |= {a: other, b: number}
+    (begun / "tokenizer.json").write_text(json.dumps(told))
+
+    with pytest.raises(SystemExit, match="begun knows other tokens than"):
+        run(monkeypatch, tmp_path / "run", {**arguments, "init_from": str(begun)})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
