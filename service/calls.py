@@ -119,7 +119,7 @@ class Call(Generic[R]):
     async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
         """A line for each input, as soon as it is there, and a last one that sums up or names the error.
 
-        What fails before the first line is an error like any other.
+        What fails before the first line is an error like any other; from then on all tokens count, whoever hangs up.
         """
         lines = Lines()
 
@@ -140,6 +140,7 @@ class Call(Generic[R]):
             raise
         if not first:
             asking.result()
+        self.exchange.tokens = self.exchange.asked
         return LinesResponse(
             self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
         )
@@ -210,7 +211,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         priority=exchange.priority,
         tenant=exchange.tenant,
         spare=valid.on_error == "null",
-        submitted=exchange.submitted,
+        submitted=exchange.submit,
     )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)

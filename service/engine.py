@@ -48,7 +48,7 @@ class Ticket:
     """Who asks, and until when (`time.monotonic()` seconds) the answer is wanted.
 
     spare: an input that cannot be answered has an error and no result, instead of failing the others
-    submitted: is called when the texts go to the device
+    submitted: is called with their tokens when the texts go to the device
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class Ticket:
     priority: int = 0
     tenant: str = ""
     spare: bool = False
-    submitted: Callable[[], object] | None = None
+    submitted: Callable[[int], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,7 @@ class Engine:
         usage = _usage(encoded)
         entries = self._entries(head, encoded, ticket)
         if ticket.submitted is not None:
-            ticket.submitted()
+            ticket.submitted(usage.tokens)
         if tell is not None:
             arrivals = _Arrivals(encoded, errors, entries, decode_one, tell)
             outcomes = await self._device.submit(entries, arrivals.add, ticket.spare)

@@ -43,7 +43,7 @@ class Exchange:
 
     trace_id: of the trace that the client says it is part of, or that was begun here; or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
-    submitted: is to be called when its texts go to the device;
+    submitted: is called when its texts go to the device; asked: of so many tokens
     stages: seconds of each, as far in `metrics.STAGES` as it came
     """
 
@@ -54,6 +54,7 @@ class Exchange:
     priority: int = 0
     settle: list[Callable[[int], None]] = field(default_factory=list)
     submitted: Callable[[], object] | None = None
+    asked: int = 0
     model: str = ""
     task: str = ""
     inputs: int = 0
@@ -64,6 +65,12 @@ class Exchange:
     status: int = 0
     code: str = ""
     refusal: QuartetError | None = None
+
+    def submit(self, tokens: int) -> None:
+        """Its texts go to the device."""
+        self.asked = tokens
+        if self.submitted is not None:
+            self.submitted()
 
     @property
     def names(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from service.load import Load
 from service.settings import Settings
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
+TOKENS = 7  # of every request
 
 
 class FakeEngine:
@@ -63,6 +64,8 @@ class FakeEngine:
         tell = asked.pop("tell")
         self.asked, self.ticket = asked, ticket
         self.reached.set()
+        if ticket.submitted is not None:
+            ticket.submitted(TOKENS)
         for index, result in enumerate(results if tell else ()):
             tell(index, result)
             if index + 1 == self.tell_first:
@@ -75,7 +78,7 @@ class FakeEngine:
             raise
         if self.error:
             raise self.error
-        usage = Usage(tokens=7, windows=1, truncated=[])
+        usage = Usage(tokens=TOKENS, windows=1, truncated=[])
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
         return Reply(head, results, usage, timing, self.bad)
 

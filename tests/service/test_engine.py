@@ -313,15 +313,16 @@ def zeros(entry: Entry) -> Outcome:
 async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
     submitted: list[Entry] = []
-    told_before: list[int] = []
+    told_before: list[tuple[int, int]] = []
 
     async def submit(entries: Sequence[Entry], _: Tell | None, spare: bool) -> list[Outcome]:
-        assert [0] == told_before
+        ((before, tokens),) = told_before
+        assert (0, sum(entry.tokens for entry in entries)) == (before, tokens)
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
-    def tell() -> None:
-        told_before.append(len(submitted))
+    def tell(tokens: int) -> None:
+        told_before.append((len(submitted), tokens))
 
     engine = engine_of(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t", submitted=tell)

@@ -12,7 +12,7 @@ from structlog.typing import EventDict
 
 from service import errors
 from service.lines import MEDIA_TYPE, Lines, line, wants_lines
-from tests.service.fakes import VECTOR, FakeEngine
+from tests.service.fakes import TOKENS, VECTOR, FakeEngine
 from tests.service.test_routes import BODIES, USAGE, each_task
 
 IN_LINES = {"Accept": MEDIA_TYPE}
@@ -132,8 +132,10 @@ async def test_our_bugs_are_logged(
     assert ["no number"] == [told["event"] for told in lines if told["log_level"] == "error"]
 
 
-async def test_lines_leave_before_the_answer_is_whole(app: FastAPI, engine: FakeEngine) -> None:
-    """A line is sent when its result is there; who hangs up then takes the rest of the work along."""
+async def test_lines_leave_before_the_answer_is_whole(
+    app: FastAPI, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """A line is sent when its result is there; who hangs up then takes the rest of the work along, and pays for it."""
     engine.hold = asyncio.Event()
     gone = asyncio.Event()
     sent: asyncio.Queue[Message] = asyncio.Queue()
@@ -168,3 +170,5 @@ async def test_lines_leave_before_the_answer_is_whole(app: FastAPI, engine: Fake
         gone.set()
         await asked
     assert engine.cancelled.is_set()
+    (told,) = [told for told in lines if told["event"] == "request"]
+    assert TOKENS == told["tokens"]
