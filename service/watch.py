@@ -8,7 +8,7 @@ when it has changed, and told of no sooner. The orders are an administrator's ow
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from service.bundle import MANIFEST
-from service.catalogue import Model
+from service.catalogue import Model, Models
 from service.curator import Curator
 from service.errors import QuartetError
 from service.settings import Settings
@@ -40,16 +40,23 @@ class Seen:
     came: int
 
 
-Look = Mapping[Path, Seen]
+Look = Mapping[Path, Seen | None]
 
 
-def look(root: Path) -> dict[Path, Seen]:
-    """All that lies there and has a manifest, but for links and what is hidden. Raises OSError."""
-    found: dict[Path, Seen] = {}
+def look(root: Path) -> dict[Path, Seen | None]:
+    """All that lies there and has a manifest, but for links and what is hidden. Raises OSError.
+
+    What is there and cannot be read just now is None.
+    """
+    found: dict[Path, Seen | None] = {}
     for folder in root.iterdir():
         if not folder.name.startswith(".") and not folder.is_symlink():
-            with suppress(OSError):  # no bundle, or one that is just going
+            try:
                 found[folder] = examine(folder)
+            except (FileNotFoundError, NotADirectoryError):  # no bundle, or one that is just going
+                continue
+            except OSError:
+                found[folder] = None
     return found
 
 
@@ -76,6 +83,7 @@ class Watcher:
         self._curator = curator
         self._last: Look = {}
         self._known: dict[Path, Seen] = {}  # what was loaded, or refused, as it was then
+        self._stuck: dict[Path, Models] = {}  # what was served when these could not be unloaded
         self._blind = False
 
     async def run(self, every_s: float) -> None:
@@ -93,20 +101,22 @@ class Watcher:
     async def heed(self, now: Look) -> None:
         """Have that served which lies there now: first what came, so that a name goes on being answered for."""
         before, self._last = self._last, now
-        self._curator.resident = {seen.sha256 for seen in now.values()}
+        there = {folder: seen or self._known.get(folder) for folder, seen in now.items()}
+        bundles = {folder: seen for folder, seen in there.items() if seen}
+        self._curator.resident = {seen.sha256 for seen in bundles.values()}
         gone = self._known.keys() - now.keys() - before.keys()
-        for folder, seen in sorted(now.items(), key=lambda item: (item[1].came, item[0])):
+        for folder, seen in sorted(bundles.items(), key=lambda item: (item[1].came, item[0])):
             if before.get(folder) == seen != self._known.get(folder):
                 self._known[folder] = seen
-                await self._load(folder, seen, now)
+                await self._load(folder, seen, bundles.values())
         for folder in gone:
             await self._unload(folder)
 
-    async def _load(self, folder: Path, seen: Seen, now: Look) -> None:
+    async def _load(self, folder: Path, seen: Seen, bundles: Iterable[Seen]) -> None:
         """Let it answer for its name, if no other of that name came later."""
         if any(model.sha256 == seen.sha256 for model in self._curator.models):
             return  # by the command line, an administrator, or the process before this one
-        rivals = [other.came for other in now.values() if other.name == seen.name]
+        rivals = [other.came for other in bundles if other.name == seen.name]
         order = {
             "path": str(folder),
             "keep_old": True,
@@ -118,11 +128,20 @@ class Watcher:
             await self._curator.perform("load", {**order, "by": BY})
 
     async def _unload(self, folder: Path) -> None:
-        """Whoever answers for its name goes last, lest another of them gets to."""
-        del self._known[folder]
-        for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
-            with suppress(QuartetError):
+        """Whoever answers for its name goes last, lest another of them gets to.
+
+        Where that is refused, as of the last one that is served, it is tried again when others are served.
+        """
+        if self._stuck.get(folder) == self._curator.models:
+            return
+        try:
+            for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
                 await self._curator.perform("unload", {"model": model.id, "by": BY})
+        except QuartetError:  # which the curator has told of
+            self._stuck[folder] = self._curator.models
+        else:
+            del self._known[folder]
+            self._stuck.pop(folder, None)
 
     def _of(self, folder: Path) -> Sequence[Model]:
         return [model for model in self._curator.models if Path(model.path).absolute() == folder]

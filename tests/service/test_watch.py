@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from service import watch
 from service.watch import Watcher, look
 from tests.service.test_curator import Curated, curated
 from tests.versions import WEIGHTS
@@ -102,7 +103,7 @@ async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watch
 
 
 async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
-    """Not at the first look that misses it, and the last one stays in any case."""
+    """Not at the first look that misses it, and the last one stays until there is another."""
     watched.save("a", "2")
     await watched.looks()
     shutil.rmtree(watched.curated.models_dir / "a")
@@ -115,6 +116,29 @@ async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
     with capture_logs() as logs:
         assert ["tiny@2 current"] == await watched.looks(4)
     assert ["tiny@2 is the last one that is served"] == [line["reason"] for line in logs]
+    watched.save("b", "3", name="other")
+    assert ["other@3 current"] == await watched.looks()
+
+
+async def test_what_cannot_be_read_stays_as_it_is(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither gone nor changed; when it can be read again, it is what it was."""
+    kept, new = watched.save("a", "2"), watched.curated.models_dir / "b"
+    expected = await watched.looks()
+    able = watch.examine
+
+    def examine(folder: Path) -> watch.Seen:
+        if folder in (kept, new):
+            raise PermissionError(13, "Permission denied")
+        return able(folder)
+
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(watch, "examine", examine)
+        watched.save("b", "3")
+        assert expected == await watched.looks(3)
+    assert [] == logs
+    assert ["tiny@3 current", "tiny@2 previous"] == await watched.looks()
 
 
 async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
