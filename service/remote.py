@@ -62,6 +62,7 @@ class RemoteDevice:
         self._asked: dict[int, Asked] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
         self._again: int | None = None  # is being asked again
+        self._doubt = False  # beside one whose client left, which may be computed all the same
         self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
         self._follower: Follower | None = None
         self._followed = asyncio.Event()
@@ -101,19 +102,21 @@ class RemoteDevice:
         answer = Answer(entries, asyncio.get_running_loop().create_future(), tell, spare)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, answer, entries))
-        left = Left(sum(entry.tokens for entry in entries), len(entries))
-        self._load.add(entries[0].flow, left)
-        self._unseen.append((number, entries[0].flow, left))
+        waits = Left(sum(entry.tokens for entry in entries), len(entries))
+        self._load.add(entries[0].flow, waits)
+        self._unseen.append((number, entries[0].flow, waits))
+        left = False
         try:
             return await answer.future
         except asyncio.CancelledError:
             if self._channel is not None:
                 self._channel.send(channel.Cancel(number))
+            left = True
             raise
         finally:
             del self._asked[number]
             if number == self._again:
-                self._again = None
+                self._again, self._doubt = None, left
                 self._ask_again()
 
     def load(self) -> Load:
@@ -180,11 +183,14 @@ class RemoteDevice:
         self._opened.clear()
         self._load = Load(problem=STARTING)
         self._unseen.clear()
+        if self._doubt:
+            self._again = None  # it gets its chance once more
         lost = [number for number in self._asked if number != self._again]
         self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
         if self._again is not None:
             twice = errors.ReplicaLost("the inference process was lost twice with this request")
             self._asked[self._again].answer.fail(twice)
+        self._doubt = False
         for order in self._orders.values():
             if not order.done():
                 order.set_exception(errors.ReplicaLost("the inference process was lost"))

@@ -417,6 +417,24 @@ async def test_requests_are_asked_again_one_at_a_time() -> None:
         assert 2 == len(await asyncio.wait_for(first, 30))
 
 
+async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
+    """What is left is computed all the same, perhaps, and may be what ends the process; alone, the second time counts."""
+    poison, large = text(1), [text(2), text(3)]
+    async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 4)
+        gone.cancel()
+        await until(lambda: len(both.device.seen) == 6)
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 8)
+        assert not asked.done()
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await asked
+
+
 async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
     """It had not been asked anything."""
     async with pair() as both, under_way(both, text(1)) as asked:
