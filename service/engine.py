@@ -5,8 +5,9 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -33,6 +34,8 @@ Decode = Callable[
 # Is given an input's index and its result, as soon as it is there; None where there is none.
 Told = Callable[[int, T | None], None]
 Errors = dict[int, QuartetError]  # by the input's index
+# Does work in a thread if it may take long.
+Beside = Callable[[Callable[[], Any], bool], Awaitable[Any]]
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
 # A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
@@ -94,7 +97,7 @@ class Reply(Generic[T]):
 class _Arrivals(Generic[C, T]):
     """Windows that come back in any order: an input is decoded, and told of, when its last one is there.
 
-    One of which a window failed is told of at once, without a result.
+    One of which a window failed is told of at once, without a result; a large one is decoded `beside`.
     """
 
     def __init__(
@@ -104,10 +107,13 @@ class _Arrivals(Generic[C, T]):
         entries: Sequence[Entry],
         decode_one: Decode[C, T],
         tell: Told[T],
+        beside: Beside,
     ) -> None:
         self.decode_s = 0.0
         self._decode_one = decode_one
         self._tell = tell
+        self._beside = beside
+        self._large: list[asyncio.Task[None]] = []
         self._encoded = encoded
         self._errors = errors
         rest = iter(entries)
@@ -136,12 +142,31 @@ class _Arrivals(Generic[C, T]):
         own = self._entries[index]
         if not all(other in self._outputs for other in own):
             return
-        began = time.perf_counter()
         outputs = [self._outputs.pop(other) for other in own]
-        result = self._decode_one(index, item, outputs)
+        if item.tokens > INLINE_TOKENS:
+            self._large.append(asyncio.create_task(self._decode_beside(index, item, outputs)))
+        else:
+            began = time.perf_counter()
+            self._found(index, self._decode_one(index, item, outputs), began)
+
+    async def _decode_beside(self, index: int, item: C, outputs: list[Floats]) -> None:
+        began = time.perf_counter()
+        work = partial(self._decode_one, index, item, outputs)
+        self._found(index, await self._beside(work, True), began)
+
+    def _found(self, index: int, result: T, began: float) -> None:
         self._decoded[index] = result
         self.decode_s += time.perf_counter() - began
         self._tell(index, result)
+
+    async def decoded(self) -> None:
+        """All inputs of which the windows are there are told of."""
+        await asyncio.gather(*self._large)
+
+    def close(self) -> None:
+        """Nobody is to be told any more."""
+        for task in self._large:
+            task.cancel()
 
 
 Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
@@ -356,8 +381,10 @@ class Engine:
         if ticket.submitted is not None:
             ticket.submitted(usage.tokens)
         if tell is not None:
-            arrivals = _Arrivals(encoded, errors, entries, decode_one, tell)
-            outcomes = await self._device.submit(entries, arrivals.add, ticket.spare)
+            arrivals = _Arrivals(encoded, errors, entries, decode_one, tell, self._beside)
+            with closing(arrivals):
+                outcomes = await self._device.submit(entries, arrivals.add, ticket.spare)
+                await arrivals.decoded()
             timing = _timing(outcomes, encode_s, arrivals.decode_s)
             return Reply(head, arrivals.results, usage, timing, errors)
         outcomes = await self._device.submit(entries, None, ticket.spare)

@@ -386,6 +386,29 @@ async def test_told_and_returned_are_the_same(task: str, tiny: Engine) -> None:
             assert len(result) == len(told[index])
 
 
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+@pytest.mark.parametrize(("most", "thread"), [(1000, "MainThread"), (100, "text-")])
+async def test_large_answers_are_decoded_in_a_thread(
+    in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And told of by the event loop's."""
+    threads, told = [], []
+    monkeypatch.setattr(engine, "INLINE_TOKENS", most)
+    whole = decode.embed
+
+    def embed(*arguments: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(decode, "embed", embed)
+    tell = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
+    reply = await tiny.embed([LONG], ticket(), **{**EMBED, "truncate": "window"}, tell=tell)
+    assert 100 < reply.usage.tokens <= 1000
+    assert [True] == [name.startswith(thread) for name in threads]
+    assert ["MainThread"] * in_lines == told
+    assert len(reply.results) == 1
+
+
 @pytest.mark.parametrize(
     ("characters", "thread"), [(INLINE_CHARACTERS, "MainThread"), (INLINE_CHARACTERS + 1, "text-")]
 )

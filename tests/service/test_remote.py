@@ -418,7 +418,7 @@ async def test_requests_are_asked_again_one_at_a_time() -> None:
 
 
 async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
-    """What is left is computed all the same, perhaps, and may be what ends the process; alone, the second time counts."""
+    """What is left may be computed all the same, and be what ends the process; then alone, the second time counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
         both.lose()
