@@ -212,6 +212,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         tenant=exchange.tenant,
         spare=valid.on_error == "null",
         submitted=exchange.submit,
+        place=valid.place,
     )
     in_lines = wants_lines(request.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)

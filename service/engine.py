@@ -52,6 +52,7 @@ class Ticket:
 
     spare: an input that cannot be answered has an error and no result, instead of failing the others
     submitted: is called with their tokens when the texts go to the device
+    place: what the request calls the input of an index, for errors
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Ticket:
     tenant: str = ""
     spare: bool = False
     submitted: Callable[[int], object] | None = None
+    place: str = "inputs[{}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +376,7 @@ class Engine:
     ) -> Reply[T]:
         """Encode, submit, decode: the way of every request."""
         began = time.perf_counter()
-        encoded, errors = await self._encode(encode, sizes, ticket.spare)
+        encoded, errors = await self._encode(encode, sizes, ticket)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
         entries = self._entries(head, encoded, ticket)
@@ -425,7 +427,7 @@ class Engine:
         return asked
 
     async def _encode(
-        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], spare: bool
+        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
     ) -> tuple[list[C | None], Errors]:
         """Encode inputs of so many characters, part by part: between two, others have the thread.
 
@@ -442,16 +444,17 @@ class Engine:
             except TextError as error:
                 bad = [part.start + index for index in error.indices]
                 errors |= {
-                    index: InvalidInput(error.reason, param=f"inputs[{index}]") for index in bad
+                    index: InvalidInput(error.reason, param=ticket.place.format(index))
+                    for index in bad
                 }
-                if spare:
+                if ticket.spare:
                     encoded += await self._beside(partial(_without, encode, part, bad), large)
             tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
             if tokens > self._max_tokens:
                 limit = f"the {self._max_tokens} that may ever wait"
                 raise TooLarge(f"{tokens} tokens or more are more than {limit}")
-        if errors and not spare:
-            named = ", ".join(f"inputs[{index}]" for index in errors)
+        if errors and not ticket.spare:
+            named = ", ".join(ticket.place.format(index) for index in errors)
             first = next(iter(errors.values()))
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
         return encoded, errors

@@ -76,6 +76,11 @@ class Request(_Strict):
         """The number of inputs, which the results are aligned with."""
         raise NotImplementedError
 
+    @property
+    def place(self) -> str:
+        """What an input is called here, with {} for its index."""
+        return "inputs[{}]"
+
     def texts(self) -> Iterator[tuple[str, str]]:
         """Every text with the place where it stands."""
         raise NotImplementedError
@@ -192,6 +197,10 @@ class QaRequest(Request):
     @property
     def size(self) -> int:
         return len(self.questions)
+
+    @property
+    def place(self) -> str:
+        return "context" if self.inputs is None else super().place
 
     @property
     def questions(self) -> list[str]:

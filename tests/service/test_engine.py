@@ -264,6 +264,10 @@ async def test_too_long(tiny: Engine) -> None:
     with pytest.raises(InvalidInput, match=said) as caught:
         await tiny.classify([SHORT[0], LONG, SHORT[1], LONG], None, ticket(), **how)
     assert "inputs[1]" == caught.value.param
+    asked = replace(ticket(), place="context")
+    with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
+        await tiny.qa(["Who?"], [LONG], asked, **{**QA, "truncate": False})
+    assert "context" == caught.value.param
 
 
 async def test_pairs_have_no_windows(tiny: Engine) -> None:

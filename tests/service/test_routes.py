@@ -103,6 +103,8 @@ async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: A
         "truncate": "window",
         "stride": None,
     }
+    assert engine.ticket is not None
+    assert ("inputs[{}]" if "inputs" in body else "context") == engine.ticket.place
 
 
 async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) -> None:

@@ -135,6 +135,7 @@ def test_a_question_comes_alone_or_in_a_list() -> None:
         [PAIR["context"]] * 2,
         2,
     )
+    assert ("context", "inputs[{}]") == (alone.place, listed.place)
 
 
 @pytest.mark.parametrize(
