@@ -123,8 +123,12 @@ def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None
 
 
 def rotation_speeds(size: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """`[D / 2]` radians per token, of each pair of a head's numbers."""
-    return theta ** -(torch.arange(0, size, 2, device=device) / size)
+    """`[D / 2]` radians per token, of each pair of a head's numbers.
+
+    Powers are not left to a library: a last digit of one becomes the third of an angle behind hundreds of tokens, and
+    where queries and keys are large, the fourth of an answer.
+    """
+    return torch.tensor([theta ** (-place / size) for place in range(0, size, 2)], device=device)
 
 
 def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:

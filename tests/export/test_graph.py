@@ -12,6 +12,7 @@ from export import graph
 from model.checkpoint import load_model
 from model.config import BertConfig
 from model.heads import Model
+from model.modernbert import ModernBertConfig, rotation_speeds
 from service import bundle
 from service.bundle import Head
 from service.session import CPU, Session, SessionOptions
@@ -187,6 +188,30 @@ def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
     model = perturb(Model(config, {"entities": HEADS["entities"], "sentiment": HEADS["sentiment"]}))
     packed = batch([3, 64, 17], 40)
     assert_same_as_torch(model, run_packed(graph.export_packed(model), packed), packed)
+
+
+def test_rotations_far_from_the_beginning() -> None:
+    """Are PyTorch's to the last bit: sharp attention makes much of a little."""
+    config = ModernBertConfig(
+        vocab_size=50,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=40,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        global_rope_theta=10_000.0,
+    )
+    proto = graph.export_packed(Model(config, {"answers": Head(task="qa")}))
+    (angles,) = (node.input[0] for node in proto.graph.node if node.op_type == "Cos")
+    proto.graph.output.append(onnx.helper.make_empty_tensor_value_info(angles))
+
+    packed = batch([8192], 50)
+    found = run_packed(proto, packed)[angles]
+
+    speeds = rotation_speeds(64, 10_000.0).numpy()
+    expected = packed.position_ids[:, None].astype(np.float32) * speeds
+    np.testing.assert_array_equal(found.squeeze(), expected)
 
 
 @pytest.mark.parametrize("layout", ["packed", "portable"])
