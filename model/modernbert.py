@@ -125,8 +125,8 @@ def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None
 def rotation_speeds(size: int, theta: float, device: torch.device | None = None) -> Tensor:
     """`[D / 2]` radians per token, of each pair of a head's numbers.
 
-    Powers are not left to a library: a last digit of one becomes the third of an angle behind hundreds of tokens, and
-    where queries and keys are large, the fourth of an answer.
+    Python computes them, so that a traced graph has the same: the last bit of one is 3e-5 radians after 500 tokens,
+    which large queries and keys make 2e-3 of what attention gives.
     """
     return torch.tensor([theta ** (-place / size) for place in range(0, size, 2)], device=device)
 
