@@ -4,6 +4,7 @@ A line says who asked for what, how it ended and how long it took, never what th
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
@@ -80,7 +81,7 @@ def log_bug(error: Exception) -> None:
 
 
 class Sparing:
-    """Lets so many lines a second, or in each period, pass and counts the others.
+    """Lets so many lines a second, or in each period from a first one on, pass and counts the others.
 
     For lines that come when there is no time for them.
     """
@@ -91,14 +92,14 @@ class Sparing:
         self._most = most
         self._period_s = period_s
         self._clock = clock
-        self._period = -1
+        self._since = -math.inf
         self._told = 0
         self._untold = 0
 
     def may_tell(self) -> bool:
-        period = int(self._clock() / self._period_s)
-        if period != self._period:
-            self._period, self._told = period, 0
+        now = self._clock()
+        if now - self._since >= self._period_s:
+            self._since, self._told = now, 0
         self._told += 1
         if self._told > self._most:
             self._untold += 1

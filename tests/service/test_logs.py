@@ -103,9 +103,11 @@ def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
 
 def test_lines_of_one_kind_may_be_spared() -> None:
     """Two in a second are told; the first of the next says how many were not."""
-    now = 0.0
+    now = 7.9
     lines = logs.Sparing(2, clock=lambda: now)
     assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]
-    now = 1.2
+    now = 8.8
+    assert not lines.may_tell()
+    now = 9.1
     assert lines.may_tell()
-    assert (lines.untold(), lines.untold()) == (3, 0)
+    assert (lines.untold(), lines.untold()) == (4, 0)
