@@ -102,21 +102,19 @@ class RemoteDevice:
         answer = Answer(entries, asyncio.get_running_loop().create_future(), tell, spare)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, answer, entries))
-        waits = Left(sum(entry.tokens for entry in entries), len(entries))
-        self._load.add(entries[0].flow, waits)
-        self._unseen.append((number, entries[0].flow, waits))
-        left = False
+        left = Left(sum(entry.tokens for entry in entries), len(entries))
+        self._load.add(entries[0].flow, left)
+        self._unseen.append((number, entries[0].flow, left))
         try:
             return await answer.future
         except asyncio.CancelledError:
             if self._channel is not None:
                 self._channel.send(channel.Cancel(number))
-            left = True
             raise
         finally:
             del self._asked[number]
             if number == self._again:
-                self._again, self._doubt = None, left
+                self._again, self._doubt = None, answer.future.cancelled()
                 self._ask_again()
 
     def load(self) -> Load:

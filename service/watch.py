@@ -101,8 +101,11 @@ class Watcher:
     async def heed(self, now: Look) -> None:
         """Have that served which lies there now: first what came, so that a name goes on being answered for."""
         before, self._last = self._last, now
-        there = {folder: seen or self._known.get(folder) for folder, seen in now.items()}
-        bundles = {folder: seen for folder, seen in there.items() if seen}
+        bundles = {
+            folder: known
+            for folder, seen in now.items()
+            if (known := seen or self._known.get(folder)) is not None
+        }
         self._curator.resident = {seen.sha256 for seen in bundles.values()}
         gone = self._known.keys() - now.keys() - before.keys()
         for folder, seen in sorted(bundles.items(), key=lambda item: (item[1].came, item[0])):
