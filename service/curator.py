@@ -230,6 +230,11 @@ class Curator:
         await gone
         return {"unloaded": leaving.id, "current": now}
 
+    @property
+    def standing(self) -> object:
+        """What is served and what is going: equal as long as nothing changes that an order may be refused for."""
+        return self.models, frozenset(self._going)
+
     def facts(self) -> dict[str, dict[str, str]]:
         """What the metrics say of each bundle."""
         states = {model.id: model.state for model in self.models}

@@ -16,9 +16,9 @@ from pathlib import Path
 import structlog
 
 from service.bundle import MANIFEST
-from service.catalogue import Model, Models
+from service.catalogue import Model
 from service.curator import Curator
-from service.errors import QuartetError
+from service.errors import Conflict, QuartetError
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -83,7 +83,9 @@ class Watcher:
         self._curator = curator
         self._last: Look = {}
         self._known: dict[Path, Seen] = {}  # what was loaded, or refused, as it was then
-        self._stuck: dict[Path, Models] = {}  # what was served when these could not be unloaded
+        self._stuck: dict[
+            Path, object
+        ] = {}  # how things stood when others stood in these ones' way
         self._blind = False
 
     async def run(self, every_s: float) -> None:
@@ -109,7 +111,8 @@ class Watcher:
         self._curator.resident = {seen.sha256 for seen in bundles.values()}
         gone = self._known.keys() - now.keys() - before.keys()
         for folder, seen in sorted(bundles.items(), key=lambda item: (item[1].came, item[0])):
-            if before.get(folder) == seen != self._known.get(folder):
+            new = seen != self._known.get(folder)
+            if before.get(folder) == seen and (new or self._may_try_again(folder)):
                 self._known[folder] = seen
                 await self._load(folder, seen, bundles.values())
         for folder in gone:
@@ -117,6 +120,7 @@ class Watcher:
 
     async def _load(self, folder: Path, seen: Seen, bundles: Iterable[Seen]) -> None:
         """Let it answer for its name, if no other of that name came later."""
+        self._stuck.pop(folder, None)
         if any(model.sha256 == seen.sha256 for model in self._curator.models):
             return  # by the command line, an administrator, or the process before this one
         rivals = [other.came for other in bundles if other.name == seen.name]
@@ -127,24 +131,32 @@ class Watcher:
             "promote": seen.came >= max(rivals),
             "shadow": 0.0,
         }
-        with suppress(QuartetError):  # which the curator has told of
+        try:
             await self._curator.perform("load", {**order, "by": BY})
+        except Conflict:
+            self._stuck[folder] = self._curator.standing
+        except QuartetError:  # which the curator has told of, as of conflicts
+            pass
 
     async def _unload(self, folder: Path) -> None:
         """Whoever answers for its name goes last, lest another of them gets to.
 
         Where that is refused, as of the last one that is served, it is tried again when others are served.
         """
-        if self._stuck.get(folder) == self._curator.models:
+        if folder in self._stuck and not self._may_try_again(folder):
             return
         try:
             for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
                 await self._curator.perform("unload", {"model": model.id, "by": BY})
-        except QuartetError:  # which the curator has told of
-            self._stuck[folder] = self._curator.models
+        except QuartetError:
+            self._stuck[folder] = self._curator.standing
         else:
             del self._known[folder]
             self._stuck.pop(folder, None)
+
+    def _may_try_again(self, folder: Path) -> bool:
+        """Whether something was in its way that may be there no longer."""
+        return folder in self._stuck and self._stuck[folder] != self._curator.standing
 
     def _of(self, folder: Path) -> Sequence[Model]:
         return [model for model in self._curator.models if Path(model.path).absolute() == folder]

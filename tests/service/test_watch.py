@@ -120,6 +120,27 @@ async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
     assert ["other@3 current"] == await watched.looks()
 
 
+async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched: Watched) -> None:
+    """Told of once; and what stays in the way for other reasons is not tried at every look."""
+    watched.save("a", "2")
+    await watched.looks()
+    watched.curated.follower.hold.clear()
+    leaving = asyncio.create_task(watched.curated.unload("tiny@2"))
+    while "tiny@2 draining" not in await watched.curated.shown():
+        await asyncio.sleep(0.001)
+    back = watched.save("a", "2").rename(watched.curated.models_dir / "b")
+    with capture_logs() as logs:
+        for _ in range(4):
+            await watched.watcher.heed(look(watched.curated.models_dir))
+        watched.curated.follower.hold.set()
+        await leaving
+        assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
+    reasons = [line["reason"] for line in logs if line["event"] == "refused"]
+    assert ["tiny@2 is being unloaded: try again when it is gone"] == reasons
+    shutil.rmtree(back)
+    assert ["tiny@1 current"] == await watched.looks()
+
+
 async def test_what_cannot_be_read_stays_as_it_is(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
