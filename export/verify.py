@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from export.emulate import emulated
-from service.bundle import Bundle, Graph, Head, cosine
+from service.bundle import Bundle, Graph, Head, cosine, deviation
 from service.encode import Encoding
 from service.packing import Packed, pack, split
 from service.session import CPU, CUDA, Outputs, Session, SessionOptions, cuda_problem
@@ -33,7 +33,7 @@ class ParityError(Exception):
 class Agreement:
     """How two runs' outputs of one head agree over some inputs."""
 
-    difference: float  # the largest absolute one
+    difference: float  # the largest, see `service.bundle.deviation`
     cosine: float  # the smallest of any input's whole output
     same: float  # the share of decisions (labels, tags, span ends) that are equal
 
@@ -139,7 +139,7 @@ def compare(
     pairs = [(a[name], b[name]) for a, b in zip(expected, found, strict=True)]
     decisions = [_same(head, a, b) for a, b in pairs] if head else [1.0]
     return Agreement(  # numpy's max and min, unlike Python's, let no NaN slip
-        difference=float(np.max([np.abs(a - b).max() for a, b in pairs])),
+        difference=float(np.max([deviation(a, b) for a, b in pairs])),
         cosine=float(np.min([cosine(a, b) for a, b in pairs])),
         same=float(np.mean(decisions)),
     )

@@ -117,7 +117,7 @@ class Vocabulary(File):
 class Goldens(File):
     """Inputs with the outputs of PyTorch, or of a graph that was given.
 
-    tolerance: per precision, the largest absolute difference (`max_difference`) or the smallest cosine per head
+    tolerance: per precision, the largest difference (`max_difference`, see `deviation`) or the smallest cosine per head
     (`min_cosine`) that the served outputs may show against them.
     """
 
@@ -347,7 +347,7 @@ def disagreement(
     if found.shape != expected.shape:
         return f"{head} has shape {found.shape}, expected {expected.shape}"
     if tolerance.max_difference is not None:
-        difference = float(np.abs(found - expected).max())
+        difference = deviation(expected, found)
         if not difference <= tolerance.max_difference:
             return f"{head} differs by {difference:.2e}, allowed {tolerance.max_difference:.0e}"
     if head in tolerance.min_cosine:
@@ -355,6 +355,11 @@ def disagreement(
         if not found_cosine >= tolerance.min_cosine[head]:
             return f"{head} has cosine {found_cosine:.4f}, at least {tolerance.min_cosine[head]}"
     return None
+
+
+def deviation(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """The largest difference, in units of the largest expected number where that is above 1: rounding grows with it."""
+    return float(np.abs(found - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
 def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

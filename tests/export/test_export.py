@@ -539,14 +539,14 @@ def test_company_failure(
         def swayed(batch: Any) -> Any:
             found = run(batch)
             if what == precision and len(batch) > 1:
-                found[0] = {name: value + 2e-5 for name, value in found[0].items()}
+                found[0] = {name: value + 1e-3 for name, value in found[0].items()}
             return found
 
         return whole(swayed, encodings, what)
 
     monkeypatch.setattr(verify, "check_company", check)
     status = export(tiny_checkpoint, out)
-    assert_refused(status, f"{precision}: answers differ by 2.", out, capsys)
+    assert_refused(status, f"{precision}: answers differ by ", out, capsys)
 
 
 # -- int8 on labelled data ------------------------------------------------------------------------

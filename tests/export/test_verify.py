@@ -44,13 +44,13 @@ def answering(change: Callable[[int], float]) -> Callable[[Sequence[Encoding]], 
     """A run whose answers move by what `change` makes of the batch's size."""
 
     def run(encodings: Sequence[Encoding]) -> Outputs:
-        return outputs(*([len(e) + change(len(encodings)), 0.5] for e in encodings))
+        return outputs(*([len(e) / 10 + change(len(encodings)), 0.5] for e in encodings))
 
     return run
 
 
 ENCODINGS = [made(2), made(5), made(3)]
-EXPECTED = outputs([2, 0.5], [5, 0.5], [3, 0.5])
+EXPECTED = outputs([0.2, 0.5], [0.5, 0.5], [0.3, 0.5])
 
 
 def test_parity_is_the_largest_difference() -> None:
@@ -65,6 +65,18 @@ def test_parity_names_graph_head_and_figure(moved: float, said: str) -> None:
     line = f"fp32 packed: head head differs from PyTorch by {said} \\(allowed 1e-04\\)"
     with pytest.raises(ParityError, match=line):
         check_parity(EXPECTED, answering(lambda _: moved), ENCODINGS, "fp32 packed")
+
+
+def test_parity_of_large_numbers() -> None:
+    """Sums of thousands are rounded to more than sums of ones are; so much of the largest may differ."""
+
+    def prices(moved: float) -> Callable[[Sequence[Encoding]], Outputs]:
+        return lambda encodings: outputs(*([4000.0 + moved] for _ in encodings))
+
+    expected = prices(0.0)(ENCODINGS)
+    assert 5e-5 == pytest.approx(check_parity(expected, prices(0.2), ENCODINGS, "fp32"), rel=0.01)
+    with pytest.raises(ParityError, match=r"differs from PyTorch by 5\.0e-04"):
+        check_parity(expected, prices(2.0), ENCODINGS, "fp32")
 
 
 def test_company_may_not_matter() -> None:

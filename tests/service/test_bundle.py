@@ -375,6 +375,16 @@ class TestCheckGoldens:
         expected = "goldens disagree at fp32: entities differs by 5.00e-01, allowed 1e-04"
         assert reason == expected
 
+    def test_difference_of_large_numbers(self) -> None:
+        """What may differ grows with the largest golden number: fp32 keeps seven digits of any."""
+        expected = np.array([[5000.0, 0.0]], np.float32)
+        allowed = bundle.Tolerance(max_difference=1e-4)
+
+        near = bundle.disagreement("grade", expected, expected + np.float32(0.4), allowed)
+        far = bundle.disagreement("grade", expected, expected + np.float32(5), allowed)
+
+        assert (None, "grade differs by 1.00e-03, allowed 1e-04") == (near, far)
+
     def test_cosine(self, loaded: Bundle, outputs: Outputs) -> None:
         """A cosine too small is named with its head and the smallest allowed."""
         outputs["vectors"][0] = [1, 1, 1, 1]

@@ -109,7 +109,7 @@ async def test_what_goes_well_again_is_well() -> None:
     ("change", "problem"),
     [
         ({"other": np.array([1, np.nan, 1], np.float32)}, "other is not finite"),
-        ({"sentiment": np.array([1, -2.1], np.float32)}, "sentiment differs by 1.00e-01"),
+        ({"sentiment": np.array([1, -2.1], np.float32)}, "sentiment differs by 5.00e-02"),
     ],
 )
 async def test_wrong_answers_are_failures(change: dict[str, Any], problem: str) -> None:
