@@ -204,7 +204,7 @@ def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> N
 
     code, said = refused(copy)
     assert code != 0
-    assert "goldens disagree at fp32: sentiment differs by 1.00e+00" in said
+    assert "goldens disagree at fp32: sentiment differs by " in said
 
 
 @pytest.mark.parametrize(

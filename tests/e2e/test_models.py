@@ -251,7 +251,7 @@ def break_the_tokenizer(folder: Path) -> None:
     ("breaking", "said"),
     [
         (change_a_byte, "weights.bin has SHA-256"),
-        (change_the_goldens, "goldens disagree at fp32: sentiment differs by 1.00e+00"),
+        (change_the_goldens, "goldens disagree at fp32: sentiment differs by "),
         (break_the_tokenizer, "the tokenizer cannot be read"),
     ],
 )
