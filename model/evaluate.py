@@ -45,8 +45,8 @@ ROUNDING = 1e-6  # cosines of equal vectors differ by less
 class Evaluation(NamedTuple):
     """Metrics by name, the main one first, from 0 to 1 (correlations from -1), and what was answered.
 
-    answers: a label, or a list of them, or a score to one decimal; the tags of a sentence; an
-    answer's text; for each text of an embedding's pairs, the number of its nearest other text.
+    answers: a label, or a list of them, or a score in tenths of the largest gold one (of 1, if that is less); the
+    tags of a sentence; an answer's text; for each text of an embedding's pairs, the number of its nearest other text.
     """
 
     metrics: dict[str, float]
@@ -148,7 +148,8 @@ def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -
             }
         else:
             metrics = correlations(scores, [row.score for row in found])
-        return Evaluation(metrics, [round(score, 1) for score in scores])
+        unit = max(1.0, float(np.abs(grades).max()))
+        return Evaluation(metrics, [round(score / unit, 1) for score in scores])
     if head.problem_type == "multi_label_classification":
         above = [{label for label, score in labels if score >= 0.5} for labels in ranked]
         answers = [[label for label in head.labels if label in chosen] for chosen in above]

@@ -155,7 +155,9 @@ def test_a_regression_is_judged_by_correlation(
     """Spearman's of the logits."""
     found = rows.read(files["stars"], "classification", "regression")
     direct = [alone(model, "stars", encoder.texts([row.text])[0].windows[0])[0, 0] for row in found]
-    metrics, _ = judge(model, encoder, "stars", files)
+    metrics, answers = judge(model, encoder, "stars", files)
+    largest = max(row.score for row in found)
+    assert answers == [round(float(score) / largest, 1) for score in direct]
     assert metrics["spearman"] == close(spearmanr(direct, [row.score for row in found]).statistic)
 
 
