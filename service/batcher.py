@@ -122,7 +122,8 @@ class Batcher:
         self._started_s = (
             0.0  # what was started since then is expected to take, in full batches on all slots
         )
-        self._threads = ThreadPoolExecutor(slots, "replica")
+        self._threads = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
+        self._free = [*self._threads]  # who ran last goes first: its memory is in the caches
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._task: asyncio.Task[None] | None = None
         self._inbox: deque[Callable[[], None]] = deque()
@@ -157,8 +158,8 @@ class Batcher:
             await asyncio.sleep(LOOK_S)
 
     async def start(self) -> None:
-        for _ in range(self._slots):
-            self._threads.submit(int)  # a thread that cannot be had is known now
+        for thread in self._threads:
+            thread.submit(int)  # a thread that cannot be had is known now
         self._state = "open"
         self._task = asyncio.create_task(self._serve(), name="batcher")
         self._task.add_done_callback(self._ended)
@@ -179,7 +180,8 @@ class Batcher:
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.wait([self._task])
-            self._threads.shutdown(wait=self._idle == self._slots, cancel_futures=True)
+            for thread in self._threads:
+                thread.shutdown(wait=thread in self._free, cancel_futures=True)
 
     async def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
@@ -393,26 +395,20 @@ class Batcher:
         """Run it in a thread, on so many slots; they are idle again when `done` is told of it."""
         self._idle -= width
         self.running.add(running)
+        thread = self._free.pop()
         loop = asyncio.get_running_loop()
+
+        def release(ran: Future[T]) -> None:
+            self._idle += width
+            self._free.append(thread)
+            self.running.discard(running)
+            done(ran)
 
         def ended(ran: Future[T]) -> None:
             with suppress(RuntimeError):  # the loop is closed: it had not waited for us
-                loop.call_soon_threadsafe(
-                    self._post, partial(self._release, width, running, done, ran)
-                )
+                loop.call_soon_threadsafe(self._post, partial(release, ran))
 
-        self._threads.submit(run).add_done_callback(ended)
-
-    def _release(
-        self,
-        width: int,
-        running: Running,
-        done: Callable[[Future[T]], None],
-        ran: Future[T],
-    ) -> None:
-        self._idle += width
-        self.running.discard(running)
-        done(ran)
+        thread.submit(run).add_done_callback(ended)
 
     def _finish(
         self,

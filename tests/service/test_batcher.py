@@ -623,6 +623,30 @@ async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
         assert len(await request) == 6
 
 
+async def test_the_thread_that_ran_last_runs_next() -> None:
+    """What a text needs is then in the caches of one core; both threads have been in use before."""
+    gate = Gate()
+    async with serving(gate, slots=2) as batcher:
+        request = await submitted(batcher, texts(2))
+        both = {(await gate.batch()).thread, (await gate.batch()).thread}
+        gate.let(2)
+        await request
+        ran = []
+        for _ in range(4):
+            request = await submitted(batcher, texts(1))
+            ran.append((await gate.batch()).thread)
+            gate.let()
+            await request
+        assert len(both) == 2
+        assert len(set(ran)) == 1
+
+
+async def test_every_slot_has_its_thread_from_the_start() -> None:
+    before = {*threading.enumerate()}
+    async with serving(echo, slots=3):
+        assert len({*threading.enumerate()} - before) == 3
+
+
 @pytest.mark.parametrize(("waiting", "widths"), [(1, [4]), (3, [4]), (4, [1] * 4), (9, [1] * 4)])
 async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int]) -> None:
     """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
