@@ -164,7 +164,9 @@ class Call(Generic[R]):
 
     async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
         """Await the engine for as long as the client and its deadline do."""
-        reply = await answer_in_time(work, self.receive, self.ticket.deadline)
+        reply = await answer_in_time(
+            work, self.receive, self.ticket.deadline, self.exchange.leaving
+        )
         timing = reply.timing
         self.exchange.tokens = reply.usage.tokens
         self.exchange.batch_size = timing.batch_size

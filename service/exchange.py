@@ -44,7 +44,8 @@ class Exchange:
     trace_id: of the trace that the client says it is part of, or that was begun here; or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
     submitted: is called when its texts go to the device; asked: of so many tokens
-    stages: seconds of each, as far in `metrics.STAGES` as it came
+    stages: seconds of each, as far in `metrics.STAGES` as it came; leaving: is done when the client has left, where the
+    server tells
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class Exchange:
     status: int = 0
     code: str = ""
     refusal: QuartetError | None = None
+    leaving: asyncio.Future[None] | None = None
 
     def submit(self, tokens: int) -> None:
         """Its texts go to the device."""

@@ -88,6 +88,7 @@ class Protocol(HttpToolsProtocol):
         self.wire = transport
         self.own = Transport(self)
         self.transport = cast(asyncio.Transport, self.own)
+        self.leaving: asyncio.Future[None] = self.loop.create_future()
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
             self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
@@ -103,6 +104,7 @@ class Protocol(HttpToolsProtocol):
         if self.running is not None and not self.running.response_complete:
             self.running.disconnected = True
             self.running.message_event.set()
+        self.leaving.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -306,6 +308,7 @@ class Protocol(HttpToolsProtocol):
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
         exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
+        exchange.leaving = self.leaving
         of_a_page = any(
             name == b"origin" for name, _ in scope["headers"]
         )  # which needs more headers

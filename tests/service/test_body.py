@@ -6,7 +6,7 @@ import orjson
 import pytest
 from starlette.types import Message, Receive
 
-from service.body import ClientDisconnected, answer_in_time, check_parts, read_json
+from service.body import ClientDisconnected, Until, answer_in_time, check_parts, read_json
 from service.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -247,6 +247,43 @@ async def test_work_that_nobody_waits_for_is_cancelled(
     with pytest.raises(error):
         await answer_in_time(work.run(), receiving(*messages), time.monotonic() + patience_s)
     assert work.cancelled
+
+
+async def test_a_server_that_tells_who_left_is_not_asked() -> None:
+    """It hears of a connection that is lost before `receive` could be awaited."""
+    work, leaving = Work(), asyncio.get_running_loop().create_future()
+
+    async def receive() -> Message:
+        raise AssertionError("asked")
+
+    waiting = asyncio.create_task(
+        answer_in_time(work.run(), receive, time.monotonic() + 5, leaving)
+    )
+    await asyncio.sleep(0)
+    leaving.set_result(None)
+    with pytest.raises(ClientDisconnected):
+        await waiting
+    assert work.cancelled
+
+
+async def test_a_task_that_is_cancelled_beside_its_deadline_is_cancelled() -> None:
+    """Whoever cancelled it waits for that; a deadline alone leaves the task as it was."""
+
+    async def work(others: int) -> None:
+        with Until(60, DeadlineExceeded) as limit:
+            limit.end(ClientDisconnected)
+            limit.end(TooLarge)  # too late: it ends already
+            for _ in range(others):
+                task.cancel()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work(others=0))
+    with pytest.raises(ClientDisconnected):
+        await task
+    assert not task.cancelling()
+    task = asyncio.create_task(work(others=1))
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_cancelling_the_wait_cancels_the_work() -> None:
