@@ -5,13 +5,13 @@ answer. So a request is first judged by the size of its body.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from service.calls import TIMEOUT_HEADER, Service, timeout_s
+from service.calls import Service, timeout_s
 from service.exchange import Exchange
 from service.gate import permission
 from service.load import Flow
@@ -43,15 +43,15 @@ class Admission:
         self._coming: dict[int, Coming] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
-    def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: Exchange) -> None:
         """Raises Overloaded when even the bundle that is asked least would answer too late."""
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
             return  # who looks after the service is let in, above all when it is overloaded
         engines = self._service.engines
         if engines is None:
             return
-        size = content_length(headers)
-        exchange.settle.append(lambda tokens: self._learn(size, tokens))
+        size = content_length(exchange.headers)
+        exchange.settle.append(partial(self._learn, size))
         load = engines.load()
         flows = [
             Flow(bundle, exchange.priority, exchange.tenant)
@@ -63,7 +63,7 @@ class Admission:
             soonest = flows[0]
             if len(flows) > 1:
                 soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
-            left_s = timeout_s(headers.get(TIMEOUT_HEADER), self._service.settings)
+            left_s = timeout_s(exchange.headers, self._service.settings)
             self._forget_slow(exchange.arrival)
             # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
             known = len(flows) == 1
@@ -104,7 +104,7 @@ class Admission:
             self._tokens[bits] = known + LEARNING * (tokens - known)
 
 
-def content_length(headers: Headers) -> int:
+def content_length(headers: Mapping[str, str]) -> int:
     """What the client says, or 0."""
     said = headers.get("content-length", "")
     return int(said[:19]) if said.isdecimal() else 0

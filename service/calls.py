@@ -198,7 +198,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     """Read, validate and address one request. Raises whatever of `service.errors` it deserves."""
     service, exchange = service_of(request), exchange_of(request.scope)
     settings, engines = service.settings, service.open_engines()
-    deadline = exchange.arrival + timeout_s(request.headers.get(TIMEOUT_HEADER), settings)
+    deadline = exchange.arrival + timeout_s(exchange.headers, settings)
     body = await receive_json(request, deadline)
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
@@ -216,17 +216,17 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         submitted=exchange.submit,
         place=valid.place,
     )
-    in_lines = wants_lines(request.headers.get("accept", ""))
+    in_lines = wants_lines(exchange.headers.get("accept", ""))
     return Call(valid, engine, ticket, exchange, request.receive, in_lines)
 
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises what `read_json` does."""
-    service = service_of(request)
+    service, exchange = service_of(request), exchange_of(request.scope)
     settings, holding = service.settings, Holding(service.room)
-    exchange_of(request.scope).settle.append(lambda _: holding.leave())
+    exchange.settle.append(holding.leave)
     return await read_json(
-        request.headers,
+        exchange.headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         max_parts=most_parts(settings.max_inputs_per_request),
@@ -247,8 +247,9 @@ def service_of(request: HttpRequest) -> Service:
     return service
 
 
-def timeout_s(header: str | None, settings: Settings) -> float:
-    """The client's patience in seconds, at most the server's."""
+def timeout_s(headers: Mapping[str, str], settings: Settings) -> float:
+    """The client's patience in seconds, at most the server's. Raises InvalidInput for what is no number of them."""
+    header = headers.get(TIMEOUT_HEADER.lower())
     if header is None:
         return settings.deadline_ms / 1000
     if not MILLISECONDS.fullmatch(header):

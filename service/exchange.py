@@ -8,20 +8,20 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import quote
 
 import orjson
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.body import ClientDisconnected
 from service.errors import Draining, InternalError, Overloaded, QuartetError
-from service.logs import QUIET_ROUTES, Sparing, log_request
+from service.logs import NAMES, QUIET_ROUTES, Sparing, log_request
 from service.metrics import REFUSALS, Recorder
 from service.pace import Pace
 
@@ -41,6 +41,7 @@ OTHER = "other"  # the route of what has none
 class Exchange:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
+    headers: the first value of each, by its name in lower case
     trace_id: of the trace that the client says it is part of, or that was begun here; or empty
     settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
     submitted: is called when its texts go to the device; asked: of so many tokens
@@ -50,6 +51,7 @@ class Exchange:
 
     request_id: str
     arrival: float
+    headers: Mapping[str, str] = field(default_factory=dict)
     trace_id: str = ""
     tenant: str = ""
     priority: int = 0
@@ -91,10 +93,19 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def new_exchange(headers: Headers) -> Exchange:
-    given = headers.get("x-request-id", "")
-    request_id = given if SANE_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
-    return Exchange(request_id, time.monotonic(), trace_id(headers.get("traceparent", "")))
+def new_exchange(scope: Scope) -> Exchange:
+    headers = headers_of(scope)
+    request_id = headers.get("x-request-id")
+    if request_id is None or not SANE_ID.fullmatch(request_id):
+        request_id = f"{random.getrandbits(128):032x}"
+    trace = trace_id(headers["traceparent"]) if "traceparent" in headers else ""
+    return Exchange(request_id, time.monotonic(), headers, trace)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """A request's headers, the first of each name: read once, for they are asked for a dozen times."""
+    pairs = reversed(scope["headers"])
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
 def trace_id(traceparent: str) -> str:
@@ -116,10 +127,10 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
     )
 
 
-Check = Callable[[Scope, Headers, Exchange], None]  # raises a QuartetError to refuse a request
+Check = Callable[[Scope, Exchange], None]  # raises a QuartetError to refuse a request
 
 
-def check_refusal(scope: Scope, headers: Headers, exchange: Exchange) -> None:
+def check_refusal(scope: Scope, exchange: Exchange) -> None:
     """The check of what the server itself has found: raises it."""
     if refusal := scope.get("state", {}).get(REFUSAL):
         raise refusal
@@ -164,14 +175,14 @@ class Reception:
         self._checks = checks
         self._routes = routes
         self._refusals = Sparing()
+        self._log = structlog.get_logger().bind()
 
     def receive(self, scope: Scope) -> Exchange:
         """Name and check a request; what must not come in has its `refusal`."""
-        headers = Headers(scope=scope)
-        exchange = new_exchange(headers)
+        exchange = new_exchange(scope)
         try:
             for check in self._checks:
-                check(scope, headers, exchange)
+                check(scope, exchange)
         except QuartetError as error:
             # Its traceback has frames that know the exchange: a circle, which only the garbage collector would break.
             exchange.refusal = error.with_traceback(None)
@@ -207,9 +218,10 @@ class Reception:
         if self.trace is not None and route not in QUIET_ROUTES:
             self.trace(method, route, scope, exchange)
         log_request(
+            self._log,
             route,
             method=method,
-            path=quote(path),
+            path=path if route == path else quote(path),
             status=status,
             ms=round(1000 * seconds, 3),
             tenant=exchange.tenant,
@@ -235,15 +247,18 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
             return
         state = scope.get("state", {})
-        exchange = state.get(EXCHANGE) or self.reception.receive(scope)
-        inner = {**scope, "state": {**state, EXCHANGE: exchange}}
+        exchange, inner = state.get(EXCHANGE), scope
+        if exchange is None:
+            exchange = self.reception.receive(scope)
+            inner = {**inner, "state": {**state, EXCHANGE: exchange}}
         if scope["method"] == "HEAD":  # answered as GET is, without the body
-            inner["method"] = "GET"
-        with structlog.contextvars.bound_contextvars(**exchange.names):
-            try:
-                await self.answer(inner, receive, self.sender(scope, exchange, send))
-            finally:
-                self.reception.record(scope["method"], inner, exchange)
+            inner = {**inner, "method": "GET"}
+        named = NAMES.set(exchange.names)
+        try:
+            await self.answer(inner, receive, self.sender(scope, exchange, send))
+        finally:
+            self.reception.record(scope["method"], inner, exchange)
+            NAMES.reset(named)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)

@@ -1,14 +1,13 @@
 """Who may come in: what every request must pass before its body is read or its route looked for.
 
-A check is a plain callable: it is given a request's scope, headers and exchange, and raises a QuartetError to turn it
+A check is a plain callable: it is given a request's scope and exchange, and raises a QuartetError to turn it
 away. The checks stand before every request, so they must be cheap.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from hmac import compare_digest
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
@@ -43,7 +42,7 @@ class PortCheck:
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
 
-    def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: Exchange) -> None:
         path: str = scope["path"]
         if scope["server"][1] == self._metrics_port:
             is_here = path == METRICS or path.startswith(HEALTH)
@@ -57,16 +56,14 @@ def needs_no_key(path: str, is_open: Set[str]) -> bool:
     return path in is_open or path.startswith(OPEN_BELOW)
 
 
-def check_without_keys(
-    is_open: Set[str], scope: Scope, headers: Headers, exchange: Exchange
-) -> None:
+def check_without_keys(is_open: Set[str], scope: Scope, exchange: Exchange) -> None:
     """Everybody may do everything, but for administration."""
     path: str = scope["path"]
     if needs_no_key(path, is_open):
         return
     if permission(path) == "admin":
         raise Forbidden("administration needs keys, and none is configured")
-    exchange.priority = lowered(0, headers)
+    exchange.priority = lowered(0, exchange.headers)
 
 
 class KeyCheck:
@@ -80,14 +77,14 @@ class KeyCheck:
         self._open = is_open
         self._holders = [Holder(name, key, processes) for name, key in keys.items()]
 
-    def __call__(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: Exchange) -> None:
         path: str = scope["path"]
         if needs_no_key(path, self._open):
             return
-        holder = self._find(headers.get("authorization", ""))
+        holder = self._find(exchange.headers.get("authorization", ""))
         exchange.tenant = holder.name
         holder.check_permission(permission(path))
-        exchange.priority = lowered(holder.priority, headers)
+        exchange.priority = lowered(holder.priority, exchange.headers)
         holder.check_rates()
         exchange.settle.append(holder.charge)
 
@@ -146,9 +143,9 @@ def permission(path: str) -> Permission:
     return "admin" if path == ADMIN or path.startswith(f"{ADMIN}/") else "inference"
 
 
-def lowered(priority: int, headers: Headers) -> int:
+def lowered(priority: int, headers: Mapping[str, str]) -> int:
     """The priority that the header asks for, if it is lower. Raises InvalidInput for an unknown word."""
-    asked = headers.get(PRIORITY_HEADER)
+    asked = headers.get(PRIORITY_HEADER.lower())
     if asked is None:
         return priority
     if asked.lower() not in PRIORITIES:

@@ -6,16 +6,20 @@ A line says who asked for what, how it ended and how long it took, never what th
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
 import orjson
 import structlog
-from structlog.types import Processor
+from structlog.types import EventDict, FilteringBoundLogger, Processor
 
 from service.errors import InternalError
 
 QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})  # asked every few seconds
+# Of the request that is being answered, what each of its lines says.
+NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxyType({}))
 
 
 def configure(level: str, form: Literal["auto", "console", "json"], stream: TextIO) -> None:
@@ -35,11 +39,15 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
 
 def shared_processors(console: bool) -> list[Processor]:
     processors: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
+        add_names,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     return processors if console else [*processors, structlog.processors.format_exc_info]
+
+
+def add_names(_: object, __: str, line: EventDict) -> EventDict:
+    return {**NAMES.get(), **line}
 
 
 def to_json(fields: object, **options: Any) -> str:
@@ -112,7 +120,9 @@ class Sparing:
         return count
 
 
-def log_request(route: str, **facts: object) -> None:
-    """The one line of a request; health checks and scrapes are for debugging only."""
-    log = structlog.get_logger()
+def log_request(log: FilteringBoundLogger, route: str, **facts: object) -> None:
+    """The one line of a request; health checks and scrapes are for debugging only.
+
+    log: one that is bound, as it may be for as long as the log is configured as it is: to bind it takes a while
+    """
     (log.debug if route in QUIET_ROUTES else log.info)("request", **facts)

@@ -27,6 +27,7 @@ class Holding:
         if self._room.left < 0 and self._held > SMALL:
             raise Overloaded("as many large bodies are in work as there is room for")
 
-    def leave(self) -> None:
+    def leave(self, _: int = 0) -> None:
+        """It needs none any more, whatever number of tokens it had."""
         self._room.left += self._held
         self._held = 0

@@ -9,11 +9,11 @@ import pytest
 import structlog
 import uvloop
 from fastapi import FastAPI
-from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from service.app import create_app
+from service.logs import add_names
 from service.metrics import Metrics
 from service.settings import PREFIX, Settings
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -35,7 +35,7 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def lines() -> Iterator[list[EventDict]]:
     """What is logged."""
-    with capture_logs(processors=[merge_contextvars]) as lines:
+    with capture_logs(processors=[add_names]) as lines:
         yield lines
 
 

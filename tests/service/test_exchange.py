@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
@@ -219,6 +218,15 @@ async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
     assert lines[0]["event"] == "unexpected error"
 
 
+def test_the_first_of_several_headers_of_one_name_counts() -> None:
+    """As the framework has it."""
+    pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
+    exchange = Reception(metrics=Metrics(), process=Staying()).receive(scope)
+    assert exchange.headers == {"x-priority": "bulk", "x-request-id": "a"}
+    assert exchange.request_id == "a"
+
+
 class Staying:
     draining = False
 
@@ -226,7 +234,7 @@ class Staying:
 def test_a_refusal_leaves_no_garbage() -> None:
     """Nothing that only the collector could free: in a flood it would have to all the time."""
 
-    def refuse(scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    def refuse(scope: Scope, exchange: Exchange) -> None:
         raise Overloaded("too much", retry_after_s=1.0)
 
     reception = Reception(metrics=Metrics(), process=Staying(), checks=[refuse])

@@ -80,8 +80,9 @@ def test_a_failed_start_is_not_told_twice(stream: io.StringIO) -> None:
 def test_health_checks_are_below_info(stream: io.StringIO, level: str, count: int) -> None:
     """A probe's line is for debugging, a request's for everybody."""
     logs.configure(level, "json", stream)
-    logs.log_request("/health/ready", status=200)
-    logs.log_request("/classify", status=200)
+    log = structlog.get_logger().bind()
+    logs.log_request(log, "/health/ready", status=200)
+    logs.log_request(log, "/classify", status=200)
     assert len(objects(stream)) == count
 
 
