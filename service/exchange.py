@@ -285,7 +285,10 @@ class ExchangeMiddleware:
                 exchange.status = message["status"]
                 if exchange.status == Overloaded.status:
                     await self.reception.pace.turn()
-                MutableHeaders(scope=message).update(self.reception.headers(exchange))
+                named = self.reception.headers(exchange)
+                own = [(name.lower().encode(), value.encode()) for name, value in named.items()]
+                others = [pair for pair in message["headers"] if pair[0] != b"connection"]
+                message["headers"] = (others if self.process.draining else message["headers"]) + own
             elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}
             await send(message)
