@@ -2,7 +2,8 @@
 
 One task owns the queue. `submit` and the replica slots only send it messages; it takes them in
 order, then fills every idle slot. While all slots are busy the queue grows, and that is what
-makes batches: nothing waits for company unless `max_wait_ms` says so.
+makes batches: nothing waits for company unless `max_wait_ms` says so. Where more waits than the next
+batch holds, that is set out before a slot is idle, so that none waits for this task.
 
 Who is next and who rides along is one pure function, `plan`. Slots belong to the device: the
 bundles take turns in them. On a CPU a slot is a core. A batch takes one slot, which is how cores do
@@ -13,24 +14,23 @@ is answered soonest.
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
 from service.load import Backlog, Flow, Load, weights
-from service.slots import BatchStats, Probe, Result, Run, Running, work
+from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
 from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -115,15 +115,17 @@ class Batcher:
         self._clock = clock
         self._slots = slots
         self._wide = wide
-        self._idle = slots
         self._choices = 0  # between one slot and many
         self._drain = Drain()
         self._busy_since = math.inf  # all slots, with more waiting
         self._started_s = (
             0.0  # what was started since then is expected to take, in full batches on all slots
         )
-        self._threads = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
-        self._free = [*self._threads]  # who ran last goes first: its memory is in the caches
+        self._threads = Threads(slots, self._post)
+        self._ahead: Sequence[
+            Entry
+        ] = ()  # are set out, and wait in line until somebody began with them
+        self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._task: asyncio.Task[None] | None = None
         self._inbox: deque[Callable[[], None]] = deque()
@@ -158,8 +160,7 @@ class Batcher:
             await asyncio.sleep(LOOK_S)
 
     async def start(self) -> None:
-        for thread in self._threads:
-            thread.submit(int)  # a thread that cannot be had is known now
+        self._threads.start()
         self._state = "open"
         self._task = asyncio.create_task(self._serve(), name="batcher")
         self._task.add_done_callback(self._ended)
@@ -180,8 +181,7 @@ class Batcher:
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.wait([self._task])
-            for thread in self._threads:
-                thread.shutdown(wait=thread in self._free, cancel_futures=True)
+            self._threads.stop()
 
     async def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
@@ -298,7 +298,7 @@ class Batcher:
         """While all slots are busy and more waits, compare what is started with what was expected of the time."""
         if self._started_s and now > self._busy_since:
             self._drain.observe(self._started_s, now - self._busy_since)
-        if self._idle or not self._line:
+        if self._threads.idle or not self._line:
             self._busy_since = math.inf
         elif self._started_s or self._busy_since == math.inf:
             self._busy_since = now
@@ -317,9 +317,11 @@ class Batcher:
         """Give idle slots their batches; return the seconds to hold one for company, if any."""
         for request in self._line.late(now):
             self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
-        while self._idle and self._probes:
+        if not self._keep_ahead(now):
+            return None
+        while self._threads.idle and self._probes:
             self._launch_probe(self._probes.popleft())
-        while self._idle and self._line:
+        while self._threads.idle and self._line:
             queue, pool = self._line.pool()
             width = self._width(queue, pool)
             cost = queue.estimators[width].cost
@@ -328,15 +330,50 @@ class Batcher:
                 break  # all cancelled, and the messages that drop them are on their way
             if (hold := self._hold(queue, batch[0], cost, now)) > 0:
                 return hold
-            self._launch(queue, batch, width)
+            self._threads.run(self._job(queue, batch, width))
+        self._plan_ahead(now)
         return None
+
+    def _keep_ahead(self, now: float) -> bool:
+        """Take back what is set out if others are to be before it; False when somebody has begun with it just now."""
+        if not self._ahead:
+            return True
+        good = all(not entry.done and entry.deadline > now for entry in self._ahead)
+        if good and not (self._threads.idle or self._probes) and self._line.flows == 1:
+            return True
+        if not self._threads.take_back():
+            return False
+        self._ahead = ()
+        return True
+
+    def _plan_ahead(self, now: float) -> None:
+        """Set out the next batch where it needs no more company, and nobody could come who is to be before it.
+
+        So twice as many wait as it takes, all of one flow, and it leaves nothing of its requests, for what is left of
+        a large one gives way to all that come.
+        """
+        if self._ahead or self._threads.idle or self._probes or self._state == "failed":
+            return
+        if self._line.size < self._ahead_from or self._line.flows != 1:
+            return
+        queue, pool = self._line.pool()
+        cost = queue.estimators[1].cost
+        batch = plan(pool, cost, self._budget_of(queue, 1), now)
+        if not batch or batch[0].alone or self._hold(queue, batch[0], cost, now) > 0:
+            return
+        self._ahead_from = 2 * len(batch)
+        if len(batch) < sum(request.left for request in {entry.owner for entry in batch}):
+            self._ahead_from = sys.maxsize  # until another batch has left
+        if self._line.size >= self._ahead_from:
+            self._ahead = batch
+            self._threads.set_out(self._job(queue, batch, 1))
 
     def _width(self, queue: Queue, waiting: Sequence[Entry]) -> int:
         """The slots that the next batch takes: many, where they are idle, fewer entries wait, and it ends sooner so.
 
         What was not chosen is tried now and then, for what it costs may change.
         """
-        if not self._line.size < self._wide <= self._idle:
+        if not self._line.size < self._wide <= self._threads.idle:
             return 1
         waiting = waiting[: self._size(queue)]
         longest = max(entry.tokens for entry in waiting)
@@ -348,8 +385,8 @@ class Batcher:
         return self._wide if (wide < narrow) is not other else 1
 
     def _budget_of(self, queue: Queue, width: int) -> Budget:
-        """A batch's budget, cut so that every idle slot gets its part of what waits."""
-        share = math.ceil(self._line.tokens * width / self._idle)
+        """A batch's budget, cut so that every idle slot, or every slot if none is, gets its part of what waits."""
+        share = math.ceil(self._line.tokens * width / (self._threads.idle or self._slots))
         return Budget(self._budget.tokens, self._size(queue), share)
 
     def _size(self, queue: Queue) -> int:
@@ -365,50 +402,41 @@ class Batcher:
         spare = head.deadline - now - cost.seconds(head.tokens, 1, head.tokens)
         return min(self._max_wait_s, head.arrival + self._max_wait_s - now, spare)
 
-    def _launch(self, queue: Queue, batch: Sequence[Entry], width: int) -> None:
+    def _job(self, queue: Queue, batch: Sequence[Entry], width: int) -> Job:
+        """A batch for one of the threads; its entries have their seats from when it began."""
         tokens = [entry.tokens for entry in batch]
         seconds = queue.estimators[width].cost.seconds(sum(tokens), len(tokens), max(tokens))
-        self._started_s += sum(tokens) / self._expected_rate(queue)
-        self._line.take(batch, width * seconds)
         running = Running(batch[0].bundle, len(batch), sum(tokens), seconds)
-        run = partial(work, self._run, width, batch, self._clock)
-        self._occupy(width, running, run, partial(self._finish, width, queue, batch))
+
+        def started() -> None:
+            self._ahead, self._ahead_from = (), 2 * len(batch)
+            self._started_s += sum(tokens) / self._expected_rate(queue)
+            self.running.add(running)
+            # Who left since it was set out has no seat any more.
+            if waiting := [entry for entry in batch if entry.queued]:
+                self._line.take(waiting, width * seconds)
+
+        def ended(ran: Future[tuple[list[Result], BatchStats]]) -> None:
+            self.running.discard(running)
+            self._finish(width, queue, batch, ran)
+
+        return Job(width, partial(work, self._run, width, batch, self._clock), started, ended)
 
     def _launch_probe(self, probe: Probe) -> None:
         if probe.bundle not in self._line.queues:
             return probe.future.set_exception(errors.UnknownModel(f"no model {probe.bundle!r}"))
-        width = self._wide if self._probe_wide and self._wide <= self._idle else 1
+        width = self._wide if self._probe_wide and self._wide <= self._threads.idle else 1
         self._probe_wide = not self._probe_wide
         tokens = len(probe.window)
         cost = self._line.queues[probe.bundle].estimators[width].cost
         running = Running(probe.bundle, 1, tokens, cost.seconds(tokens, 1, tokens))
-        run = partial(self._run, width, probe.bundle, [probe.window])
-        return self._occupy(width, running, run, probe.settle)
 
-    def _occupy(
-        self,
-        width: int,
-        running: Running,
-        run: Callable[[], T],
-        done: Callable[[Future[T]], None],
-    ) -> None:
-        """Run it in a thread, on so many slots; they are idle again when `done` is told of it."""
-        self._idle -= width
-        self.running.add(running)
-        thread = self._free.pop()
-        loop = asyncio.get_running_loop()
-
-        def release(ran: Future[T]) -> None:
-            self._idle += width
-            self._free.append(thread)
+        def ended(ran: Future[list[Outputs]]) -> None:
             self.running.discard(running)
-            done(ran)
+            probe.settle(ran)
 
-        def ended(ran: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: it had not waited for us
-                loop.call_soon_threadsafe(self._post, partial(release, ran))
-
-        thread.submit(run).add_done_callback(ended)
+        run = partial(self._run, width, probe.bundle, [probe.window])
+        return self._threads.run(Job(width, run, partial(self.running.add, running), ended))
 
     def _finish(
         self,

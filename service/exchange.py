@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 import orjson
 import structlog
-from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

@@ -1,9 +1,13 @@
-"""What happens to a batch in its thread: run, halve on failure, check, measure."""
+"""The threads of a device's slots, and what happens to a batch there: run, halve on failure, check, measure."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +17,90 @@ from service.waiting import Entry, Outputs
 
 Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
 Result = Outputs | errors.InferenceFailed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a thread is to do, on so many slots: `run` is called there, and of that `started` and `ended` are told."""
+
+    width: int
+    run: Callable[[], Any]
+    started: Callable[[], None]
+    ended: Callable[[Future[Any]], None]
+
+
+class Threads:
+    """One for each slot. All but what they run, and the taking of what is set out, happens where `post` calls.
+
+    A thread that has ended a job goes on with the one that is set out, if there is any, and only then is it told of:
+    so it need not wait for who plans. `idle`: the slots that nothing runs on
+    """
+
+    def __init__(self, slots: int, post: Callable[[Callable[[], None]], None]) -> None:
+        self.idle = slots
+        self._post = post
+        self._all = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
+        self._free = [*self._all]  # who ran last goes first: its memory is in the caches
+        self._next: deque[Job] = deque()  # the one that is set out
+
+    def start(self) -> None:
+        for thread in self._all:
+            thread.submit(int)  # one that cannot be had is known now
+
+    def run(self, job: Job) -> None:
+        """Begin with a job for which there are idle slots."""
+        thread = self._free.pop()
+        self._begin(job)
+        thread.submit(self._work, asyncio.get_running_loop(), thread, job)
+
+    def set_out(self, job: Job) -> None:
+        """Let whoever ends first go on with it, while nothing is idle."""
+        self._next.append(job)
+
+    def take_back(self) -> bool:
+        """Nobody is to go on with what is set out; False when somebody has, of which is told soon."""
+        with suppress(IndexError):
+            self._next.pop()
+            return True
+        return False
+
+    def stop(self) -> None:
+        """End those that are free; one that is still busy ends with its job."""
+        self.take_back()
+        for thread in self._all:
+            thread.shutdown(wait=thread in self._free, cancel_futures=True)
+
+    def _begin(self, job: Job) -> None:
+        self.idle -= job.width
+        job.started()
+
+    def _work(
+        self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, job: Job | None
+    ) -> None:
+        while job is not None:
+            ran: Future[Any] = Future()
+            try:
+                ran.set_result(job.run())
+            except BaseException as error:
+                ran.set_exception(error)
+            following = None
+            with suppress(IndexError):
+                following = self._next.pop()
+            told = partial(self._ended, thread, job, ran, following)
+            with suppress(RuntimeError):  # the loop is closed: it had not waited for us
+                loop.call_soon_threadsafe(self._post, told)
+            del ran, told  # what came of it is not kept while the next one runs
+            job = following
+
+    def _ended(
+        self, thread: ThreadPoolExecutor, job: Job, ran: Future[Any], following: Job | None
+    ) -> None:
+        self.idle += job.width
+        if following is None:
+            self._free.append(thread)
+        else:
+            self._begin(following)
+        job.ended(ran)
 
 
 @dataclass(slots=True, eq=False)

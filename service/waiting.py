@@ -219,7 +219,8 @@ class Lane:
         self.backlog = Backlog()
         self.requests: OrderedDict[Request, None] = OrderedDict()  # longest without a seat first
         self._batches = 0
-        self._virtual = 0.0  # the smallest start at the last look
+        self._virtual = 0.0  # the smallest start when a batch left with some of it
+        self._smallest = 0.0  # at the last look
         self._order = itertools.count()
         self._queued = 0
         self._front: list[tuple[float, int, Entry]] = []
@@ -294,11 +295,12 @@ class Lane:
         """A batch leaves in which it had a part."""
         self.charged += seconds
         self._batches += 1
+        self._virtual = self._smallest
 
     def pool(self) -> list[Entry]:
         """Who may ride next, in order: the smallest starts, unless somebody was passed over too often."""
         front = self.front(self.queue.pool_size)
-        self._virtual = front[0].start
+        self._smallest = front[0].start
         first = self.longest.first()
         first.passed = self._batches - self.longest.seated
         if first.passed <= MAX_PASSED:
@@ -352,6 +354,11 @@ class Line:
         return sum(queue.size for queue in self.queues.values())
 
     @property
+    def flows(self) -> int:
+        """How many flows wait."""
+        return sum(map(bool, self._lanes.values()))
+
+    @property
     def waiting(self) -> dict[Flow, Backlog]:
         """What was admitted and waits, by flow, of the bundles that are served."""
         return {
@@ -397,7 +404,6 @@ class Line:
         """The bundle whose turn it is, and the entries that its next batch may be made from, in order."""
         lanes = [lane for lane in self._lanes.values() if lane]
         turn = min(lanes, key=lambda lane: (lane.charged, lane.longest.first().arrival))
-        self._charged = turn.charged
         rivals = [lane for lane in lanes if lane.queue is turn.queue and lane is not turn]
         if not rivals:
             return turn.queue, turn.pool()
@@ -414,6 +420,7 @@ class Line:
             tokens[entry.owner.lane] += entry.tokens
             seats.setdefault(entry.owner, []).append(entry)
         shares = weights([flow for flow, lane in self._lanes.items() if lane])
+        self._charged = batch[0].owner.lane.charged
         for lane, part in tokens.items():
             lane.charge(seconds * part / tokens.total() / shares[lane.flow])
         for request, entries in seats.items():

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -786,6 +787,149 @@ async def test_batches_that_run_are_known() -> None:
         gate.let()
         await asked
         assert not batcher.running
+
+
+# The batch that is set out
+
+
+def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
+    """Whether so many batches start while the event loop stands still."""
+    end = time.monotonic() + seconds
+    while gate.started < started and time.monotonic() < end:
+        time.sleep(0.001)
+    return gate.started >= started
+
+
+async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
+    """One batch is set out: the thread takes it by itself, and no other."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        gate.let(5)
+        assert blocking(gate, 2)
+        assert not blocking(gate, 3, seconds=0.1)
+        answers = await asyncio.gather(*requests)
+        assert [len(answer) for answer in answers] == [1] * 5
+        assert gate.started == 5
+
+
+async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
+    """It counts for who comes, as the rest of the queue does, and no more once it runs."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        assert batcher.load().queue_tokens == 40
+        gate.let()
+        await gate.batch()
+        await settle()
+        assert batcher.load().queue_tokens == 30
+        gate.let(4)
+        await asyncio.gather(*requests)
+
+
+@pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
+async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: bool) -> None:
+    """Where as many as it takes are left behind, those that come could make it no better."""
+    gate = Gate()
+    async with serving(gate, FIXED, max_batch_size=2) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(1 + waiting)]
+        await gate.batch()
+        gate.let(10)
+        assert blocking(gate, 2, seconds=0.1) is set_out
+        await asyncio.gather(*requests)
+
+
+async def test_nothing_of_a_large_request_is_set_out() -> None:
+    """A text that comes meanwhile goes before what is left of it."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        large = await submitted(batcher, texts(5))
+        await gate.batch()
+        late = text()
+        single = await submitted(batcher, [late])
+        gate.let()
+        assert number(late) in (await gate.batch()).numbers
+        gate.let(10)
+        await asyncio.gather(large, single)
+
+
+async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
+    """Who is owed the slot has it; those that had been set out are next, each once."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        ours = [text(bundle="a@1") for _ in range(4)]
+        requests = [await submitted(batcher, [own]) for own in ours]
+        assert (await gate.batch()).numbers == [number(ours[0])]
+        other = text(bundle="b@1")
+        requests.append(await submitted(batcher, [other]))
+        gate.let(10)
+        ran = [(await gate.batch()).numbers for _ in range(4)]
+        await asyncio.gather(*requests)
+        assert ran == [[number(entry)] for entry in (other, *ours[1:])]
+
+
+async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
+    """Under load no slot would be idle for it."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(4)]
+        await gate.batch()
+        probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
+        await settle()
+        gate.let(10)
+        assert (await gate.batch()).numbers == [77]
+        await asyncio.gather(probe, *requests)
+
+
+async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
+    """The next in line takes its place, while the thread still runs the batch before."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        ours = texts(5)
+        requests = [await submitted(batcher, [own]) for own in ours]
+        await gate.batch()
+        requests[1].cancel()
+        await settle()
+        gate.let(10)
+        assert blocking(gate, 2)
+        assert (await gate.batch()).numbers == [number(ours[2])]
+        ended = await asyncio.gather(*requests, return_exceptions=True)
+        assert [isinstance(end, list) for end in ended] == [True, False, True, True, True]
+        assert gate.started == 4
+
+
+async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
+    """The thread was faster; what waits is counted right all the same."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        gate.let()
+        assert blocking(gate, 2)
+        requests[1].cancel()  # before the loop hears that its batch has begun
+        await settle()
+        assert batcher.load().queue_tokens == 30
+        gate.let(10)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
+        assert [isinstance(end, list) for end in ended] == [True, False, True, True, True]
+        assert batcher.load().queue_tokens == 0
+
+
+async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
+    """What is not answered in time is not begun either."""
+    gate = Gate()
+    batcher = Batcher(gate, clock=Clock())
+    batcher.add_bundle("m@1", costing(LINEAR))
+    await batcher.start()
+    requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+    await gate.batch()
+    await batcher.stop(0.01)
+    gate.let(10)
+    ended = await asyncio.gather(*requests, return_exceptions=True)
+    assert {type(end) for end in ended} == {errors.Draining}
+    assert not blocking(gate, 2, seconds=0.1)
 
 
 async def test_a_probe_goes_before_all_that_waits() -> None:
