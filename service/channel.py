@@ -251,6 +251,7 @@ class Channel(asyncio.Protocol):
         self._lost = lost
         self.broken = False
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -261,12 +262,22 @@ class Channel(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: Message, *arrays: NDArray[Any] | bytes) -> None:
-        """What is sent to an end that is gone is dropped: `lost` has been called, or will be."""
-        if self._transport is not None and self.open:
-            self._transport.write(frame(message, *arrays))
+        """What one turn of the event loop says is sent at once: to wake the other end costs more than to read it.
+
+        What is sent to an end that is gone is dropped: `lost` has been called, or will be.
+        """
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frame(message, *arrays))
+
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None and self.open:
+            self._transport.writelines(self._unsent)
+        self._unsent = []
 
     def close(self) -> None:
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:

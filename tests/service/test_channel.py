@@ -94,6 +94,42 @@ async def test_much_goes_through_at_once() -> None:
     second.close()
 
 
+class Wire(asyncio.Transport):
+    """Knows what was written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def writelines(self, data: Any) -> None:
+        self.written.append(b"".join(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_what_one_turn_says_is_one_write() -> None:
+    """In order, and not before the turn is over; who closes has said it."""
+    channel, wire = Channel(print, lambda: None), Wire()
+    channel.connection_made(wire)
+    for number in range(3):
+        channel.send(Cancel(number))
+    assert not wire.written
+    await asyncio.sleep(0)
+    channel.send(Cancel(3))
+    channel.close()
+    channel.send(Cancel(4))
+    await asyncio.sleep(0)
+    assert wire.written == [
+        b"".join(frame(Cancel(number)) for number in range(3)),
+        frame(Cancel(3)),
+    ]
+
+
 async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
     """Either hears that the other is lost, and whose fault it was."""
 
