@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
-from service.load import Backlog, Flow, Load, weights
+from service.load import PATIENCE, Backlog, Flow, Load, weights
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
 from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
@@ -35,6 +35,7 @@ __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 logger = logging.getLogger(__name__)
 
 TRY_OTHER_EVERY = 64  # choices
+PLAIN = 0.5  # of the time that there is for an answer: one that takes no more needs no close look
 LOOK_S = 0.02  # between looks for what is left of a bundle that goes
 CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
 
@@ -117,6 +118,7 @@ class Batcher:
         self._wide = wide
         self._choices = 0  # between one slot and many
         self._drain = Drain()
+        self._told: Mapping[str, float] = {}  # the rates, when somebody looked last
         self._busy_since = math.inf  # all slots, with more waiting
         self._started_s = (
             0.0  # what was started since then is expected to take, in full batches on all slots
@@ -223,8 +225,8 @@ class Batcher:
         return self._load({flow: own.copy() for flow, own in self._line.waiting.items()})
 
     def _load(self, waiting: dict[Flow, Backlog]) -> Load:
-        rates = {name: self._rate(queue) for name, queue in self._line.queues.items()}
-        return Load(rates, waiting, self.problem)
+        self._told = {name: self._rate(queue) for name, queue in self._line.queues.items()}
+        return Load(self._told, waiting, self.problem)
 
     def _rate(self, queue: Queue) -> float:
         return self._drain.speed * self._expected_rate(queue)
@@ -258,6 +260,11 @@ class Batcher:
         limit = self._max_queue_tokens
         if tokens > limit:
             raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
+        if not self._line.tokens:
+            return
+        left_s = min(entry.deadline for entry in entries) - self._clock()
+        if self._has_room(tokens, left_s):
+            return
         load = self._load(self._line.waiting)
         if self._is_full(load, flow, tokens):
             raise errors.Overloaded(
@@ -265,8 +272,16 @@ class Batcher:
                 retry_after_s=load.drain_s,
             )
         if load.waiting:
-            left_s = min(entry.deadline for entry in entries) - self._clock()
             load.check_in_time(flow, tokens, left_s)
+
+    def _has_room(self, tokens: int, left_s: float) -> bool:
+        """Whether it is plain that so many more tokens have room and time, by the rates that were told last.
+
+        Plain is what would be in time by half, if all that waits were of the slowest bundle, and all before it.
+        """
+        all_tokens = self._line.tokens + tokens
+        enough = PLAIN * PATIENCE * left_s * min(self._told.values(), default=0.0)
+        return all_tokens <= min(self._max_queue_tokens, enough)
 
     def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
         """Whether the queue has no room; who waits for less than its part of it has room all the same."""

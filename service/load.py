@@ -130,16 +130,16 @@ class Load:
         rate = self.rates.get(flow.bundle)
         if not rate:
             return 0.0
-        own = tokens + coming
-        if flow in self.waiting:
-            own += self.waiting[flow].ahead(tokens)
+        own, backlog = tokens + coming, self.waiting.get(flow)
+        if backlog is not None:
+            own += backlog.ahead(tokens)
+        if len(self.waiting) == (backlog is not None):  # nobody else waits
+            return own / rate
         work = {
             other: backlog.tokens / self.rates[other.bundle]
             for other, backlog in self.waiting.items()
         }
         work[flow] = own / rate
-        if len(work) == 1:
-            return work[flow]
         shares = weights(work)
         span = work[flow] / shares[flow]  # of virtual time, in which each is served by its share
         return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
@@ -151,9 +151,8 @@ class Load:
 
         Where nothing waits, all is tried, whatever is expected: what runs corrects what is expected.
         """
-        idle = not self.queue_tokens and not coming
-        wait_s = 0.0 if idle else self.wait_s(flow, tokens, coming)
-        if wait_s > patience * left_s:
+        wait_s = self.wait_s(flow, tokens, coming)
+        if wait_s > patience * left_s and (self.queue_tokens or coming):
             raise Overloaded(
                 f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
                 retry_after_s=wait_s - patience * left_s,

@@ -1152,6 +1152,24 @@ async def test_a_full_queue_has_room_for_who_has_less_than_a_part() -> None:
             await batcher.submit([text(tenant="other", priority=1)])
 
 
+async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one() -> None:
+    """Whether the rates were told before or not, a request is refused by the same limits of room and time."""
+    ends: list[list[bool]] = []
+    for told in (False, True):
+        gate = Gate()
+        async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+            await submitted(batcher, texts(1))
+            await submitted(batcher, texts(40))  # 400 tokens at 100 a second
+            refused = []
+            for asked in (text(10, deadline=60), text(10, deadline=0.1), text(800, deadline=60)):
+                if told:
+                    batcher.load()
+                task = await submitted(batcher, [asked])
+                refused.append(task.done() and isinstance(task.exception(), errors.Overloaded))
+            ends.append(refused)
+    assert ends == [[False, True, True]] * 2
+
+
 # Cancelled and late
 
 
