@@ -195,15 +195,24 @@ class Batcher:
         before anything is queued, DeadlineExceeded while it is, InferenceFailed after; with
         `spare`, that is the outcome of the entries that failed.
         """
+        return await self.begin(entries, tell, spare)
+
+    def begin(
+        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
+    ) -> asyncio.Future[list[Ended]]:
+        """The same without waiting for it; what is raised before anything is queued is raised here."""
         if not entries:
-            return []
+            nothing: asyncio.Future[list[Ended]] = asyncio.get_running_loop().create_future()
+            nothing.set_result([])
+            return nothing
         request = self._admit(entries, tell, spare)
+        request.future.add_done_callback(partial(self._forget, request))
         self._post(partial(self._line.enter, request))
-        try:
-            return await request.future
-        except asyncio.CancelledError:
+        return request.future
+
+    def _forget(self, request: Request, future: asyncio.Future[list[Ended]]) -> None:
+        if future.cancelled():
             self._post(partial(self._close, request))
-            raise
 
     async def probe(self, bundle: str, window: Window) -> Outputs:
         """Every head's outputs for a window, before all that waits; on one slot or, by turns, where so many are idle,

@@ -3,7 +3,7 @@
 `service.local` computes here, `service.remote` asks another process to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,9 +29,9 @@ class RunsOn:
 class Device(Protocol):
     """Where entries are computed: in this process or in another."""
 
-    async def submit(
+    def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> list[Ended]:
+    ) -> Awaitable[list[Ended]]:
         """Answer one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
 
     def load(self) -> Load:

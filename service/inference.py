@@ -5,8 +5,9 @@ import gc
 import itertools
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Front:
         self._curator = curator
         self._metrics = metrics
         self._news = news
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._work: dict[int, asyncio.Future[Any]] = {}
         self._seen = -1  # the last request that is part of the device's load, or was
         self._adopting: dict[int, asyncio.Future[str | None]] = {}
         self.channel = Channel(self._receive, self._lost)
@@ -74,10 +75,10 @@ class Front:
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
-            case channel.Submit(id=number):
-                self._begin(number, self._answer(message, arrays))
-            case channel.Cancel(id=number) if number in self._tasks:
-                self._tasks[number].cancel()
+            case channel.Submit():
+                self._compute(message, arrays)
+            case channel.Cancel(id=number) if number in self._work:
+                self._work[number].cancel()
             case channel.Observed(requests, rejections, answers, comparisons):
                 for request in requests:
                     self._metrics.observe_request(*request)
@@ -100,52 +101,66 @@ class Front:
 
     def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks[number] = task
+        self._work[number] = task
         task.add_done_callback(lambda _: self._end(number))
 
     def _end(self, number: int) -> None:
         """One that was cancelled may never have begun, and is seen all the same."""
         self._seen = max(self._seen, number)
-        self._tasks.pop(number, None)
+        self._work.pop(number, None)
 
     def _lost(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
+        for work in self._work.values():
+            work.cancel()
         for adopted in self._adopting.values():
             adopted.set_result(None)
         self._adopting.clear()
         self._news(self)
 
     async def _administer(self, asked: channel.Administer) -> None:
-        with self._failing(asked.id):
+        try:
             answer = await self._curator.perform(asked.what, asked.fields)
             self.channel.send(channel.Administered(asked.id, dict(answer)))
-
-    @contextmanager
-    def _failing(self, number: int) -> Iterator[None]:
-        """Tell the other side of errors."""
-        try:
-            yield
-        except errors.QuartetError as error:
-            log_cause(error)
-            self.channel.send(failed(number, error))
         except Exception as error:
-            log.exception("unexpected error")
-            self.channel.send(failed(number, errors.InternalError(f"our bug: {error!r}")))
+            self._fail(asked.id, error)
 
-    async def _answer(self, asked: channel.Submit, arrays: bytes) -> None:
+    def _fail(self, number: int, error: Exception) -> None:
+        """Tell the other side of an error."""
+        if isinstance(error, errors.QuartetError):
+            log_cause(error)
+        else:
+            log.error("unexpected error", exc_info=error)
+            error = errors.InternalError(f"our bug: {error!r}")
+        self.channel.send(failed(number, error))
+
+    def _compute(self, asked: channel.Submit, arrays: bytes) -> None:
+        """Have a request computed, without a task of its own: there are hundreds in a second."""
         asked_for = entries(asked, arrays)
-        places = {entry: place for place, entry in enumerate(asked_for)}
+        places = {entry: place for place, entry in enumerate(asked_for)} if asked.each else {}
 
         def tell(entry: Entry, outcome: Ended) -> None:
             self.channel.send(*computed(asked, {places[entry]: outcome}))
 
         self._seen = max(self._seen, asked.id)
         telling = tell if asked.each else None
-        with self._failing(asked.id):
-            outcomes = await self._device.submit(asked_for, telling, asked.spare)
+        try:
+            work = asyncio.ensure_future(self._device.submit(asked_for, telling, asked.spare))
+        except Exception as error:
+            self._fail(asked.id, error)
+        else:
+            self._work[asked.id] = work
+            work.add_done_callback(partial(self._computed, asked))
+
+    def _computed(self, asked: channel.Submit, work: asyncio.Future[list[Ended]]) -> None:
+        self._end(asked.id)
+        if work.cancelled():
+            return
+        try:
+            outcomes = work.result()
             if not asked.each:
                 self.channel.send(*computed(asked, dict(enumerate(outcomes))))
+        except Exception as error:
+            self._fail(asked.id, error)
 
 
 def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:

@@ -189,10 +189,10 @@ class LocalDevice:
         self.batcher.remove_bundle(name)
         del self.texts[name], self.runs_on[name], self._runners[name]
 
-    async def submit(
+    def submit(
         self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> list[Ended]:
-        return await self.batcher.submit(entries, tell, spare)
+    ) -> asyncio.Future[list[Ended]]:
+        return self.batcher.begin(entries, tell, spare)
 
     def load(self) -> Load:
         load = self.batcher.load()
