@@ -74,6 +74,8 @@ async def read_json(
 
 def check_media_type(headers: Mapping[str, str]) -> None:
     content_type = headers.get("content-type", "")
+    if content_type == "application/json":
+        return
     media_type, *parameters = (part.strip().lower() for part in content_type.split(";"))
     if not is_json(media_type):
         raise UnsupportedMediaType(

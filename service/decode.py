@@ -101,7 +101,7 @@ def embed(
     if dimensions is not None and not 1 <= dimensions <= len(vector):
         raise ValueError(f"dimensions must be from 1 to {len(vector)}, not {dimensions}")
     vector = vector[:dimensions]
-    norm = np.linalg.norm(vector) if normalize else 0
+    norm = math.sqrt(vector @ vector) if normalize else 0
     return (vector / norm if norm > 0 else vector).astype(np.float32)
 
 

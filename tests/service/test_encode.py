@@ -210,6 +210,19 @@ class TestTexts:
         kinds += [window.offsets.dtype, window.words.dtype, window.sequence.dtype]
         assert kinds == [np.int64, np.int64, np.int32, np.int32, np.int8]
 
+    @pytest.mark.parametrize(
+        "single", ["[CLS]:0 $A:0 [SEP]:0", "[CLS]:1 $A:1 [SEP]:1", "[CLS]:2 $A:0 [SEP]:1"]
+    )
+    def test_windows_have_the_types_of_the_template(self, single: str) -> None:
+        """Whether all tokens have one in common or not."""
+        tokenizer = lettered()
+        tokenizer.post_processor = template(single, "[CLS] $A [SEP] $B:1 [SEP]:1")
+        encoder = Encoder(tokenizer, 16)
+        prose = ["the river", "", "un" * 30]
+        encoded, windows = encoder.texts(prose), encoder.windows(prose)
+        assert (ids(encoded), types(encoded)) == (ids(windows), types(windows))
+        assert types(windows)[0] == tokenizer.encode(prose[0]).type_ids
+
     def test_places_of_later_windows(self, encoder: Encoder) -> None:
         """In every window, places and words are those in the whole text."""
         text = "the river cafes " * 10
