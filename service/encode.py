@@ -61,7 +61,7 @@ class Cut:
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(map(len, self.windows))
 
 
 @dataclass(frozen=True, slots=True)

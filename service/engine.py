@@ -572,21 +572,24 @@ def windows(item: Cut | None) -> Sequence[Window]:
 
 
 def _usage(encoded: Sequence[Cut | None]) -> Usage:
-    good = [(index, item) for index, item in enumerate(encoded) if item is not None]
-    return Usage(
-        tokens=sum(item.tokens for _, item in good),
-        windows=sum(len(item.windows) for _, item in good),
-        truncated=[index for index, item in good if item.truncated],
-    )
+    tokens = count = 0
+    truncated = []
+    for index, item in enumerate(encoded):
+        if item is not None:
+            tokens += item.tokens
+            count += len(item.windows)
+            if item.truncated:
+                truncated.append(index)
+    return Usage(tokens, count, truncated)
 
 
 def _timing(outcomes: Sequence[Ended], encode_s: float, decode_s: float) -> Timing:
-    good = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
-    return Timing(
-        encode_s=encode_s,
-        queue_s=max((outcome.queue_s for outcome in good), default=0.0),
-        inference_s=max((outcome.inference_s for outcome in good), default=0.0),
-        decode_s=decode_s,
-        batch_size=max((outcome.batch_size for outcome in good), default=0),
-        batch_tokens=max((outcome.batch_tokens for outcome in good), default=0),
-    )
+    queue_s = inference_s = 0.0
+    batch_size = batch_tokens = 0
+    for outcome in outcomes:
+        if isinstance(outcome, Outcome):
+            queue_s = max(queue_s, outcome.queue_s)
+            inference_s = max(inference_s, outcome.inference_s)
+            batch_size = max(batch_size, outcome.batch_size)
+            batch_tokens = max(batch_tokens, outcome.batch_tokens)
+    return Timing(encode_s, queue_s, inference_s, decode_s, batch_size, batch_tokens)
