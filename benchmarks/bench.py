@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench [--bundle DIR] [--mix news] [--cores N] [--rounds N] [--seconds N]
 
-The same weights (MiniLM, by default) are served by four servers, in interleaved rounds: the packed fp32 graph, the same
-without batching, the portable padded fp32 graph, the packed int8 graph. Among them, and as often, are measured the bare
+The same weights (MiniLM, by default) are served by six servers, in interleaved rounds: the packed fp32 graph, the same
+without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs once more with HTTP and
+inference in one process. Among them, and as often, are measured the bare
 packed sessions of both precisions: no HTTP, the same texts in sorted batches (`benchmarks/bare.py`). After 32
 connections each server is offered 80 % of what it then answered, at random moments.
 """
@@ -139,9 +140,11 @@ def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterat
     yield replace(fp32, name="packed fp32")
     yield replace(fp32, name="one by one fp32", env={"QUARTET_MAX_BATCH_SIZE": "1"})
     yield replace(fp32, name="padded fp32", prepare=lambda *_: padded)
+    yield replace(fp32, name="fp32 in one process", env={"QUARTET_HTTP_WORKERS": "0"})
     yield bare.server("embed", "fp32", texts, scratch)
     yield bare.server("embed", "int8", texts, scratch)
     yield replace(int8, name="packed int8")
+    yield replace(int8, name="int8 in one process", env={"QUARTET_HTTP_WORKERS": "0"})
 
 
 def only_portable(full: bundle.Bundle, out: Path) -> Path:

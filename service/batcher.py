@@ -124,9 +124,8 @@ class Batcher:
             0.0  # what was started since then is expected to take, in full batches on all slots
         )
         self._threads = Threads(slots, self._post)
-        self._ahead: Sequence[
-            Entry
-        ] = ()  # are set out, and wait in line until somebody began with them
+        # What is set out waits in line until a thread has begun with it.
+        self._ahead: Sequence[Entry] = ()
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._task: asyncio.Task[None] | None = None
