@@ -284,10 +284,12 @@ class ExchangeMiddleware:
                 exchange.status = message["status"]
                 if exchange.status == Overloaded.status:
                     await self.reception.pace.turn()
-                named = self.reception.headers(exchange)
-                own = [(name.lower().encode(), value.encode()) for name, value in named.items()]
-                others = [pair for pair in message["headers"] if pair[0] != b"connection"]
-                message["headers"] = (others if self.process.draining else message["headers"]) + own
+                others = message.get("headers", ())
+                if self.process.draining:  # of which every answer tells, once
+                    others = [pair for pair in others if pair[0] != b"connection"]
+                named = self.reception.headers(exchange).items()
+                own = [(name.lower().encode(), value.encode()) for name, value in named]
+                message["headers"] = [*others, *own]
             elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}
             await send(message)

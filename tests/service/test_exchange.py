@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
@@ -225,6 +226,32 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
     exchange = Reception(metrics=Metrics(), process=Staying()).receive(scope)
     assert exchange.headers == {"x-priority": "bulk", "x-request-id": "a"}
     assert exchange.request_id == "a"
+
+
+async def test_a_connection_is_closed_by_one_header() -> None:
+    """Whether the answer itself asks for it, the server drains, or both."""
+
+    async def asking(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(headers={"Connection": "close"})(scope, receive, send)
+
+    reception = Reception(metrics=Metrics(), process=Leaving())
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await ExchangeMiddleware(asking, reception=reception, process=Leaving())(scope, receive, send)
+    names = [name for name, _ in sent[0]["headers"]]
+    assert names.count(b"connection") == 1
+    assert b"x-request-id" in names
+
+
+class Leaving:
+    draining = True
 
 
 class Staying:
