@@ -338,7 +338,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
         return run(*batch)
 
     monkeypatch.setattr(curated.device._runners["tiny@1"], "run", run_slowly)
-    asked = asyncio.create_task(curated.device.submit([entry]))
+    asked = asyncio.ensure_future(curated.device.submit([entry]))
     await asyncio.sleep(0.01)
     going = asyncio.create_task(curated.unload("tiny@1"))
     await asyncio.sleep(0.05)
