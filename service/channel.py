@@ -266,6 +266,8 @@ class Channel(asyncio.Protocol):
 
         What is sent to an end that is gone is dropped: `lost` has been called, or will be.
         """
+        if not self.open:
+            return
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(frame(message, *arrays))

@@ -309,9 +309,7 @@ class Protocol(HttpToolsProtocol):
         scope = cast(Scope, cycle.scope)
         exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
         exchange.leaving = self.leaving
-        of_a_page = any(
-            name == b"origin" for name, _ in scope["headers"]
-        )  # which needs more headers
+        of_a_page = "origin" in exchange.headers  # which needs more headers
         if isinstance(exchange.refusal, Overloaded) and not of_a_page:
             self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
         else:
