@@ -24,6 +24,7 @@ SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (8, 128))  # size, length; by nu
 MEMORY = 0.98  # what a batch weighs when the next one has come: the last fifty count
 WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
 REFIT_EVERY = 8  # batches
+SURPRISE = 1.5  # a batch of so many times the time expected, or of it, is learnt from at once
 RIDGE = 1e-8
 DRAIN_S = 2.0  # of work, after which it weighs a third
 # Of the three terms, as masks.
@@ -91,10 +92,8 @@ class Estimator:
         samples: Iterable[Sample] = (),
         *,
         padded: bool = False,
-        refit_every: int = REFIT_EVERY,
     ) -> None:
         self._padded = padded
-        self._refit_every = refit_every
         self._warm = _evidence(samples)
         self._recent = np.zeros_like(self._warm)
         self._new: list[Sample] = []  # since the last fit
@@ -105,12 +104,18 @@ class Estimator:
 
         That is because an error is relative to the longer of the measured and the expected time.
         """
-        if sample.seconds > 0:
-            computed = self.cost.computed(sample.tokens, sample.size, sample.longest)
-            self._new.append(sample._replace(tokens=computed))
-        if len(self._new) == self._refit_every:
+        if sample.seconds <= 0:
+            return
+        computed = self.cost.computed(sample.tokens, sample.size, sample.longest)
+        self._new.append(sample._replace(tokens=computed))
+        if len(self._new) == REFIT_EVERY or self._surprises(sample):
             self._fold()
             self.cost = self._fit(WARM_UP * self._warm + self._recent)
+
+    def _surprises(self, sample: Sample) -> bool:
+        """Whether it took much longer or shorter than expected: a wrong cost of batches that are rare is soon right."""
+        expected = self.cost.seconds(sample.tokens, sample.size, sample.longest)
+        return not expected < SURPRISE * sample.seconds < SURPRISE**2 * expected
 
     def _fit(self, evidence: Matrix) -> Cost:
         return replace(_solve(evidence), padded=self._padded)

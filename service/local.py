@@ -14,7 +14,7 @@ import structlog
 from service.batcher import Batcher, BatchStats
 from service.bundle import Bundle, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
-from service.cost import REFIT_EVERY, Estimator, measure
+from service.cost import Estimator, measure
 from service.device import RunsOn
 from service.encode import Window
 from service.errors import InferenceFailed
@@ -76,9 +76,7 @@ class Runner:
                 max_size=1 if self.alone else 8,
                 budget_s=budget_s,
             )
-            # Wide batches are rare where they are not chosen: each must count, or a wrong choice would last.
-            refit_every = REFIT_EVERY if width == 1 else 1
-            return Estimator(samples, padded=self.padded, refit_every=refit_every)
+            return Estimator(samples, padded=self.padded)
 
         return {width: estimator(width) for width in self._sessions}
 

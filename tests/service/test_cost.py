@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cost import GUESS, Cost, Drain, Estimator, Sample, fit, measure
+from service.cost import GUESS, SURPRISE, Cost, Drain, Estimator, Sample, fit, measure
 
 CPU = Cost(per_run=2e-3, per_token=3e-5, per_slot=4e-9)
 SHAPES = [(1, 16), (1, 128), (8, 32), (1, 512), (8, 128)]
@@ -237,15 +237,31 @@ def test_measure_stays_within_the_largest_batch() -> None:
     assert {taken.longest for taken in measured} == {16, 32, 128, 512}
 
 
-def test_one_that_refits_every_time_is_corrected_by_one_batch() -> None:
+def test_a_surprise_corrects_at_once() -> None:
     """A cost that was measured in a bad moment, of batches that are seldom seen, does not stay wrong."""
     wrong = [Sample(tokens, 1, tokens, 1e-3 * tokens) for tokens in (16, 128, 512)]
-    estimator = Estimator(wrong, refit_every=1)
+    estimator = Estimator(wrong)
     estimator.refine(Sample(200, 1, 200, 0.02))
     assert estimator.cost.seconds(200, 1, 200) < 0.15
     estimator.refine(Sample(200, 1, 200, 0.02))
     estimator.refine(Sample(200, 1, 200, 0.02))
     assert estimator.cost.seconds(200, 1, 200) < 0.08
+
+
+@pytest.mark.parametrize("times", [0.5, 0.7, 1.4, 2.0])
+def test_what_is_about_as_expected_waits_for_others(times: float) -> None:
+    """To fit costs as much as a tenth of a lone text's run: eight are learnt from together, unless one surprises."""
+    estimator = Estimator(samples())
+    before = estimator.cost
+    taken = sample(1, 128)
+    refits = []
+    for _ in range(8):
+        estimator.refine(taken._replace(seconds=times * taken.seconds))
+        refits.append(estimator.cost != before)
+    surprised = not 1 / SURPRISE < times < SURPRISE
+    assert refits[0] is surprised
+    assert refits[6] is surprised
+    assert refits[7]
 
 
 def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed() -> None:
