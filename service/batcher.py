@@ -1,9 +1,9 @@
 """The queue in front of the replicas: requests in, batches out, one future per request.
 
-One task owns the queue. `submit` and the replica slots only send it messages; it takes them in
+Only `_serve` touches the queue. `submit` and the replica slots send it messages; it takes them in
 order, then fills every idle slot. While all slots are busy the queue grows, and that is what
 makes batches: nothing waits for company unless `max_wait_ms` says so. Where more waits than the next
-batch holds, that is set out before a slot is idle, so that none waits for this task.
+batch holds, that is set out before a slot is idle, so that none waits for the event loop.
 
 Who is next and who rides along is one pure function, `plan`. Slots belong to the device: the
 bundles take turns in them. On a CPU a slot is a core. A batch takes one slot, which is how cores do
@@ -19,9 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 TRY_OTHER_EVERY = 64  # choices
 PLAIN = 0.5  # of the time that there is for an answer: one that takes no more needs no close look
 LOOK_S = 0.02  # between looks for what is left of a bundle that goes
+# Of the event loop, until an answer has left: who waits for its future sends it, and that is written.
+TURNS_TO_LEAVE = 2
 CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
 
 
@@ -87,6 +88,14 @@ def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
     return batch[:size]
 
 
+def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
+    """Call when the event loop has come round so many times."""
+    if turns:
+        asyncio.get_running_loop().call_soon(call_after, turns - 1, call, *args)
+    else:
+        call(*args)
+
+
 class Batcher:
     """Shares the device's slots among the requests of all bundles.
 
@@ -123,14 +132,14 @@ class Batcher:
         self._started_s = (
             0.0  # what was started since then is expected to take, in full batches on all slots
         )
-        self._threads = Threads(slots, self._post)
+        self._threads = Threads(slots, self._hear)
         # What is set out waits in line until a thread has begun with it.
         self._ahead: Sequence[Entry] = ()
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
-        self._state: Literal["new", "open", "draining", "failed"] = "new"
-        self._task: asyncio.Task[None] | None = None
+        self._state: Literal["new", "open", "draining", "stopped", "failed"] = "new"
         self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = asyncio.Event()
+        self._turn: asyncio.Handle | None = None  # when messages that came are taken
+        self._held: asyncio.TimerHandle | None = None  # until when a batch waits for company
         self._line = Line()
         self._unanswered: set[Request] = set()
         self.running: set[Running] = set()
@@ -163,8 +172,6 @@ class Batcher:
     async def start(self) -> None:
         self._threads.start()
         self._state = "open"
-        self._task = asyncio.create_task(self._serve(), name="batcher")
-        self._task.add_done_callback(self._ended)
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, answer those accepted, fail what is left after `drain_s` seconds.
@@ -172,16 +179,14 @@ class Batcher:
         A thread that is still busy then ends with its batch.
         """
         self._state = "draining"
-        self._wake.set()  # nobody is held for company any more
+        self._serve_soon()  # nobody is held for company any more
         try:
             if self._unanswered:
                 futures = [request.future for request in self._unanswered]
                 await asyncio.wait(futures, timeout=drain_s)
         finally:
             self._fail_all(partial(errors.Draining, "the server is shutting down"))
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.wait([self._task])
+            self._state = "stopped"
             self._threads.stop()
 
     async def submit(
@@ -245,7 +250,7 @@ class Batcher:
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
     def _admit(self, entries: Sequence[Entry], tell: Tell | None, spare: bool) -> Request:
-        if self._state == "draining":
+        if self._state in ("draining", "stopped"):
             raise errors.Draining("the server is shutting down")
         if self.problem:
             raise errors.NotReady(self.problem)
@@ -301,21 +306,37 @@ class Batcher:
         return own + tokens > part * self._max_queue_tokens
 
     def _post(self, message: Callable[[], None]) -> None:
+        """Have a message taken, with all others that come in this turn of the event loop."""
         self._inbox.append(message)
-        self._wake.set()
+        self._serve_soon()
 
-    async def _serve(self) -> None:
-        hold: float | None = None
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(hold):
-                    await self._wake.wait()
-            self._wake.clear()
+    def _serve_soon(self) -> None:
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._serve)
+
+    def _hear(self, message: Callable[[], None]) -> None:
+        """Take a message of a thread at once: somebody waits for its answer, and its slot is idle."""
+        self._inbox.append(message)
+        self._serve()
+
+    def _serve(self) -> None:
+        for due in (self._turn, self._held):
+            if due is not None:
+                due.cancel()
+        self._turn = self._held = None
+        if self._state in ("stopped", "failed"):
+            return
+        try:
             while self._inbox:
                 self._inbox.popleft()()
             now = self._clock()
             hold = self._fill(now)
             self._watch_drain(now)
+        except Exception:
+            self._break()
+        else:
+            if hold is not None:
+                self._held = asyncio.get_running_loop().call_later(hold, self._serve)
 
     def _watch_drain(self, now: float) -> None:
         """While all slots are busy and more waits, compare what is started with what was expected of the time."""
@@ -327,14 +348,11 @@ class Batcher:
             self._busy_since = now
         self._started_s = 0.0
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Only `stop` may end the task; however else it ends, nobody is left waiting."""
-        if task.cancelled() and self._state == "draining":
-            return
+    def _break(self) -> None:
+        """A bug of ours: nobody knows any more what waits and what runs, so nobody is left waiting."""
         self._state = "failed"
-        error = None if task.cancelled() else task.exception()
-        logger.critical("the batcher's task ended; nothing is served any more", exc_info=error)
-        self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher's task ended"))
+        logger.critical("the batcher broke; nothing is served any more", exc_info=True)
+        self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))
 
     def _fill(self, now: float) -> float | None:
         """Give idle slots their batches; return the seconds to hold one for company, if any."""
@@ -375,7 +393,7 @@ class Batcher:
         So twice as many wait as it takes, all of one flow, and it leaves nothing of its requests, for what is left of
         a large one gives way to all that come.
         """
-        if self._ahead or self._threads.idle or self._probes or self._state == "failed":
+        if self._ahead or self._threads.idle or self._probes:
             return
         if self._line.size < self._ahead_from or self._line.flows != 1:
             return
@@ -477,7 +495,7 @@ class Batcher:
             return
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             self._answer(entry, result, stats, index)
-        asyncio.get_running_loop().call_soon(self._learn, queue.estimators[width], stats)
+        call_after(TURNS_TO_LEAVE, self._learn, queue.estimators[width], stats)
 
     def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
         """Learn what a batch cost, and tell of it. It takes its time, so whoever waits for an answer goes first."""

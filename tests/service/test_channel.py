@@ -130,6 +130,18 @@ async def test_what_one_turn_says_is_one_write() -> None:
     ]
 
 
+async def test_what_is_written_leaves_at_once() -> None:
+    """Not after what else there is to do in this turn of the event loop: the other end can begin meanwhile."""
+    one, other = socket.socketpair()
+    other.setblocking(False)
+    channel = await opened(one)
+    channel.send(Cancel(1))
+    await asyncio.sleep(0)
+    assert frame(Cancel(1)) == other.recv(1000)
+    channel.close()
+    other.close()
+
+
 async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
     """Either hears that the other is lost, and whose fault it was."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -166,6 +167,22 @@ async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
             client.send(post()[index : index + 1])
             await asyncio.sleep(0)
         assert 200 == (await client.answer()).status
+
+
+async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
+    """Nobody waits for the log and the metrics."""
+    metrics, heard = Metrics(), []
+    app = create_app(Settings(), engines.open, metrics)
+    async with (
+        app.router.lifespan_context(app),
+        listening(app, Settings(), reception=app.state.reception) as server,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setblocking(False)
+            metrics.observe_request = lambda *_: heard.append(client.recv(1000))  # type: ignore[method-assign]
+            client.send(post())
+            await until(lambda: bool(heard))
+    assert heard[0].startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
