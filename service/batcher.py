@@ -33,7 +33,6 @@ __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 
 logger = logging.getLogger(__name__)
 
-TRY_OTHER_EVERY = 64  # choices
 PLAIN = 0.5  # of the time that there is for an answer: one that takes no more needs no close look
 LOOK_S = 0.02  # between looks for what is left of a bundle that goes
 # Of the event loop, until an answer has left: who waits for its future sends it, and that is written.
@@ -125,7 +124,6 @@ class Batcher:
         self._clock = clock
         self._slots = slots
         self._wide = wide
-        self._choices = 0  # between one slot and many
         self._drain = Drain()
         self._told: Mapping[str, float] = {}  # the rates, when somebody looked last
         self._busy_since = math.inf  # all slots, with more waiting
@@ -412,7 +410,7 @@ class Batcher:
     def _width(self, queue: Queue, waiting: Sequence[Entry]) -> int:
         """The slots that the next batch takes: many, where they are idle, fewer entries wait, and it ends sooner so.
 
-        What was not chosen is tried now and then, for what it costs may change.
+        What was not chosen is tried now and then.
         """
         if not self._line.size < self._wide <= self._threads.idle:
             return 1
@@ -421,9 +419,7 @@ class Batcher:
         together = sum(entry.tokens for entry in waiting), len(waiting), longest
         wide = queue.estimators[self._wide].cost.seconds(*together)
         narrow = queue.estimators[1].cost.seconds(longest, 1, longest)
-        self._choices += 1
-        other = self._choices % TRY_OTHER_EVERY == 0
-        return self._wide if (wide < narrow) is not other else 1
+        return self._wide if (wide < narrow) is not queue.is_trial() else 1
 
     def _budget_of(self, queue: Queue, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot, or every slot if none is, gets its part of what waits."""

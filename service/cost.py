@@ -24,7 +24,7 @@ SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (8, 128))  # size, length; by nu
 MEMORY = 0.98  # what a batch weighs when the next one has come: the last fifty count
 WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
 REFIT_EVERY = 8  # batches
-SURPRISE = 1.5  # a batch of so many times the time expected, or of it, is learnt from at once
+SURPRISE = 1.25  # a batch of so many times the time expected, or of it, is learnt from at once
 RIDGE = 1e-8
 DRAIN_S = 2.0  # of work, after which it weighs a third
 # Of the three terms, as masks.

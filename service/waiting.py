@@ -33,6 +33,7 @@ MAX_PASSED = 16  # batches that may leave without a request before it goes first
 # them, and the longest wait half as long again.
 POOL_BATCHES = 8
 POOL_LEAST, POOL_MOST = 32, 256
+FIRST_TRIAL, TRIAL_EVERY = 4, 64  # choices
 SMOOTH = 0.1  # what a batch weighs beside those before it
 TYPICAL_LENGTH = 64  # tokens; stands for entries that have not come yet
 
@@ -186,6 +187,19 @@ class Queue:
         self.tokens = 0
         self.size = 0
         self._batch_size = 0.0
+        self._choices = 0
+        self._next_trial = FIRST_TRIAL
+
+    def is_trial(self) -> bool:
+        """Whether this choice between one slot and many is to go the other way, for what that costs may have changed.
+
+        At first it soon is, because the warm-up may have been measured in a bad moment; then more and more seldom.
+        """
+        self._choices += 1
+        if self._choices < self._next_trial:
+            return False
+        self._next_trial += min(self._choices, TRIAL_EVERY)
+        return True
 
     def took(self, size: int) -> None:
         """A batch of so many leaves."""

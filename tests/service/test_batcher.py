@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service import errors
-from service.batcher import TRY_OTHER_EVERY, Batcher, BatchStats, Budget, Entry, Outcome, plan
+from service.batcher import Batcher, BatchStats, Budget, Entry, Outcome, plan
 from service.cost import Cost, Estimator, Sample
 from service.encode import Encoding
-from service.waiting import MAX_PASSED, POOL_MOST, Lane, Queue, Request
+from service.waiting import FIRST_TRIAL, MAX_PASSED, POOL_MOST, TRIAL_EVERY, Lane, Queue, Request
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
@@ -704,12 +704,34 @@ async def test_the_width_is_chosen_by_what_it_costs(
     estimators = costing(FIXED, slots=2)
     async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
         batcher.add_bundle("m@1", estimators)
-        for _ in range(40 * TRY_OTHER_EVERY):
+        for _ in range(40 * TRIAL_EVERY):
             await batcher.submit([text(10)])
-    settled = Counter(widths[-10 * TRY_OTHER_EVERY :])
-    assert {chosen: 10 * TRY_OTHER_EVERY - 10, 3 - chosen: 10} == settled
+    settled = Counter(widths[-10 * TRIAL_EVERY :])
+    assert {chosen: 10 * TRIAL_EVERY - 10, 3 - chosen: 10} == settled
     assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(narrow, rel=0.05)
     assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(wide, rel=0.05)
+
+
+async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
+    """What all slots cost was measured in a bad moment: they are tried after a few texts, and taken from then on."""
+    clock, widths = Clock(), []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += FIXED.seconds(10, 1, 10) / (2 if width == 2 else 1)
+        widths.append(width)
+        return echo(width, bundle, encodings)
+
+    shapes = [(10, 1, 10), (100, 1, 100), (80, 8, 10)]
+    estimators = {
+        width: Estimator(Sample(*shape, times * FIXED.seconds(*shape)) for shape in shapes)
+        for width, times in ((1, 1.0), (2, 2.0))
+    }
+    async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        for _ in range(TRIAL_EVERY):
+            await batcher.submit([text(10)])
+    assert [1] * (FIRST_TRIAL - 1) + [2] == widths[:FIRST_TRIAL]
+    assert widths[FIRST_TRIAL:].count(2) > 0.8 * TRIAL_EVERY
 
 
 async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
