@@ -125,18 +125,21 @@ class Bare:
             self.trials[str(layout)] = max(rate, self.trials.get(str(layout), 0.0))
         self.layout = max(layouts, key=lambda layout: self.trials[str(layout)])
 
-    def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, float]:
-        """What it did in a window: inputs of mean length per second, and milliseconds of a batch (alone: of one)."""
+    def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, Any]:
+        """What it did in a window: inputs of mean length per second, and milliseconds of a batch (alone: of each)."""
         if connections == 1:
             return self.alone(seconds, warm_s)
         return self.together(self.layout, seconds, warm_s)
 
-    def alone(self, seconds: float, warm_s: float) -> dict[str, float]:
+    def alone(self, seconds: float, warm_s: float) -> dict[str, Any]:
         """One input after the other from the first, as one connection asks a server."""
         (run,) = self.runs[1]
-        return self.told([in_turn(run, itertools.cycle(self.items), seconds, warm_s, [])])
+        part = in_turn(run, itertools.cycle(self.items), seconds, warm_s, [])
+        numbers = (part.first + np.arange(len(part.spent))) % len(self.items)
+        each = zip(numbers.tolist(), (1000 * part.spent).tolist(), strict=True)
+        return {**self.told([part]), "each": [*each]}
 
-    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, float]:
+    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, Any]:
         runs = self.runs[layout.sessions]
         batches = self.batches[layout.size]
         ended: list[Run] = []
@@ -147,7 +150,7 @@ class Bare:
             ]
             return self.told([part.result() for part in parts])
 
-    def told(self, parts: Sequence["Part"]) -> dict[str, float]:
+    def told(self, parts: Sequence["Part"]) -> dict[str, Any]:
         spent_ms = 1000 * np.concatenate([part.spent for part in parts])
         p50, p99 = np.percentile(spent_ms, (50, 99))
         return {
@@ -159,11 +162,15 @@ class Bare:
 
 
 class Part(NamedTuple):
-    """What one session did: tokens within the window, seconds of each of its batches, tokens with those beside it."""
+    """What one session did: tokens within the window, seconds of each of its batches, tokens with those beside it.
+
+    first: how many batches went before those that count
+    """
 
     tokens: int
     spent: np.ndarray
     ran: int
+    first: int
 
 
 def in_turn(
@@ -175,7 +182,7 @@ def in_turn(
     sessions: int = 1,
 ) -> Part:
     """Run batches for a window after `warm_s`, and on, uncounted, until the other sessions' windows have ended, too."""
-    counted, spent, elapsed, ran = 0, [], 0.0, 0
+    counted, spent, elapsed, ran, first = 0, [], 0.0, 0, 0
     began = time.perf_counter()
     while len(ended) < sessions:
         batch = next(batches)
@@ -189,7 +196,9 @@ def in_turn(
             elapsed += now - before
             if elapsed >= seconds:
                 ended.append(run)
-    return Part(counted, np.asarray(spent), ran)
+        elif not spent:
+            first += 1
+    return Part(counted, np.asarray(spent), ran, first)
 
 
 def tokens(batch: Batch) -> int:

@@ -80,6 +80,17 @@ def ratios(one: Tested, other: Tested, load: int) -> list[float]:
     return compared(one, other, load, lambda a, b: a.rate / b.rate)
 
 
+def added_ms(one: Tested, other: Tested) -> list[float]:
+    """By how many milliseconds one's p50 was above the other's at one connection, on the texts that both were asked."""
+
+    def beyond(a: Window, b: Window) -> float:
+        both = sorted(a.each.keys() & b.each.keys())
+        p50s = [np.median([window.each[number] for number in both]) for window in (a, b)]
+        return float(p50s[0] - p50s[1])
+
+    return compared(one, other, 1, beyond)
+
+
 def least_kept(one: Tested, bare: Tested, loads: Sequence[int]) -> list[float]:
     """The least part of its best throughput so far that was left at any more connections: one figure, of medians.
 

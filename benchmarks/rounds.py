@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ class Window:
     """What one server did in one window.
 
     rate: answers per second, of mean size; cpu_ms: of its processes, per answer; generator: cores that asking took
+    each: milliseconds of the last answer to each text, by its number, at one connection
     """
 
     load: float  # connections, or requests offered per second
@@ -45,6 +46,7 @@ class Window:
     p99_ms: float
     cpu_ms: float
     generator: float
+    each: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -199,7 +201,12 @@ def closed(
     found, spent = under(
         running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
     )
-    return window(count, found, weights[found.numbers].sum() / seconds, spent)
+    done = window(count, found, weights[found.numbers].sum() / seconds, spent)
+    if count == 1:
+        assert found.numbers is not None
+        each = zip(found.numbers.tolist(), (1000 * found.latencies).tolist(), strict=True)
+        return replace(done, each=dict(each))
+    return done
 
 
 def opened(
@@ -219,7 +226,8 @@ def told(running: Running, count: int, seconds: float) -> Window:
     spent = processes.cpu_s(running.process.pid) - before
     found = json.loads(said)
     cpu_ms = 1000 * spent / found["ran"]
-    return Window(count, found["rate"], found["p50_ms"], found["p99_ms"], cpu_ms, 0.0)
+    each = dict(found.get("each", ()))
+    return Window(count, found["rate"], found["p50_ms"], found["p99_ms"], cpu_ms, 0.0, each)
 
 
 def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:

@@ -43,6 +43,9 @@ def test_window(session, connections):
     """A window tells how many inputs of mean length were run in a second, and how long each batch took."""
     found = session.window(connections=connections, seconds=0.1, warm_s=0.05)
 
+    each = dict(found.pop("each", ()))
+    assert (connections == 1) is bool(each)
+    assert each.keys() <= {*range(len(session.items))}
     assert found.keys() == {"rate", "ran", "p50_ms", "p99_ms"}
     assert 10 < found["rate"] < found["ran"] / 0.1
     assert 0 < found["p50_ms"] <= found["p99_ms"]
@@ -75,7 +78,7 @@ def test_sessions_share_the_work():
     assert [*one_round, ()] == ran
     assert part.tokens == bare.tokens(one_round[0])
     assert part.ran == sum(range(1, 41))
-    assert len(part.spent) == 1
+    assert (0, 1) == (part.first, len(part.spent))
 
 
 @pytest.mark.e2e
@@ -101,5 +104,8 @@ def test_in_the_rounds(tiny_bundle, tmp_path, monkeypatch):
     assert [1, 32] == [*tested.closed]
     assert {} == tested.open
     assert all(window.rate > 10 and window.cpu_ms > 0 for window in tested.closed[32])
+    assert all(
+        {*window.each} <= {*range(len(TEXTS))} and window.each for window in tested.closed[1]
+    )
     assert json.loads((tmp_path / "bare-qa.json").read_text()) == TEXTS
     assert "1 x 1 threads" in (tmp_path / "bare.log").read_text()

@@ -51,6 +51,18 @@ def test_ratios():
     assert [] == checks.ratios(named("a"), named("b"), 32)
 
 
+def test_what_is_added_on_the_same_texts():
+    """Which texts a window held does not matter: those that the other had not do not count."""
+    one, bare = rounds.Tested("one"), rounds.Tested("bare")
+    for tested, each in (
+        (one, {1: 5.0, 2: 9.0, 3: 6.0, 4: 90.0}),
+        (bare, {0: 0.1, 1: 4, 2: 4, 3: 8}),
+    ):
+        tested.closed[1] = [Window(1, 1.0, 0.5, 1.0, 1.0, 0.0, each)]
+    assert [2.0] == checks.added_ms(one, bare)
+    assert [] == checks.added_ms(one, rounds.Tested("nobody"))
+
+
 def test_what_is_kept_with_more_connections():
     """A fall counts from the best so far; what the whole machine lost meanwhile does not."""
     bare = windows("bare", {8: [100] * 3, 32: [100] * 3, 128: [50] * 3})
