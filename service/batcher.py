@@ -419,7 +419,8 @@ class Batcher:
         together = sum(entry.tokens for entry in waiting), len(waiting), longest
         wide = queue.estimators[self._wide].cost.seconds(*together)
         narrow = queue.estimators[1].cost.seconds(longest, 1, longest)
-        return self._wide if (wide < narrow) is not queue.is_trial() else 1
+        trial = queue.count_choice()
+        return self._wide if (wide < narrow) is not trial else 1
 
     def _budget_of(self, queue: Queue, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot, or every slot if none is, gets its part of what waits."""

@@ -190,10 +190,11 @@ class Queue:
         self._choices = 0
         self._next_trial = FIRST_TRIAL
 
-    def is_trial(self) -> bool:
-        """Whether this choice between one slot and many is to go the other way, for what that costs may have changed.
+    def count_choice(self) -> bool:
+        """Count a choice between one slot and many; whether it is a trial, which goes the other way than is cheapest.
 
-        At first it soon is, because the warm-up may have been measured in a bad moment; then more and more seldom.
+        For what that costs may have changed, and the warm-up may have been measured in a bad moment: so trials are
+        frequent at first.
         """
         self._choices += 1
         if self._choices < self._next_trial:
