@@ -134,7 +134,8 @@ class Batcher:
         # What is set out waits in line until a thread has begun with it.
         self._ahead: Sequence[Entry] = ()
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
-        self._state: Literal["new", "open", "draining", "stopped", "failed"] = "new"
+        self._state: Literal["new", "open", "draining", "failed"] = "new"
+        self._over = False  # nothing is served any more
         self._inbox: deque[Callable[[], None]] = deque()
         self._turn: asyncio.Handle | None = None  # when messages that came are taken
         self._held: asyncio.TimerHandle | None = None  # until when a batch waits for company
@@ -184,7 +185,7 @@ class Batcher:
                 await asyncio.wait(futures, timeout=drain_s)
         finally:
             self._fail_all(partial(errors.Draining, "the server is shutting down"))
-            self._state = "stopped"
+            self._over = True
             self._threads.stop()
 
     async def submit(
@@ -248,7 +249,7 @@ class Batcher:
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
     def _admit(self, entries: Sequence[Entry], tell: Tell | None, spare: bool) -> Request:
-        if self._state in ("draining", "stopped"):
+        if self._state == "draining":
             raise errors.Draining("the server is shutting down")
         if self.problem:
             raise errors.NotReady(self.problem)
@@ -322,7 +323,7 @@ class Batcher:
             if due is not None:
                 due.cancel()
         self._turn = self._held = None
-        if self._state in ("stopped", "failed"):
+        if self._over:
             return
         try:
             while self._inbox:
@@ -348,7 +349,7 @@ class Batcher:
 
     def _break(self) -> None:
         """A bug of ours: nobody knows any more what waits and what runs, so nobody is left waiting."""
-        self._state = "failed"
+        self._state, self._over = "failed", True
         logger.critical("the batcher broke; nothing is served any more", exc_info=True)
         self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))
 

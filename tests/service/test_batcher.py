@@ -391,7 +391,7 @@ async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
     """Learning what a batch cost takes up to a millisecond, which nobody has to wait for.
 
     In a process of its own an answer leaves two turns of the event loop after its future is done: a callback of the
-    future sends it, what is sent is written together in the next turn, and the loop writes at the end of that.
+    future sends it, and what one turn sends is written together in the next.
     """
     order: list[str] = []
     estimators = costing(FIXED)
@@ -1466,7 +1466,7 @@ async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixt
 
 
 async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in the batcher's task is loud: nobody hangs, nothing more is accepted, it is logged."""
+    """A bug in the batcher is loud: nobody hangs, nothing more is accepted or served, it is logged, once."""
 
     def broken() -> float:
         raise ZeroDivisionError
@@ -1477,7 +1477,9 @@ async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptur
         with pytest.raises(errors.NotReady):
             await batcher.submit(texts(1))
         assert not batcher.load().ready
+        batcher.remove_bundle("m@1")  # a message that nobody takes any more
     assert "ZeroDivisionError" in caplog.text
+    assert 1 == caplog.text.count("the batcher broke")
 
 
 # A life
