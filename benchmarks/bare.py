@@ -139,7 +139,7 @@ class Bare:
         each = zip(numbers.tolist(), (1000 * part.spent).tolist(), strict=True)
         return {**self.told([part]), "each": [*each]}
 
-    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, Any]:
+    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, float]:
         runs = self.runs[layout.sessions]
         batches = self.batches[layout.size]
         ended: list[Run] = []
@@ -150,7 +150,7 @@ class Bare:
             ]
             return self.told([part.result() for part in parts])
 
-    def told(self, parts: Sequence["Part"]) -> dict[str, Any]:
+    def told(self, parts: Sequence["Part"]) -> dict[str, float]:
         spent_ms = 1000 * np.concatenate([part.spent for part in parts])
         p50, p99 = np.percentile(spent_ms, (50, 99))
         return {

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ class Window:
     """What one server did in one window.
 
     rate: answers per second, of mean size; cpu_ms: of its processes, per answer; generator: cores that asking took
-    each: milliseconds of the last answer to each text, by its number, at one connection
+    each: milliseconds of the last answer to each text, by its number, in a closed loop; of the bare session's, alone
     """
 
     load: float  # connections, or requests offered per second
@@ -201,12 +201,9 @@ def closed(
     found, spent = under(
         running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
     )
-    done = window(count, found, weights[found.numbers].sum() / seconds, spent)
-    if count == 1:
-        assert found.numbers is not None
-        each = zip(found.numbers.tolist(), (1000 * found.latencies).tolist(), strict=True)
-        return replace(done, each=dict(each))
-    return done
+    assert found.numbers is not None
+    each = zip(found.numbers.tolist(), (1000 * found.latencies).tolist(), strict=True)
+    return window(count, found, weights[found.numbers].sum() / seconds, spent, dict(each))
 
 
 def opened(
@@ -239,7 +236,9 @@ def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measur
     return found, spent * found.seconds / found.lasted
 
 
-def window(load: float, found: Measured, rate: float, spent: float) -> Window:
+def window(
+    load: float, found: Measured, rate: float, spent: float, each: Mapping[int, float] | None = None
+) -> Window:
     return Window(
         load=load,
         rate=rate,
@@ -247,6 +246,7 @@ def window(load: float, found: Measured, rate: float, spent: float) -> Window:
         p99_ms=found.percentile(99),
         cpu_ms=1000 * spent / max(found.requests, 1),
         generator=found.cpu_s / found.seconds,
+        each=each or {},
     )
 
 
