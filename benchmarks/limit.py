@@ -116,12 +116,13 @@ def matmul_rate(precision: str) -> float:
 def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]) -> float:
     """Multiplications and additions in the layers of the packed graph for a token of these texts.
 
-    Those of its matrix products and of attention; what heads do is little beside them.
+    Those of its matrix products and of attention; what heads do is little beside them. A graph may do less, where no
+    head reads all tokens of the last layer.
     """
     model = onnx.load(full.file(packed_graph(full, precision).file), load_external_data=False)
     shapes = {value.name: value.dims for value in model.graph.initializer}
     products = [
-        shapes[node.input[1]]
+        shapes[node.input[1].removesuffix(".wide")]  # which the runtime puts together
         for node in model.graph.node
         if node.op_type in PRODUCTS and "encoder.layers" in node.input[1]
     ]

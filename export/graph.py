@@ -16,6 +16,7 @@ from onnx.external_data_helper import set_external_data
 from torch import Tensor, nn
 from torch.export import Dim
 
+from export import maskless
 from export.fold import fold
 from model.attention import Layout, Padded
 from model.heads import Model
@@ -96,14 +97,17 @@ class Portable(nn.Module):
 
 
 def export_packed(model: Model) -> onnx.ModelProto:
-    """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers.
+    """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where it needs none.
 
     Raises ValueError when a head bears the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
-    return _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
+    proto = _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
+    maskless.drop_masks(proto)
+    onnx.checker.check_model(proto)
+    return proto
 
 
 def export_cuda(model: Model) -> onnx.ModelProto:
@@ -191,13 +195,16 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
 
 
 def save_sharing_weights(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
-    """Write graphs whose large tensors stand once each, whoever uses them, in one external file."""
+    """Write graphs whose large tensors stand once each, whoever uses them, in one external file.
+
+    It holds the model's weights and nothing else, for it is them that vectors are comparable by.
+    """
     offsets: dict[bytes, int] = {}
     with weights.open("wb") as file:
         for proto in graphs.values():
             for tensor in proto.graph.initializer:
                 raw = tensor.raw_data
-                if len(raw) >= SMALL:
+                if len(raw) >= SMALL and not tensor.name.startswith(maskless.PREFIX):
                     key = hashlib.sha256(raw).digest()
                     if key not in offsets:
                         file.write(b"\0" * (-file.tell() % ALIGNMENT))

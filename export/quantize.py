@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.fold import drop_unused
+from export.fold import drop_unused, fold
 
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
@@ -32,6 +32,7 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
     """An int8 copy of a packed fp32 graph: the trunk's matrix products and the word embeddings."""
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
+    fold(quantized)  # a weight that the runtime would put together
     graph = quantized.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     constants = _Constants(graph)
