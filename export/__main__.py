@@ -24,6 +24,7 @@ from export import (
     append,
     card,
     evaluation,
+    firsts,
     foreign,
     goldens,
     graph,
@@ -249,7 +250,10 @@ def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> Non
     packed = graph.export_packed(source.model)
     portable = graph.export_portable(source.model)
     if "int8" in precisions:
-        onnx.save(quantize.quantize(packed), folder / "int8.onnx")
+        quantized = quantize.quantize(packed)
+        firsts.narrow(quantized)
+        onnx.save(quantized, folder / "int8.onnx")
+    firsts.narrow(packed)
     graph.save_sharing_weights(
         {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / graph.WEIGHTS
     )

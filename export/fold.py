@@ -55,6 +55,19 @@ def _computed(
     return [numpy_helper.from_array(value, name) for name, value in zip(names, values, strict=True)]
 
 
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Forget the nodes of whose results nothing comes, and then the weights."""
+    wanted = {value.name for value in graph.output}
+    kept: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if wanted.intersection(node.output):
+            kept.append(node)
+            wanted.update(node.input)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+    drop_unused(graph)
+
+
 def drop_unused(graph: onnx.GraphProto) -> None:
     """Forget the weights that no node reads."""
     used = _named(graph.node, outputs=False) | {value.name for value in graph.output}
