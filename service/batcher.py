@@ -133,6 +133,7 @@ class Batcher:
         self._threads = Threads(slots, self._hear)
         # What is set out waits in line until a thread has begun with it.
         self._ahead: Sequence[Entry] = ()
+        self._ahead_since = 0  # as many flows had come then
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._over = False  # nothing is served any more
@@ -379,7 +380,8 @@ class Batcher:
         if not self._ahead:
             return True
         good = all(not entry.done and entry.deadline > now for entry in self._ahead)
-        if good and not (self._threads.idle or self._probes) and self._line.flows == 1:
+        same = self._line.came == self._ahead_since
+        if good and same and not (self._threads.idle or self._probes):
             return True
         if not self._threads.take_back():
             return False
@@ -389,12 +391,12 @@ class Batcher:
     def _plan_ahead(self, now: float) -> None:
         """Set out the next batch where it needs no more company, and nobody could come who is to be before it.
 
-        So twice as many wait as it takes, all of one flow, and it leaves nothing of its requests, for what is left of
-        a large one gives way to all that come.
+        So twice as many wait as it takes, and it leaves nothing of its requests, for what is left of a large one gives
+        way to all that come. A flow that comes meanwhile may be before it; then it is taken back.
         """
         if self._ahead or self._threads.idle or self._probes:
             return
-        if self._line.size < self._ahead_from or self._line.flows != 1:
+        if not self._line or self._line.size < self._ahead_from:
             return
         queue, pool = self._line.pool()
         cost = queue.estimators[1].cost
@@ -405,7 +407,7 @@ class Batcher:
         if len(batch) < sum(request.left for request in {entry.owner for entry in batch}):
             self._ahead_from = sys.maxsize  # until another batch has left
         if self._line.size >= self._ahead_from:
-            self._ahead = batch
+            self._ahead, self._ahead_since = batch, self._line.came
             self._threads.set_out(self._job(queue, batch, 1))
 
     def _width(self, queue: Queue, waiting: Sequence[Entry]) -> int:

@@ -353,6 +353,7 @@ class Line:
 
     def __init__(self) -> None:
         self.queues: dict[str, Queue] = {}
+        self.came = 0  # how often a flow came of which nothing waited: it may be before all others
         self._lanes: dict[Flow, Lane] = {}
         self._charged = 0.0  # of the lane whose turn was last
         self._next_deadline = math.inf  # no request has an earlier one
@@ -367,11 +368,6 @@ class Line:
     @property
     def size(self) -> int:
         return sum(queue.size for queue in self.queues.values())
-
-    @property
-    def flows(self) -> int:
-        """How many flows wait."""
-        return sum(map(bool, self._lanes.values()))
 
     @property
     def waiting(self) -> dict[Flow, Backlog]:
@@ -403,6 +399,7 @@ class Line:
         lane = request.lane
         if not lane:
             lane.charged = max(lane.charged, self._charged)
+            self.came += 1
         lane.enter(request)
         self._next_deadline = min(self._next_deadline, request.deadline)
 

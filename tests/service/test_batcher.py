@@ -899,6 +899,20 @@ async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
         assert ran == [[number(entry)] for entry in (other, *ours[1:])]
 
 
+async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
+    """Whose turn it is is known: those that come behind others of their flow change nothing of it."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
+        requests = [await submitted(batcher, [entry]) for entry in (*ours, *others)]
+        assert (await gate.batch()).numbers == [number(ours[0])]
+        requests += [await submitted(batcher, [text(bundle=b)]) for b in ("a@1", "b@1")]
+        gate.let(10)
+        assert blocking(gate, 2)
+        assert (await gate.batch()).numbers == [number(others[0])]
+        await asyncio.gather(*requests)
+
+
 async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
     """Under load no slot would be idle for it."""
     gate = Gate()
