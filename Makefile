@@ -9,6 +9,8 @@ REQUESTS ?= 10000
 VENV := .venv
 DEVICE := cpu
 RUN  := $(VENV)/bin/python
+# Tests that time something, or that others would hold up.
+ALONE := tests/e2e $(patsubst %,tests/benchmarks/test_%.py,bare goals processes underfire)
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -32,9 +34,9 @@ ifdef ARGS
 	@$(RUN) -m pytest $(ARGS)
 else
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-	    --ignore tests/e2e --ignore tests/benchmarks
+	    $(addprefix --ignore ,$(ALONE))
 	@echo "Running those that want the machine for themselves"
-	@$(RUN) -m pytest tests/e2e tests/benchmarks
+	@$(RUN) -m pytest $(ALONE)
 endif
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
