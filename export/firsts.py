@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from export.fold import drop_unread
+from export.nodes import attribute, drop_unread, producers, reading
 
 # A row of what each of them gives comes from the same row of what it is given: its inputs but for the weights.
 ROWWISE = frozenset(
@@ -65,7 +65,7 @@ class _Narrowing:
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.weights = {tensor.name: tensor for tensor in graph.initializer}
-        self.made = {output: node for node in graph.node for output in node.output}
+        self.made = producers(graph)
         self.readers = Counter(name for node in graph.node for name in node.input)
         self.narrow = self._find(graph)
         # The attentions of which only first queries are wanted, and as what their results are read.
@@ -85,13 +85,13 @@ class _Narrowing:
         elif output in self.shortened:
             query = f"{node.input[0]}.first"
             yield helper.make_node("Slice", [node.input[0], ZERO, ONE, ONE], [query])
-            yield _reading(node, [query, *node.input[1:]])
+            yield reading(node, [query, *node.input[1:]])
             yield helper.make_node("Squeeze", [output, ONE], [self.shortened[output]])
         elif output in self.narrow and output not in self.shortened.values():
             rows = self._rows(node)
             yield from self._take(rows)
             names = [self._taken(name) if name in rows else name for name in node.input]
-            yield _reading(node, names)
+            yield reading(node, names)
         elif output not in self.narrow:
             yield node
 
@@ -113,7 +113,7 @@ class _Narrowing:
 
     def _rows(self, node: NodeProto) -> list[str]:
         """The inputs that a row of the node's result needs only the same row of; none where that is not so."""
-        if node.op_type == "Gather" and _axis(node) == 0:
+        if node.op_type == "Gather" and attribute(node, "axis") == 0:
             return [name for name in node.input[1:] if name not in self.weights]
         if node.op_type in ROWWISE:
             return [name for name in node.input if name and name not in self.weights]
@@ -121,13 +121,17 @@ class _Narrowing:
 
     def _takes_firsts(self, node: NodeProto) -> bool:
         """Whether it takes the rows of each sequence's first token."""
-        if node.op_type != "Gather" or _axis(node) != 0:
+        if node.op_type != "Gather" or attribute(node, "axis") != 0:
             return False
         column = self._reshaped(node.input[1])
         if column is None or column not in self.made:
             return False
         select = self.made[column]
-        if select.op_type != "Gather" or select.input[0] != "unpack" or _axis(select) != 1:
+        if (
+            select.op_type != "Gather"
+            or select.input[0] != "unpack"
+            or attribute(select, "axis") != 1
+        ):
             return False
         number = self.weights.get(select.input[1])
         return number is not None and not numpy_helper.to_array(number).any()
@@ -157,15 +161,3 @@ class _Narrowing:
 
     def _taken(self, name: str) -> str:
         return name if name in self.narrow else f"{name}.firsts"
-
-
-def _reading(node: NodeProto, names: list[str]) -> NodeProto:
-    """The same node with other inputs."""
-    new = NodeProto()
-    new.CopyFrom(node)
-    new.input[:] = names
-    return new
-
-
-def _axis(node: NodeProto) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)

@@ -10,6 +10,8 @@ import onnx
 import onnxruntime as ort
 from onnx import NodeProto, helper, numpy_helper
 
+from export.nodes import drop_unused
+
 
 def fold(model: onnx.ModelProto) -> None:
     """Replace the nodes that depend on no input by their results, and drop what nothing uses any more."""
@@ -53,24 +55,3 @@ def _computed(
     )
     values = session.run(names, {})
     return [numpy_helper.from_array(value, name) for name, value in zip(names, values, strict=True)]
-
-
-def drop_unread(graph: onnx.GraphProto) -> None:
-    """Forget the nodes of whose results nothing comes, and then the weights."""
-    wanted = {value.name for value in graph.output}
-    kept: list[NodeProto] = []
-    for node in reversed(graph.node):
-        if wanted.intersection(node.output):
-            kept.append(node)
-            wanted.update(node.input)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
-    drop_unused(graph)
-
-
-def drop_unused(graph: onnx.GraphProto) -> None:
-    """Forget the weights that no node reads."""
-    used = _named(graph.node, outputs=False) | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

@@ -104,10 +104,7 @@ def export_packed(model: Model) -> onnx.ModelProto:
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
-    proto = _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
-    maskless.drop_masks(proto)
-    onnx.checker.check_model(proto)
-    return proto
+    return _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
 
 
 def export_cuda(model: Model) -> onnx.ModelProto:
@@ -190,6 +187,7 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     fold(proto)
+    maskless.drop_masks(proto)
     onnx.checker.check_model(proto)
     return proto
 

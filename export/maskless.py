@@ -16,6 +16,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from export.nodes import attribute, producers, reading
+
 PREFIX = "maskless."  # of the names of all that has no weight in it
 FAR = -1e9  # as a score: beside that of any real key nothing is left of it
 # From an attention's queries back to the product that they are columns of.
@@ -52,7 +54,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
     if not found:
         return
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
-    heads = next(a.i for a in found[0].node.attribute if a.name == "num_heads")
+    heads = attribute(found[0].node, "num_heads")
     hidden = shapes[found[0].product.input[1]][0] // 3
     for _, _, product in found:
         if len(product.input) == 2:  # a bias of zeros is not in the graph
@@ -70,7 +72,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
 
 
 def _attentions(graph: onnx.GraphProto) -> Iterator[Attention]:
-    made = {output: node for node in graph.node for output in node.output}
+    made = producers(graph)
     for node in graph.node:
         if node.op_type == "MultiHeadAttention" and len(node.input) == 5:  # a sixth is a bias
             way = [*_back(node, made)]
@@ -144,9 +146,7 @@ def _attend(node: NodeProto, head_size: int) -> list[NodeProto]:
     """The same without lengths. Scores are scaled by the size that a head had, unless by something else."""
     query, key, value = node.input[:3]
     hiding = helper.make_node("ScatterND", [key, PLACES, KEYS], [f"{key}.hiding"])
-    attend = NodeProto()
-    attend.CopyFrom(node)
-    attend.input[:] = [query, f"{key}.hiding", value]
+    attend = reading(node, [query, f"{key}.hiding", value])
     if not any(attribute.name == "scale" for attribute in node.attribute):
         attend.attribute.append(helper.make_attribute("scale", head_size**-0.5))
     return [hiding, attend]

@@ -17,7 +17,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.fold import drop_unused, fold
+from export.fold import fold
+from export.nodes import attribute, drop_unused
 
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
@@ -95,7 +96,7 @@ def _product(
     The weight's scale is applied first and the row's second: in the other order a fusion of the runtime's gives
     wrong answers without an error.
     """
-    assert _attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
+    assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input  # a bias of zeros is not in the graph
     row, quantized = _quantized_rows(x)
     if row not in constants.names:
@@ -163,7 +164,3 @@ def _lookup(
 
 def _array(tensor: TensorProto) -> NDArray[np.float32]:
     return numpy_helper.to_array(tensor).astype(np.float32)
-
-
-def _attribute(node: NodeProto, name: str) -> int | None:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), None)
