@@ -17,6 +17,17 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-4}  # PyTorch and ONNX Runtime sum in diffe
 
 Arrays = dict[str, NDArray[Any]]
 
+# The shape of an encoder that is traced in a second, in the words of any family's configuration.
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
 
 def batch(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> Packed:
     """A packed batch of random ids and segments."""
@@ -35,6 +46,17 @@ def run_graph(proto: onnx.ModelProto, feeds: Arrays) -> Arrays:
     session = open_graph(proto)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def copied(proto: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.ModelProto.FromString(proto.SerializeToString())
+
+
+def run_value(proto: onnx.ModelProto, name: str, packed: Packed) -> NDArray[Any]:
+    """What a value within a packed graph is for this batch."""
+    looking = copied(proto)
+    looking.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+    return run_packed(looking, packed)[name]
 
 
 def run_packed(proto: onnx.ModelProto, packed: Packed) -> Arrays:

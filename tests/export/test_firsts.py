@@ -16,18 +16,18 @@ from model.mpnet import MPNetConfig
 from model.nomic_bert import NomicBertConfig
 from service.bundle import Head
 from tests.conftest import Traced
-from tests.export.helpers import assert_close, assert_same_as_torch, batch, run_graph, run_packed
+from tests.export.helpers import (
+    SMALL,
+    assert_close,
+    assert_same_as_torch,
+    batch,
+    copied,
+    run_graph,
+    run_packed,
+    run_value,
+)
 from tests.tiny import perturb
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 FIRSTS = {
     "topics": Head(task="classification", labels=("a", "b", "c")),
     "vectors": Head(task="embedding", pooling="cls", dimensions=32),
@@ -46,10 +46,6 @@ class Graphs:
     model: Model
     whole: onnx.ModelProto
     narrow: onnx.ModelProto
-
-
-def copied(proto: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.ModelProto.FromString(proto.SerializeToString())
 
 
 def narrowed(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -80,20 +76,12 @@ class TestResults:
         assert_close(run_packed(whole, packed), run_packed(narrowed(whole), packed))
 
 
-def rows(proto: onnx.ModelProto, value: str, lengths: list[int]) -> int:
-    """How many rows a value has in a batch of such texts."""
-    looking = copied(proto)
-    del looking.graph.output[:]
-    looking.graph.output.append(onnx.helper.make_empty_tensor_value_info(value))
-    return len(run_packed(looking, batch(lengths, 50))[value])
-
-
 def test_products_are_of_first_tokens(graphs: Graphs) -> None:
     """Of the last layer's products all but queries, keys and values are of a row for each sequence."""
-    lengths = [5, 9, 3]
+    packed = batch([5, 9, 3], 50)
     found = {
-        node.input[1].removesuffix(".weight").split("encoder.layers.")[-1]: rows(
-            graphs.narrow, node.output[0], lengths
+        node.input[1].removesuffix(".weight").split("encoder.layers.")[-1]: len(
+            run_value(graphs.narrow, node.output[0], packed)
         )
         for node in graphs.narrow.graph.node
         if node.op_type == "Gemm" and "encoder.layers" in node.input[1]
@@ -108,9 +96,7 @@ def test_attention_of_first_queries() -> None:
     proto = narrowed(graph.export_packed(perturb(Model(CONFIGS["bert"], FIRSTS))))
     first, last = (n.output[0] for n in proto.graph.node if n.op_type == "MultiHeadAttention")
     for value, queries in ((first, 9), (last, 1)):
-        looking = copied(proto)
-        looking.graph.output.append(onnx.helper.make_empty_tensor_value_info(value))
-        assert (3, queries, 32) == run_packed(looking, batch([5, 9, 3], 50))[value].shape
+        assert (3, queries, 32) == run_value(proto, value, batch([5, 9, 3], 50)).shape
 
 
 def test_a_head_that_reads_all_tokens(traced: Traced) -> None:

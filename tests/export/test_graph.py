@@ -20,10 +20,12 @@ from tests.conftest import Traced
 from tests.export.helpers import (
     assert_same_as_torch,
     batch,
+    copied,
     open_graph,
     run_graph,
     run_packed,
     run_portable,
+    run_value,
 )
 from tests.tiny import HEADS, perturb
 
@@ -204,10 +206,9 @@ def test_rotations_far_from_the_beginning() -> None:
     )
     proto = graph.export_packed(Model(config, {"answers": Head(task="qa")}))
     (angles,) = (node.input[0] for node in proto.graph.node if node.op_type == "Cos")
-    proto.graph.output.append(onnx.helper.make_empty_tensor_value_info(angles))
 
     packed = batch([8192], 50)
-    found = run_packed(proto, packed)[angles]
+    found = run_value(proto, angles, packed)
 
     speeds = rotation_speeds(64, 10_000.0).numpy()
     expected = packed.position_ids[:, None].astype(np.float32) * speeds
@@ -231,7 +232,7 @@ def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both graphs beside their weight file."""
     folder = tmp_path_factory.mktemp("saved")
     graphs = {
-        folder / name: onnx.ModelProto.FromString(proto.SerializeToString())
+        folder / name: copied(proto)
         for name, proto in (("a.onnx", traced.packed), ("b.onnx", traced.portable))
     }
     graph.save_sharing_weights(graphs, folder / graph.WEIGHTS)

@@ -17,17 +17,9 @@ from model.heads import Model
 from model.modernbert import ModernBertConfig
 from service.bundle import Head
 from tests.conftest import Traced
-from tests.export.helpers import assert_same_as_torch, batch, run_packed
+from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed
 from tests.tiny import perturb
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-}
 HEADS = {
     "answers": Head(task="qa"),
     "vectors": Head(task="embedding", pooling="mean", dimensions=32),
@@ -60,7 +52,7 @@ def test_empty_slots_are_found_once(traced: Traced) -> None:
 def test_weights_stay(traced: Traced) -> None:
     """The product's weight is the model's, as in the portable graph; folded, it has a row more for each head."""
     name = "model.encoder.layers.0.attention.qkv.weight"
-    folded = onnx.ModelProto.FromString(traced.packed.SerializeToString())
+    folded = copied(traced.packed)
     fold(folded)
     found = {
         tensor.name: numpy_helper.to_array(tensor)
@@ -121,7 +113,7 @@ def test_far_from_every_score() -> None:
 
 def test_what_turns_its_queries_keeps_the_mask() -> None:
     """ModernBERT's queries and keys are rotated after the product: its attention is told lengths as before."""
-    config = ModernBertConfig(**SMALL, pad_token_id=0)
+    config = ModernBertConfig(**SMALL)
     proto = graph.export_packed(perturb(Model(config, HEADS)))
     assert all(node.input[4] for node in attentions(proto))
     before = proto.SerializeToString(deterministic=True)
