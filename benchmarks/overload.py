@@ -19,7 +19,7 @@ import uvloop
 from benchmarks import processes, rounds, servers
 from benchmarks.checks import Check
 from benchmarks.load import REFUSED, Measured, closed_loop, open_loop
-from benchmarks.servers import Server
+from benchmarks.servers import NOOP, Server
 
 CONNECTIONS = 32
 TIMES = 10  # its capacity
@@ -28,12 +28,6 @@ DEADLINE_MS = 2000
 CROWDS = (256, 600)  # connections
 RECOVERED = 2.0  # times the latency of a lone text before
 PATIENCE_S = 30.0  # for it to recover
-
-NOOP = Server(
-    "no-op",
-    command=lambda python, _, port: [str(python), "-m", "benchmarks.noop", str(port)],
-    calls={},
-)
 
 
 @dataclass(frozen=True)

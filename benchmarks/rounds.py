@@ -3,9 +3,11 @@
 All servers are started once. In each round, for each load, each is woken, asked, and stopped again (SIGSTOP), so that
 it takes nothing from the others; every other round goes backwards. A figure is the median over the rounds, and a ratio
 is taken within each round, against the first server, before its median: a machine that is slow for a minute is slow for
-all. One of the servers may be no server but the bare session (`benchmarks/bare.py`), which measures itself.
+all. One of the servers may be no server but the bare session (`benchmarks/bare.py`), which measures itself, if asked
+for that beside a no-op server that answers as many requests as a service did.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import uvloop
@@ -66,7 +68,10 @@ class Tested:
 
 @dataclass
 class Contender:
-    """A server that runs, what it is asked, and what it did; overloaded: it could not keep up in this round."""
+    """A server that runs, what it is asked, and what it did.
+
+    overloaded: it could not keep up in this round; company: what else is asked while it measures itself
+    """
 
     server: Server
     running: Running
@@ -74,6 +79,14 @@ class Contender:
     weights: np.ndarray
     result: Tested
     overloaded: bool = False
+    company: "Company | None" = None
+
+
+class Company(NamedTuple):
+    """What is asked of a no-op server while a contender measures itself: as many requests as another one answers."""
+
+    noop: Running
+    other: Contender
 
 
 def measure(
@@ -90,13 +103,15 @@ def measure(
     rounds: int = 5,
     seconds: float = 3.0,
     open_seconds: float | None = None,
+    company: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Tested]:
     """Every server that offers the task, under every load, in every round.
 
     rates: of the open loop, per second; shares: its rates as parts of what the same server answered at `CAPACITY_AT`
     connections in the same round; weights: the size of each text, say in tokens, by which an answer counts, so that
-    it does not matter which of them a window happened to hold; open_seconds: of a window of the open loop.
+    it does not matter which of them a window happened to hold; open_seconds: of a window of the open loop; company: by
+    the name of a server that measures itself, the one as many of whose requests a no-op server answers meanwhile.
 
     A server that fails is left out with its reason. In the open loop a server that cannot keep up with a rate is not
     asked for a higher one.
@@ -128,6 +143,7 @@ def measure(
             asked = encoded(server, task, texts)
             sizes = np.ones(len(texts)) if weights is None else np.asarray(weights)
             contenders.append(Contender(server, running, asked, sizes / sizes.mean(), result))
+        keep_company(stack, contenders, company or {}, model, scratch)
         for number in range(rounds):
             for one in contenders:
                 one.overloaded = False
@@ -173,7 +189,11 @@ def take_turns(
 
 
 def ask_closed(one: Contender, count: int, seconds: float) -> None:
-    if one.server.measures_itself:
+    if one.company:
+        noop, other = one.company
+        rate = rate_of(other, count, seconds)
+        found = uvloop.run(told_beside(noop, other.requests, rate, one.running, count, seconds))
+    elif one.server.measures_itself:
         found = told(one.running, count, seconds)
     else:
         found = closed(one.running, one.requests, one.weights, count, seconds)
@@ -192,6 +212,14 @@ def ask_open(one: Contender, rate: int, seconds: float) -> None:
         found, offered = opened(one.running, one.requests, rate, seconds)
         one.result.open.setdefault(rate, []).append(found)
         one.overloaded = found.rate < KEPT_UP * offered or found.p99_ms > 1000 * seconds
+
+
+def rate_of(one: Contender, count: int, seconds: float) -> float:
+    """What a server answered per second so far under a load; before its first turn, it is asked for as long."""
+    if windows := one.result.closed.get(count):
+        return float(np.median([found.rate for found in windows]))
+    with working(one.running):
+        return closed(one.running, one.requests, one.weights, count, seconds).rate
 
 
 def closed(
@@ -225,6 +253,24 @@ def told(running: Running, count: int, seconds: float) -> Window:
     cpu_ms = 1000 * spent / found["ran"]
     each = dict(found.get("each", ()))
     return Window(count, found["rate"], found["p50_ms"], found["p99_ms"], cpu_ms, 0.0, each)
+
+
+async def told_beside(
+    noop: Running,
+    requests: Sequence[bytes],
+    rate: float,
+    running: Running,
+    count: int,
+    seconds: float,
+) -> Window:
+    """The same while a no-op server answers so many requests per second, which come at random moments."""
+    longest = 60 + 10 * seconds
+    stream = asyncio.create_task(open_loop(noop.port, requests, rate, longest, warm_s=0.0))
+    try:
+        return await asyncio.to_thread(told, running, count, seconds)
+    finally:
+        stream.cancel()
+        await asyncio.wait([stream])
 
 
 def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
@@ -268,6 +314,24 @@ def start(stack: ExitStack, server: Server, model: Path, scratch: Path) -> Runni
     settle(running)
     processes.rest(running.process.pid)
     return running
+
+
+def keep_company(
+    stack: ExitStack,
+    contenders: Sequence[Contender],
+    company: Mapping[str, str],
+    model: Path,
+    scratch: Path,
+) -> None:
+    """Give contenders a no-op server to measure themselves beside; it takes nothing when it is not asked."""
+    named = {one.server.name: one for one in contenders}
+    pairs = [
+        (named[name], named[other]) for name, other in company.items() if {name, other} <= {*named}
+    ]
+    if pairs:
+        noop = stack.enter_context(servers.serving(servers.NOOP, model, scratch))
+        for one, other in pairs:
+            one.company = Company(noop, other)
 
 
 @contextmanager

@@ -490,6 +490,13 @@ SERVERS = (
     ),
 )
 
+NOOP = Server(
+    "no-op",
+    command=lambda python, _, port: [str(python), "-m", "benchmarks.noop", str(port)],
+    calls={},
+    note="answers everything with a refusal: what asking alone costs the machine",
+)
+
 
 def pinned(server: Server, cores: Sequence[int]) -> Server:
     """The same server, kept to some cores: it finds no others."""

@@ -5,8 +5,9 @@ import gzip
 import json
 import lzma
 import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks import bare, bench, plot, pretraining, rounds, servers, tune
 from benchmarks.bench import only_portable
 from benchmarks.limit import flops_per_token
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
-from benchmarks.servers import Running
+from benchmarks.servers import NOOP, Running
 from benchmarks.traffic import MIXES, NEWS, texts
 from model import lock
 from service import bundle
@@ -162,6 +163,30 @@ def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)
 
 
+async def test_told_beside_a_noop_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one measures itself, another server is asked as often as it says, and no longer."""
+    window = rounds.Window(8, 1.0, 1.0, 2.0, 3.0, 0.0)
+    monkeypatch.setattr(rounds, "told", lambda *_: (time.sleep(1.0), window)[1])
+    async with listening(ANSWER) as (port, seen):
+        noop = Running(port, None, 0.0)
+        assert window is await rounds.told_beside(noop, REQUESTS, 200, Running(0, None, 0.0), 8, 1)
+        asked = len(seen)
+        assert 100 < asked < 300
+        await asyncio.sleep(0.1)
+        assert asked == len(seen)
+
+
+def test_as_many_as_another_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a no-op server is asked is what the service answered so far; before that, the service is asked first."""
+    one = rounds.Contender(NOOP, Running(0, None, 0.0), REQUESTS, np.ones(3), rounds.Tested("one"))
+    first = rounds.Window(8, 70.0, 1.0, 2.0, 3.0, 0.1)
+    monkeypatch.setattr(rounds, "working", lambda _: nullcontext())
+    monkeypatch.setattr(rounds, "closed", lambda *_: first)
+    assert rounds.rate_of(one, 8, 1.0) == 70
+    one.result.closed[8] = [replace(first, rate=rate) for rate in (10, 30, 90)]
+    assert rounds.rate_of(one, 8, 1.0) == 30
+
+
 def test_ratios_are_taken_within_a_round() -> None:
     """A machine that is slow for a round is slow for both."""
 
@@ -238,7 +263,7 @@ def test_bench(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     options = {"--rounds": 1, "--seconds": 0.2, "--open-seconds": 0.4, "--out": tmp_path / "out"}
     given = [str(part) for pair in options.items() for part in pair]
     argv = ["bench", "--bundle", str(tiny_bundle), "--texts", str(texts), *given]
-    monkeypatch.setattr(sys, "argv", [*argv, "--connections", "1", "8", "32"])
+    monkeypatch.setattr(sys, "argv", [*argv, "--beside-noop", "--connections", "1", "8", "32"])
     bench.main()
 
     printed = capsys.readouterr().out
