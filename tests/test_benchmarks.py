@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bare, bench, plot, pretraining, rounds, servers, tune
+from benchmarks import bare, bench, plot, pretraining, rounds, servers, tables, tune
 from benchmarks.bench import only_portable
+from benchmarks.checks import Check
 from benchmarks.limit import flops_per_token
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
 from benchmarks.servers import NOOP, Running
@@ -307,6 +308,26 @@ def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
     ]
     plot.draw(rows, tmp_path / "picture.png", "two servers")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_side_by_side() -> None:
+    """A row for each wish of any run, what was missed in bold; nothing where a run has no figure of it."""
+    speed = Check("speed", [0.8, 0.7, 0.9], 0.9).as_json()
+    tail = Check("tail", [np.inf], 4, at_most=True, unit="ms").as_json()
+    added = Check("added", [-0.5, 1.0], 1.5, at_most=True).as_json()
+    unknown = Check("threads", [], 0, at_most=True).as_json()
+    runs = {
+        "here": {"checks": [speed, tail]},
+        "there": {"parts": {"a": {"checks": [added, unknown]}, "b": {"failed": "no such luck"}}},
+    }
+    assert tables.beside(runs).splitlines() == [
+        "|  | wanted | here | there |",
+        "| --- | --- | --- | --- |",
+        "| speed | ≥ 0.9 | **0.80** (0.70–0.90) |  |",
+        "| tail | ≤ 4 ms | **∞** |  |",
+        "| added | ≤ 1.5 |  | 0.25 (\N{MINUS SIGN}0.50–1.00) |",
+        "| threads | ≤ 0 |  |  |",
+    ]
 
 
 def test_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
