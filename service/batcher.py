@@ -14,7 +14,6 @@ is answered soonest.
 import asyncio
 import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +132,10 @@ class Batcher:
         self._threads = Threads(slots, self._hear)
         # What is set out waits in line until a thread has begun with it.
         self._ahead: Sequence[Entry] = ()
-        self._ahead_since = 0  # as many flows had come then
+        self._ahead_is_part = (
+            False  # of a large request, what is left of which gives way to all that come
+        )
+        self._ahead_since = 0  # so many had come then who may be before it
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._over = False  # nothing is served any more
@@ -380,7 +382,7 @@ class Batcher:
         if not self._ahead:
             return True
         good = all(not entry.done and entry.deadline > now for entry in self._ahead)
-        same = self._line.came == self._ahead_since
+        same = self._may_be_before == self._ahead_since
         if good and same and not (self._threads.idle or self._probes):
             return True
         if not self._threads.take_back():
@@ -388,11 +390,16 @@ class Batcher:
         self._ahead = ()
         return True
 
-    def _plan_ahead(self, now: float) -> None:
-        """Set out the next batch where it needs no more company, and nobody could come who is to be before it.
+    @property
+    def _may_be_before(self) -> int:
+        """How many came so far who may be before what is set out."""
+        return self._line.requests_came if self._ahead_is_part else self._line.flows_came
 
-        So twice as many wait as it takes, and it leaves nothing of its requests, for what is left of a large one gives
-        way to all that come. A flow that comes meanwhile may be before it; then it is taken back.
+    def _plan_ahead(self, now: float) -> None:
+        """Set out the next batch where it needs no more company: twice as many wait as it takes.
+
+        Who comes behind others of its flow changes nobody's turn. A flow of which nothing waited may be before it, and
+        any request before a part of a large one; when such a one comes, it is taken back.
         """
         if self._ahead or self._threads.idle or self._probes:
             return
@@ -404,10 +411,10 @@ class Batcher:
         if not batch or batch[0].alone or self._hold(queue, batch[0], cost, now) > 0:
             return
         self._ahead_from = 2 * len(batch)
-        if len(batch) < sum(request.left for request in {entry.owner for entry in batch}):
-            self._ahead_from = sys.maxsize  # until another batch has left
         if self._line.size >= self._ahead_from:
-            self._ahead, self._ahead_since = batch, self._line.came
+            left = sum(request.left for request in {entry.owner for entry in batch})
+            self._ahead, self._ahead_is_part = batch, len(batch) < left
+            self._ahead_since = self._may_be_before
             self._threads.set_out(self._job(queue, batch, 1))
 
     def _width(self, queue: Queue, waiting: Sequence[Entry]) -> int:

@@ -353,7 +353,10 @@ class Line:
 
     def __init__(self) -> None:
         self.queues: dict[str, Queue] = {}
-        self.came = 0  # how often a flow came of which nothing waited: it may be before all others
+        self.requests_came = 0
+        self.flows_came = (
+            0  # requests of a flow of which nothing waited: it may be before all others
+        )
         self._lanes: dict[Flow, Lane] = {}
         self._charged = 0.0  # of the lane whose turn was last
         self._next_deadline = math.inf  # no request has an earlier one
@@ -397,9 +400,10 @@ class Line:
 
     def enter(self, request: Request) -> None:
         lane = request.lane
+        self.requests_came += 1
         if not lane:
             lane.charged = max(lane.charged, self._charged)
-            self.came += 1
+            self.flows_came += 1
         lane.enter(request)
         self._next_deadline = min(self._next_deadline, request.deadline)
 

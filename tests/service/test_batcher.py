@@ -870,18 +870,34 @@ async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: 
         await asyncio.gather(*requests)
 
 
-async def test_nothing_of_a_large_request_is_set_out() -> None:
-    """A text that comes meanwhile goes before what is left of it."""
+async def test_a_part_of_a_large_request_is_set_out() -> None:
+    """Where nobody else waits, no slot waits for the event loop."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         large = await submitted(batcher, texts(5))
         await gate.batch()
+        gate.let(10)
+        assert blocking(gate, 2)
+        await large
+
+
+async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> None:
+    """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        many = texts(5)
+        large = await submitted(batcher, many)
+        ran = (await gate.batch()).numbers
         late = text()
         single = await submitted(batcher, [late])
         gate.let()
-        assert number(late) in (await gate.batch()).numbers
+        ran += (batch := await gate.batch()).numbers
+        assert number(late) in batch.numbers
         gate.let(10)
         await asyncio.gather(large, single)
+        while len(ran) < 6:
+            ran += (await gate.batch()).numbers
+        assert sorted(ran) == sorted(map(number, [*many, late]))
 
 
 async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
