@@ -132,9 +132,7 @@ class Batcher:
         self._threads = Threads(slots, self._hear)
         # What is set out waits in line until a thread has begun with it.
         self._ahead: Sequence[Entry] = ()
-        self._ahead_is_part = (
-            False  # of a large request, what is left of which gives way to all that come
-        )
+        self._ahead_is_part = False  # of a large request; what is left of one gives way to all
         self._ahead_since = 0  # so many had come then who may be before it
         self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
         self._state: Literal["new", "open", "draining", "failed"] = "new"

@@ -354,9 +354,7 @@ class Line:
     def __init__(self) -> None:
         self.queues: dict[str, Queue] = {}
         self.requests_came = 0
-        self.flows_came = (
-            0  # requests of a flow of which nothing waited: it may be before all others
-        )
+        self.flows_came = 0  # of which nothing waited: such a one may be before all others
         self._lanes: dict[Flow, Lane] = {}
         self._charged = 0.0  # of the lane whose turn was last
         self._next_deadline = math.inf  # no request has an earlier one
