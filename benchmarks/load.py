@@ -8,7 +8,8 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -284,3 +285,17 @@ async def open_loop(
         cpu_s,
         lasted=warm_s + seconds,
     )
+
+
+@asynccontextmanager
+async def streaming(
+    port: int, requests: Sequence[bytes], rate: float, longest_s: float
+) -> AsyncIterator[None]:
+    """An open loop beside the block, which ends with it: what it finds is not wanted, what it raises is."""
+    stream = asyncio.create_task(open_loop(port, requests, rate, longest_s, warm_s=0.0))
+    try:
+        yield
+    finally:
+        stream.cancel()
+        with suppress(asyncio.CancelledError):
+            await stream

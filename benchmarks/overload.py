@@ -5,7 +5,6 @@ that the generator costs the same both times. Then the stream comes to it, open 
 ask again at once when they are refused.
 """
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import uvloop
 
 from benchmarks import processes, rounds, servers
 from benchmarks.checks import Check
-from benchmarks.load import REFUSED, Measured, closed_loop, open_loop
+from benchmarks.load import REFUSED, Measured, closed_loop, open_loop, streaming
 from benchmarks.servers import NOOP, Server
 
 CONNECTIONS = 32
@@ -152,10 +151,8 @@ async def beside(
     port: int, noop: int, requests: Sequence[bytes], rate: float, seconds: float
 ) -> Measured:
     """What a server answers while the stream goes elsewhere; what it refuses on a busy machine is asked again."""
-    stream = asyncio.create_task(open_loop(noop, requests, rate, seconds + 2.0, warm_s=0.0))
-    found = await closed_loop(port, requests, CONNECTIONS, seconds, insist=True)
-    await stream
-    return found
+    async with streaming(noop, requests, rate, seconds + 2.0):
+        return await closed_loop(port, requests, CONNECTIONS, seconds, insist=True)
 
 
 def insisting(port: int, requests: Sequence[bytes], count: int, seconds: float) -> Measured:

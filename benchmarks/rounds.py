@@ -22,7 +22,7 @@ import uvloop
 
 from benchmarks import processes, servers
 from benchmarks.environments import Unavailable
-from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.load import Measured, closed_loop, open_loop, request_bytes, streaming
 from benchmarks.servers import WINDOW, Running, Server, StartError
 
 T = TypeVar("T")
@@ -264,13 +264,8 @@ async def told_beside(
     seconds: float,
 ) -> Window:
     """The same while a no-op server answers so many requests per second, which come at random moments."""
-    longest = 60 + 10 * seconds
-    stream = asyncio.create_task(open_loop(noop.port, requests, rate, longest, warm_s=0.0))
-    try:
+    async with streaming(noop.port, requests, rate, 60 + 10 * seconds):
         return await asyncio.to_thread(told, running, count, seconds)
-    finally:
-        stream.cancel()
-        await asyncio.wait([stream])
 
 
 def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
