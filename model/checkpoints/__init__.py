@@ -1,0 +1,1 @@
+"""Checkpoint directories of other libraries: which files and settings are read, and with which meaning."""

@@ -1,0 +1,85 @@
+"""The settings in a checkpoint's JSON files: which are honored, which have no effect, and which are refused.
+
+The rule: a setting that the reference library reads has the same meaning here, or the checkpoint is refused by name.
+Each file has one `SettingsFile`. A setting that is in no table is unknown to the reference library, too
+(`tests/parity/test_settings.py` compares the tables with what the library reads); `unknown_settings` names it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from model.names import CheckpointError
+
+
+class Handling(StrEnum):
+    """What happens to a setting."""
+
+    HONORED = "honored"
+    NO_EFFECT = (
+        "no effect"  # on any answer: the reference library computes the same for every value
+    )
+    REFUSED = "refused"  # for every value that changes an answer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a file.
+
+    harmless: for REFUSED, the values with which the reference library computes what Quartet computes
+    note: for readers of the table in the docs
+    """
+
+    name: str
+    handling: Handling
+    harmless: tuple[Any, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """The settings of one file, by the name of the file and the library that defines it."""
+
+    file: str
+    reference: Literal["transformers", "sentence-transformers"]
+    settings: tuple[Setting, ...]
+
+    def check(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Raise CheckpointError naming the first refused setting in a file's content, with its value."""
+        for setting in self.settings:
+            if setting.handling is not Handling.REFUSED or setting.name not in document:
+                continue
+            value = document[setting.name]
+            if not any(_is_same(value, harmless) for harmless in setting.harmless):
+                reason = f" ({setting.note})" if setting.note else ""
+                raise CheckpointError(
+                    f"{path}: {setting.name} = {value!r} is not supported{reason}"
+                )
+
+    def unknown_settings(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the names in a file's content that are in no table, sorted."""
+        return sorted(document.keys() - {setting.name for setting in self.settings})
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def render_table(files: Sequence[SettingsFile], versions: Mapping[str, str]) -> str:
+    """Return the Markdown table of all settings.
+
+    versions: of each reference library that the settings were compared with
+    """
+    rows = [
+        "| file | setting | handling | note | compared with |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for file in files:
+        compared = f"{file.reference} {versions[file.reference]}"
+        rows += [
+            f"| `{file.file}` | `{setting.name}` | {setting.handling} | {setting.note} | {compared} |"
+            for setting in file.settings
+        ]
+    return "\n".join(rows)
