@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from service.load import CLASSES, Class
+from service.priority import CLASSES, Class
 
 Permission = Literal["inference", "metrics", "admin"]
 

@@ -9,20 +9,17 @@ generalized processor sharing (Parekh and Gallager, 1993).
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from service.errors import Overloaded
 
-Class = Literal["interactive", "bulk"]
-
-CLASSES: tuple[Class, ...] = get_args(Class)  # by priority
 # Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
 WEIGHTS = (8.0, 1.0)
 PATIENCE = 0.6  # of the time that is left which an answer may be expected to take: the rest is for surprises
 
 
 class Flow(NamedTuple):
-    """Who asks for what; priority: an index of `CLASSES`."""
+    """Who asks for what; priority: an index of `priority.CLASSES`."""
 
     bundle: str
     priority: int = 0

@@ -20,7 +20,8 @@ from service.bundle import cosine
 from service.decode import Answer, Entity, Label
 from service.engine import INLINE_TOKENS, Engine, Method, Reply, Ticket
 from service.errors import Overloaded, QuartetError
-from service.load import CLASSES, Load
+from service.load import Load
+from service.priority import CLASSES
 
 log = structlog.get_logger()
 
