@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from service.errors import (
     BadRequest,
+    ClientDisconnected,
     DeadlineExceeded,
     RequestTimeout,
     TooLarge,
@@ -31,10 +32,6 @@ SHOWN = 64  # characters of a client's own words that a message repeats
 STRUCTURE = b'",:[{'
 TEXT = bytes(set(range(256)) - set(STRUCTURE))
 PART = re.compile(rb'"[^"]*"|[,:\[{]')
-
-
-class ClientDisconnected(Exception):
-    """The client went before its answer; nobody is left to tell."""
 
 
 async def read_json(

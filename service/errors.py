@@ -252,3 +252,7 @@ class ReplicaLost(NotReady):
 class DeadlineExceeded(QuartetError):
     status = 504
     code = "deadline_exceeded"
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response: no response can be sent."""

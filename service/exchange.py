@@ -18,8 +18,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.body import ClientDisconnected
-from service.errors import Draining, InternalError, Overloaded, QuartetError
+from service.errors import ClientDisconnected, Draining, InternalError, Overloaded, QuartetError
 from service.logs import NAMES, QUIET_ROUTES, Sparing, log_request
 from service.metrics import REFUSALS, Recorder
 from service.pace import Pace

@@ -6,9 +6,10 @@ import orjson
 import pytest
 from starlette.types import Message, Receive
 
-from service.body import ClientDisconnected, Until, answer_in_time, check_parts, read_json
+from service.body import Until, answer_in_time, check_parts, read_json
 from service.errors import (
     BadRequest,
+    ClientDisconnected,
     DeadlineExceeded,
     RequestTimeout,
     TooLarge,
