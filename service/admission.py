@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from service.calls import Service, timeout_s
 from service.exchange import Exchange
 from service.gate import permission
 from service.load import Flow
+from service.service_state import Service, timeout_s
 
 LEARNING = 0.05  # what a request weighs beside those before it
 # Of the time that is left, what an answer may be expected to take here. It is less than the batcher's own share, which

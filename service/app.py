@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__, admin, openapi
 from service.admission import Admission
-from service.calls import Service
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.exchange import ExchangeMiddleware, Reception, check_refusal, refuse
@@ -28,6 +27,7 @@ from service.gate import gate
 from service.logs import log_bug
 from service.metrics import Recorder
 from service.routes import Route, router
+from service.service_state import Service
 from service.settings import Settings
 from service.tracing import tracing
 

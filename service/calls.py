@@ -5,10 +5,9 @@ The routes are written on it, and every other dialect can be.
 
 import asyncio
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
@@ -18,15 +17,13 @@ from starlette.types import Receive
 
 from service.body import answer_in_time, read_json
 from service.engine import Engine, Reply, Ticket
-from service.engines import Engines
-from service.errors import Draining, InvalidInput, NotReady, QuartetError
+from service.errors import QuartetError
 from service.exchange import Exchange, exchange_of
 from service.lines import Lines, LinesResponse, line, wants_lines
 from service.logs import log_bug
-from service.metrics import Recorder
-from service.room import BODIES, Holding, Room
+from service.room import Holding
 from service.schemas import Request, most_parts, parse, refuse_long
-from service.settings import Settings
+from service.service_state import Service, timeout_s
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
@@ -38,49 +35,6 @@ class Ask(Protocol[T]):
     def __call__(
         self, *, tell: Callable[[int, T | None], None] | None
     ) -> Coroutine[Any, Any, Reply[T]]: ...
-
-
-TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
-
-
-@dataclass(slots=True)
-class Service:
-    """What this process serves with; `engines` is there while they are open."""
-
-    settings: Settings
-    metrics: Recorder
-    engines: Engines | None = None
-    leaving: bool = False  # others should be asked; who asks all the same is answered
-    draining: bool = False
-    room: Room = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.room = Room(BODIES * self.settings.max_body_bytes)
-
-    def open_engines(self) -> Engines:
-        """Raises NotReady before the engines are open, Draining once they are closed."""
-        if self.engines is None:
-            self.refuse_draining()
-            raise NotReady("the bundles are still being opened")
-        return self.engines
-
-    def check_ready(self) -> None:
-        """Raises NotReady or Draining unless new requests should be sent here."""
-        if self.leaving:
-            raise Draining("the server is about to shut down")
-        self.refuse_draining()
-        if problem := self.open_engines().load().problem:
-            raise NotReady(problem)
-
-    def check_alive(self) -> None:
-        """Raises NotReady when only a restart can help."""
-        if self.engines is not None and not self.draining and not self.engines.alive():
-            raise NotReady(self.engines.load().problem)
-
-    def refuse_draining(self) -> None:
-        if self.draining:
-            raise Draining("the server is shutting down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +199,6 @@ def service_of(request: HttpRequest) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service), "our bug: the app was not made by create_app"
     return service
-
-
-def timeout_s(headers: Mapping[str, str], settings: Settings) -> float:
-    """The client's patience in seconds, at most the server's. Raises InvalidInput for what is no number of them."""
-    header = headers.get(TIMEOUT_HEADER.lower())
-    if header is None:
-        return settings.deadline_ms / 1000
-    if not MILLISECONDS.fullmatch(header):
-        raise InvalidInput(
-            f"{TIMEOUT_HEADER}: must be a whole number of milliseconds, at least 1",
-            param=TIMEOUT_HEADER,
-        )
-    return min(int(header), settings.deadline_ms) / 1000
 
 
 def server_timing(**seconds: float) -> str:

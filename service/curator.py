@@ -32,7 +32,6 @@ from service.errors import (
 )
 from service.local import LocalDevice, Opened, trim
 from service.metrics import ORDERS, Counts, Metrics
-from service.orders import Report
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -43,7 +42,7 @@ Answer = Mapping[str, Any]
 Resume = Mapping[str, Any]  # what one process leaves the next, as JSON
 
 
-async def tell_nobody(_: Report) -> None:
+async def tell_nobody(_: Mapping[str, object]) -> None:
     """For where there is no next process."""
 
 
@@ -55,7 +54,7 @@ class Curator:
         device: LocalDevice,
         settings: Settings,
         metrics: Metrics,
-        report: Callable[[Report], Awaitable[None]] = tell_nobody,
+        report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
     ) -> None:
         self.models: Models = ()
         self._device = device

@@ -17,10 +17,10 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from service.calls import Service
 from service.exchange import Reception
 from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
+from service.service_state import Service
 from service.settings import Settings
 
 log = structlog.get_logger()

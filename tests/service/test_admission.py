@@ -8,13 +8,13 @@ import httpx
 import pytest
 
 from service.admission import COMING_S, Admission, content_length
-from service.calls import Service
 from service.engines import Engines
 from service.errors import Overloaded
 from service.exchange import Exchange
 from service.keys import Key, digest, make_key
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
+from service.service_state import Service
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 

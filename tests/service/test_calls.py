@@ -1,8 +1,9 @@
 import pytest
 
-from service.calls import Service, server_timing, timeout_s
+from service.calls import server_timing
 from service.errors import Draining, InvalidInput, NotReady
 from service.metrics import Metrics
+from service.service_state import Service, timeout_s
 from service.settings import Settings
 from tests.service.fakes import FakeEngines
 

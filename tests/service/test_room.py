@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from service.calls import Service
 from service.errors import Overloaded
 from service.metrics import Metrics
 from service.room import BODIES, SMALL, Holding, Room
+from service.service_state import Service
 from service.settings import Settings
 from tests.service.fakes import FakeEngine
 from tests.service.test_routes import ClientWith, error_of
