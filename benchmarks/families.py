@@ -35,6 +35,7 @@ from model.config import preset
 from model.families import FAMILIES
 from model.family import Family
 from model.heads import Model
+from model.training.capture import capture
 from service import packing
 from service.packing import Packed, each
 from service.session import CPU, SessionOptions, open_graph, packed_feeds, padded_feeds
@@ -160,14 +161,15 @@ def opened(proto: onnx.ModelProto, path: Path) -> Run:
 
 def compare_hidden(model: Model, peer: Any, batch: Packed) -> float:
     feeds = {name: torch.as_tensor(value) for name, value in padded_feeds(batch).items()}
-    kept: list[torch.Tensor] = []
     ids = (batch.input_ids, batch.token_type_ids, batch.position_ids)
-    with torch.no_grad():
-        model.encoder(*map(torch.as_tensor, ids), Layout.of(batch.layout), keep=kept)
+    with torch.no_grad(), capture(model.encoder) as captured:
+        model.encoder(*map(torch.as_tensor, ids), Layout.of(batch.layout))
         told = {name: feeds[name] for name in ("input_ids", "attention_mask")}
         expected = peer.base_model(**told, output_hidden_states=True).hidden_states
     rows = [states.flatten(0, 1)[batch.layout.pack] for states in expected]
-    return max(difference(a.numpy(), b.numpy()) for a, b in zip(kept, rows, strict=True))
+    return max(
+        difference(a.numpy(), b.numpy()) for a, b in zip(captured.hidden_states, rows, strict=True)
+    )
 
 
 def company(run: Run, batch: Packed) -> float:

@@ -16,8 +16,6 @@ into `[B, S]` slots and back, in the way that the device or the exported graph d
 T tokens, B sequences, S longest, N heads, D head size, H hidden
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +26,8 @@ from service import packing
 
 HALF = (torch.float16, torch.bfloat16)
 
-_lookers: list[list[Tensor]] = []
+# `training.capture` appends a list for each capture of attention weights [B, N, S, S].
+weight_captures: list[list[Tensor]] = []
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ def attention(
     """
     if bias is not None:
         bias = bias.to(qkv.dtype)
-    for seen in _lookers:
+    for weights in weight_captures:
         query, key, _ = by_head(qkv, num_heads, layout)
-        seen.append(_weights(query, key, _seen(layout, bias), scale))
+        weights.append(_weights(query, key, _seen(layout, bias), scale))
     if isinstance(layout, Padded):
         return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
@@ -245,17 +244,3 @@ def _padded(
     mask = mask if bias is None else bias + mask
     context = _written_out(query, key, value, mask, 0.0, scale)
     return from_slots(context.transpose(1, 2).flatten(2), layout)
-
-
-@contextmanager
-def looking() -> Iterator[list[Tensor]]:
-    """What every call of `attention` weighs meanwhile, in order: who attends to whom, `[B, N, S, S]`.
-
-    Rows (queries) sum to one. For looking at, not for speed.
-    """
-    seen: list[Tensor] = []
-    _lookers.append(seen)
-    try:
-        yield seen
-    finally:
-        _lookers.pop()

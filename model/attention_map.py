@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from model import checkpoint
-from model.attention import Layout, looking
+from model.attention import Layout
 from model.fill import OURS, find_checkpoint, read_encoder
+from model.training.capture import capture
 from service import packing
 from service.encode import Encoding
 
@@ -26,9 +27,9 @@ def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
     """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns), in any family."""
     packed = packing.pack([encoding])
     given = (packed.input_ids, packed.token_type_ids, packed.position_ids)
-    with looking() as maps:
+    with capture(encoder, attention_weights=True) as captured:
         encoder(*map(torch.as_tensor, given), Layout.of(packed.layout))
-    return torch.cat(maps)
+    return torch.cat(captured.attention_weights)
 
 
 def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:

@@ -131,17 +131,11 @@ class Bert(nn.Module):
         token_type_ids: Tensor,
         position_ids: Tensor,
         layout: Layout | Padded,
-        keep: list[Tensor] | None = None,
     ) -> Tensor:
-        """`keep`, when given, collects the embeddings' and each layer's hidden states."""
-        x = self.embeddings(input_ids, token_type_ids, position_ids)
+        x = self.embeddings(input_ids, token_type_ids, position_ids)  # [T, H]
         shared = self.shared(position_ids, layout)
         for layer in self.in_order():
-            if keep is not None:
-                keep.append(x)
-            x = layer(x, layout, shared)
-        if keep is not None:
-            keep.append(x)
+            x = layer(x, layout, shared)  # [T, H]
         return x
 
     def make_layers(self, config: BertConfig) -> nn.ModuleList:

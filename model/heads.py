@@ -112,10 +112,9 @@ class Model(nn.Module):
         position_ids: Tensor,
         layout: AnyLayout,
         heads: list[str] | None = None,
-        keep: list[Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """The outputs of the named heads (all, by default); `keep` is the encoder's."""
-        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout, keep)
+        """Return the outputs of the named heads (by default all)."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
         names = self.described if heads is None else heads
         return {name: self.heads[name](hidden_states, layout) for name in names}
 

@@ -262,9 +262,7 @@ class ModernBert(nn.Module):
         token_type_ids: Tensor,
         position_ids: Tensor,
         layout: Layout | Padded,
-        keep: list[Tensor] | None = None,
     ) -> Tensor:
-        """`keep`, when given, collects the embeddings' and each layer's hidden states, the last one normalised."""
         x = self.embeddings(input_ids, token_type_ids)
         c = self.config
         turns = {
@@ -272,13 +270,8 @@ class ModernBert(nn.Module):
         }
         biases = {GLOBAL: None, LOCAL: nearness(count_slots(layout), c.local_attention // 2, x)}
         for layer in self.layers:
-            if keep is not None:
-                keep.append(x)
             x = layer(x, layout, turns[layer.kind], biases[layer.kind])
-        x = self.norm(x)
-        if keep is not None:
-            keep.append(x)
-        return x
+        return self.norm(x)
 
 
 def nearness(longest: int, reach: int, like: Tensor) -> Tensor:

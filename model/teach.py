@@ -8,7 +8,6 @@ T tokens, B sequences, S longest, C labels, H hidden, N relation heads, D vector
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from model.attention import Layout, real_slots, to_slots
 from model.heads import IGNORE_INDEX, Model, make_head
 from model.source import read_source, read_tokenizer
 from model.tasks import Batch, Loss
-from model.watch import projections
+from model.training.capture import capture
 from service import bundle
 from service.encode import Encoder, Window
 
@@ -281,14 +280,13 @@ def look(
     """Pass a batch through a model on its own device, computing in `dtype`."""
     device = next(model.parameters()).device
     inputs = tasks.pack(encodings, device)
-    hidden: list[Tensor] = []
     with (
         torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
-        projections(model.encoder) if relations else nullcontext([]) as qkv,
+        capture(model.encoder, projections=relations) as captured,
     ):
-        outputs = model(*inputs, heads=list(heads), keep=hidden)
+        outputs = model(*inputs, heads=list(heads))
     full = {name: output.float() for name, output in outputs.items()}
-    return Seen(full, hidden, qkv, inputs[-1])
+    return Seen(full, captured.hidden_states, captured.projections, inputs[-1])
 
 
 def divergence(ours: Tensor, theirs: Tensor, temperature: float, dim: int = -1) -> Tensor:

@@ -20,10 +20,10 @@ from export import emulate
 from export.__main__ import main as export
 from export.goldens import torch_outputs
 from model import checkpoint
-from model.attention import looking
 from model.families import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
 from model.tokenizer import train
+from model.training.capture import capture
 from service import bundle
 from service.bundle import Bundle, Head, Precision, cosine
 from service.packing import Packed, each
@@ -183,10 +183,9 @@ def asked(case: Case, packed: Packed) -> dict[str, Tensor]:
 
 
 def states(encoder: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
-    kept: list[Tensor] = []
-    with torch.no_grad():
-        encoder(*arguments, keep=kept)
-    return kept
+    with torch.no_grad(), capture(encoder) as captured:
+        encoder(*arguments)
+    return captured.hidden_states
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -223,9 +222,10 @@ def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
     perturb(peer).save_pretrained(tmp_path)
     encoder = checkpoint.load_encoder(tmp_path, pooler=False)
     packed = sample(case, [12])
-    with torch.no_grad(), looking() as found:
+    with torch.no_grad(), capture(encoder, attention_weights=True) as captured:
         encoder(*ours(packed))
         expected = peer(**asked(case, packed), output_attentions=True).attentions
+    found = captured.attention_weights
     assert len(found) == len(expected)
     longest = -1  # without padding, which transformers gives weights too
     for own, peers in zip(found, expected, strict=True):

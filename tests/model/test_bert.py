@@ -14,6 +14,7 @@ import model
 from model import checkpoint, names
 from model.bert import BERT, Bert
 from model.config import BertConfig, preset
+from model.training.capture import capture
 from service import packing
 from service.encode import Encoder
 from service.packing import Packed, each
@@ -47,12 +48,11 @@ TEXTS = [
 
 def states(encoder: Bert, packed: Packed) -> tuple[list[Tensor], Tensor]:
     """Every hidden state `[T, H]` and the pooler's output `[B, H]`."""
-    kept: list[Tensor] = []
     arguments = ours(packed)
-    with torch.no_grad():
-        last = encoder(*arguments, keep=kept)
+    with torch.no_grad(), capture(encoder) as captured:
+        last = encoder(*arguments)
         assert encoder.pooler is not None
-        return kept, encoder.pooler(last, arguments[-1])
+        return captured.hidden_states, encoder.pooler(last, arguments[-1])
 
 
 def assert_parity(encoder: Bert, peer: transformers.BertModel, packed: Packed) -> None:
@@ -123,14 +123,13 @@ def test_packed_is_alone_is_padded(lengths: list[int]) -> None:
         torch.testing.assert_close(hidden_states, by_itself, **TOLERANCE)
     torch.testing.assert_close(pooled, torch.cat([one for _, one in alone]), **TOLERANCE)
 
-    kept: list[Tensor] = []
     arguments = padded(packed)
     assert encoder.pooler is not None
-    with torch.no_grad():
+    with torch.no_grad(), capture(encoder) as captured:
         torch.testing.assert_close(
-            encoder.pooler(encoder(*arguments, keep=kept), arguments[-1]), pooled, **TOLERANCE
+            encoder.pooler(encoder(*arguments), arguments[-1]), pooled, **TOLERANCE
         )
-    for slots, hidden_states in zip(kept, together, strict=True):
+    for slots, hidden_states in zip(captured.hidden_states, together, strict=True):
         torch.testing.assert_close(real(slots, packed), hidden_states, **TOLERANCE)
 
 

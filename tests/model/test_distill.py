@@ -18,6 +18,7 @@ from model.distill import Settings
 from model.families import FAMILIES
 from model.heads import Model
 from model.run import read_config
+from model.training.capture import capture
 from service.bundle import Head
 from service.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape
@@ -227,8 +228,9 @@ def test_every_family_gives_layers(
             for name, tensor in its.state_dict().items():
                 torch.testing.assert_close(mine.state_dict()[name], tensor, rtol=0, atol=0)
     packed = ours(batch([7, 4], vocab_size=whole.config.vocab_size))
-    first, both = [], []
-    whole(*packed, keep=first), half(*packed, keep=both)
+    with capture(whole) as of_whole, capture(half) as of_half:
+        whole(*packed), half(*packed)
+    first, both = of_whole.hidden_states, of_half.hidden_states
     torch.testing.assert_close(both[1], first[1])  # after the layer that is in the same place
     assert torch.allclose(both[2], first[2]) == (family == "albert")
 

@@ -1,0 +1,72 @@
+"""Capture what an encoder of any family computes on its way to the last hidden state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from model.attention import weight_captures
+
+
+@dataclass
+class Captured:
+    """Tensors of one forward pass or several, in the order in which the encoder computes them.
+
+    hidden_states: [T, H] the embeddings' output, then each layer's; the last is the encoder's own output
+    projections: [T, 3H] queries, keys and values of each layer, before any rotation by position
+    attention_weights: [B, N, S, S] of each layer; each row (a query's weights) sums to one
+
+    A layer that is applied several times (ALBERT) has an item for each time.
+    """
+
+    hidden_states: list[Tensor] = field(default_factory=list)
+    projections: list[Tensor] = field(default_factory=list)
+    attention_weights: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def capture(
+    encoder: nn.Module, *, projections: bool = False, attention_weights: bool = False
+) -> Iterator[Captured]:
+    """Capture the hidden states and, where requested, more of an encoder's passes inside the block.
+
+    Attention weights are computed for the capture alone, which costs time and memory.
+    """
+    captured = Captured()
+
+    def keep_hidden(module: nn.Module, inputs: object, output: Tensor) -> None:
+        captured.hidden_states.append(output)
+
+    def replace_last(module: nn.Module, inputs: object, output: Tensor) -> None:
+        captured.hidden_states[-1] = output  # a last norm follows the layers in some families
+
+    def keep_projection(module: nn.Module, inputs: object, output: Tensor) -> None:
+        captured.projections.append(output)
+
+    hooks = [
+        module.register_forward_hook(keep_hidden)
+        for module in (encoder.embeddings, *_layers(encoder))
+    ]
+    hooks.append(encoder.register_forward_hook(replace_last))
+    if projections:
+        hooks += [
+            module.register_forward_hook(keep_projection)
+            for name, module in encoder.named_modules()
+            if name.endswith(".attention.qkv")
+        ]
+    if attention_weights:
+        weight_captures.append(captured.attention_weights)
+    try:
+        yield captured
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if attention_weights:
+            weight_captures.pop()
+
+
+def _layers(encoder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the encoder's layers; ALBERT's are in groups."""
+    for layer in encoder.layers:
+        yield from layer if isinstance(layer, nn.ModuleList) else [layer]
