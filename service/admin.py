@@ -1,7 +1,6 @@
 """What an administrator may ask for: which bundles are served. Every path needs a key for it (`service.gate`)."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,6 +8,14 @@ from starlette.responses import Response
 
 from service import openapi
 from service.calls import json_response, receive_json, service_of
+from service.commands import (
+    Command,
+    ListModels,
+    LoadModel,
+    PromoteModel,
+    RollBackModel,
+    UnloadModel,
+)
 from service.exchange import exchange_of
 from service.routes import Route
 from service.schemas import (
@@ -29,21 +36,20 @@ router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: 
 @router.get("/admin/models", **openapi.admin(AdminModelsResponse))
 async def list_models(request: Request) -> Response:
     """Every bundle that is served, comes or goes."""
-    return await answer(request, "show", {})
+    return await answer(request, ListModels())
 
 
 @router.post("/admin/models", **openapi.admin(IntroducedResponse, LoadRequest))
 async def load_model(request: Request) -> Response:
     """Let a bundle answer for its name: it is read, checked and tried, while all goes on as before."""
     body = await read_order(request, LoadRequest)
-    return await answer(request, "load", {**body.model_dump(), "by": by(request)})
+    return await answer(request, LoadModel(**body.model_dump(), by=by(request)))
 
 
 @router.delete("/admin/models/{model}", **openapi.admin(UnloadedResponse, of="model"))
 async def unload_model(request: Request) -> Response:
     """Serve a bundle no longer; the answer comes when its memory is free."""
-    order = {"model": request.path_params["model"], "by": by(request)}
-    return await answer(request, "unload", order)
+    return await answer(request, UnloadModel(model=request.path_params["model"], by=by(request)))
 
 
 @router.post(
@@ -52,15 +58,14 @@ async def unload_model(request: Request) -> Response:
 async def promote_model(request: Request) -> Response:
     """Let a bundle that is loaded answer for its name."""
     body = await read_order(request, PromoteRequest)
-    order = {**body.model_dump(), "model": request.path_params["model"], "by": by(request)}
-    return await answer(request, "promote", order)
+    model = request.path_params["model"]
+    return await answer(request, PromoteModel(**body.model_dump(), model=model, by=by(request)))
 
 
 @router.post("/admin/models/{name}/rollback", **openapi.admin(IntroducedResponse, of="name"))
 async def roll_back_model(request: Request) -> Response:
     """Let the bundle answer for a name that did before."""
-    order = {"name": request.path_params["name"], "by": by(request)}
-    return await answer(request, "roll_back", order)
+    return await answer(request, RollBackModel(model=request.path_params["name"], by=by(request)))
 
 
 async def read_order(request: Request, schema: type[T]) -> T:
@@ -72,10 +77,10 @@ async def read_order(request: Request, schema: type[T]) -> T:
     return validate(schema, await receive_json(request))
 
 
-async def answer(request: Request, what: str, order: Mapping[str, Any]) -> Response:
-    """It takes the time that it takes, and is done even if the client leaves."""
+async def answer(request: Request, command: Command) -> Response:
+    """Execute a command to its end, even if the client leaves, and return the result."""
     engines = service_of(request).open_engines()
-    return json_response(await engines.administer(what, order))
+    return json_response(await engines.execute(command))
 
 
 def by(request: Request) -> str:

@@ -33,7 +33,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
         curator = Curator(device, settings, metrics)
         curator.open()
         engines = Engines(
-            device, curator.perform, metrics.observe_comparison, settings.max_queue_tokens
+            device, curator.execute, metrics.observe_comparison, settings.max_queue_tokens
         )
         try:
             await curator.follow(engines)

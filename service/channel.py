@@ -9,7 +9,7 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
 import orjson
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from service.bundle import Manifest, Texts
 from service.catalogue import Model, Models
+from service.commands import COMMANDS, Command
 from service.device import RunsOn
 from service.load import Backlog, Flow, Load
 
@@ -74,12 +75,20 @@ class Render:
 
 
 @dataclass(frozen=True, slots=True)
-class Administer:
-    """Change which bundles are served, or tell: what is to be done, and what has to be known for it."""
+class Execute:
+    """Execute a command of `service.commands`: its name and its fields."""
 
     id: int
-    what: str
+    name: str
     fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, number: int, command: Command) -> "Execute":
+        return cls(number, command.name, asdict(command))
+
+    @property
+    def command(self) -> Command:
+        return COMMANDS[self.name](**self.fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +216,8 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Administered:
-    """What came of it."""
+class Executed:
+    """The result of a command."""
 
     id: int
     answer: dict[str, Any]
@@ -219,7 +228,7 @@ Message = (
     | Cancel
     | Observed
     | Render
-    | Administer
+    | Execute
     | Adopted
     | Released
     | Catalogue
@@ -227,7 +236,7 @@ Message = (
     | Computed
     | Failed
     | Page
-    | Administered
+    | Executed
 )
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,14 @@ from service import bundle as bundles
 from service import catalogue
 from service.bundle import Bundle, BundleError, Manifest
 from service.catalogue import Follower, Kept, Model, Models
+from service.commands import (
+    Command,
+    ListModels,
+    LoadModel,
+    PromoteModel,
+    RollBackModel,
+    UnloadModel,
+)
 from service.errors import (
     BadBundle,
     ChangedAnswers,
@@ -66,7 +74,7 @@ class Curator:
         self._opening = asyncio.Lock()
         self._deciding = asyncio.Lock()
         self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
-        self._orders: set[asyncio.Task[Answer]] = set()
+        self._commands: set[asyncio.Task[Answer]] = set()
         self._metrics = metrics
         metrics.watch(device.load, self.facts, settings.max_queue_tokens)
 
@@ -121,35 +129,41 @@ class Curator:
         await follower.adopt(self.models, self._device.texts)
         self._follower = follower
 
-    # -- orders -----------------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------
 
-    async def perform(self, what: str, order: Mapping[str, Any]) -> Answer:
-        """Do what an administrator asks for, even if nobody waits for it any more.
+    async def execute(self, command: Command) -> Answer:
+        """Execute a command to its end, even if the caller is cancelled.
 
-        Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then all is as it was.
+        Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then nothing has changed.
         """
-        orders: Mapping[str, Callable[..., Any]] = {
-            "show": self.show,
-            "load": self.load,
-            "unload": self.unload,
-            "promote": self.promote,
-            "roll_back": self.roll_back,
-        }
-        task: asyncio.Task[Answer] = asyncio.create_task(orders[what](**order))
-        self._orders.add(task)
-        task.add_done_callback(partial(self._performed, what, order))
+        task = asyncio.create_task(self._run(command))
+        self._commands.add(task)
+        task.add_done_callback(partial(self._executed, command))
         return await asyncio.shield(task)
 
-    def _performed(self, what: str, order: Mapping[str, Any], task: asyncio.Task[Answer]) -> None:
-        self._orders.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if what in ORDERS:
-            self._metrics.observe_order(what, not (error or task.cancelled()))
-        if error:
-            log.warning("refused", order=what, **order, reason=str(error))
+    async def _run(self, command: Command) -> Answer:
+        match command:
+            case ListModels():
+                return self._list()
+            case LoadModel():
+                return await self._load(command)
+            case PromoteModel():
+                return await self._promote(command)
+            case RollBackModel():
+                return await self._roll_back(command)
+            case UnloadModel():
+                return await self._unload(command)
 
-    async def show(self) -> Answer:
-        """All that is served, comes or goes."""
+    def _executed(self, command: Command, task: asyncio.Task[Answer]) -> None:
+        self._commands.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if command.name in ORDERS:
+            self._metrics.observe_order(command.name, not (error or task.cancelled()))
+        if error:
+            log.warning("refused", order=command.name, **asdict(command), reason=str(error))
+
+    def _list(self) -> Answer:
+        """Return every model that is served, loading or draining."""
         unknown = {"id": None, "sha256": None, "embedding_space": None}
         idle = {"requests": 0, "shadow": 0.0, "compared": {}}
         coming = [
@@ -159,20 +173,11 @@ class Curator:
         going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]
         return {"models": [*map(self._told, self.models), *going, *coming]}
 
-    async def load(
-        self,
-        *,
-        path: str,
-        keep_old: bool,
-        allow_new_embedding_space: bool,
-        promote: bool,
-        shadow: float,
-        by: str,
-    ) -> Answer:
-        """Let a bundle of the operator's directory answer for its name or, if not to promote, who names it in full."""
-        promote = promote and not shadow
-        allowed = allow_new_embedding_space or not promote
-        folder = locate(self._settings.models_dir, path)
+    async def _load(self, command: LoadModel) -> Answer:
+        """Load a bundle of the operator's directory, and promote it unless the command excludes that."""
+        promote = command.promote and not command.shadow
+        allowed = command.allow_new_embedding_space or not promote
+        folder = locate(self._settings.models_dir, command.path)
         async with self._opening:
             with self._listed(folder), refusing():
                 bundle = await asyncio.to_thread(bundles.load, folder)
@@ -183,41 +188,34 @@ class Curator:
                 self._check_space(bundle.manifest, allowed)
                 new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
                 if promote:
-                    return await self._introduce("load", new, by, keep_old=keep_old)
-                return await self._stand_by(new, shadow, by)
+                    return await self._introduce("load", new, command.by, command.keep_old)
+                return await self._stand_by(new, command.shadow, command.by)
 
-    async def promote(
-        self,
-        *,
-        model: str,
-        keep_old: bool,
-        allow_new_embedding_space: bool,
-        max_changed: float | None,
-        min_compared: int,
-        by: str,
-    ) -> Answer:
-        """Let a bundle that is there answer for its name."""
+    async def _promote(self, command: PromoteModel) -> Answer:
+        """Make a loaded version the current one of its name."""
         async with self._deciding:
-            new = self._find(model)
-            if max_changed is not None:
-                check_answers(model, self._compared(new), max_changed, min_compared)
-            self._check_space(self._manifest(new), allow_new_embedding_space)
-            return await self._introduce("promote", new, by, keep_old=keep_old)
+            new = self._find(command.model)
+            if command.max_changed is not None:
+                compared = self._compared(new)
+                check_answers(command.model, compared, command.max_changed, command.min_compared)
+            self._check_space(self._manifest(new), command.allow_new_embedding_space)
+            return await self._introduce("promote", new, command.by, command.keep_old)
 
-    async def roll_back(self, *, name: str, by: str) -> Answer:
-        """Let the bundle answer for a name that did before."""
+    async def _roll_back(self, command: RollBackModel) -> Answer:
+        """Make the previous version the current one."""
+        name = command.model
         async with self._deciding:
             former = catalogue.previous(self.models, name)
             if former is not None:
-                return await self._introduce("roll back", former, by)
+                return await self._introduce("roll back", former, command.by)
             if catalogue.current(self.models, name) is None:
                 raise self._unknown(name)
             raise Conflict(f"nothing that answered for {name} before is there")
 
-    async def unload(self, *, model: str, by: str) -> Answer:
-        """Serve a bundle no longer; returns when its memory is free."""
+    async def _unload(self, command: UnloadModel) -> Answer:
+        """Unload a version; return when its memory is free."""
         async with self._deciding:
-            leaving = self._find(model)
+            leaving = self._find(command.model)
             rest = catalogue.without(self.models, leaving.id, time.time())
             if not rest:
                 raise Conflict(f"{leaving.id} is the last one that is served")
@@ -225,7 +223,7 @@ class Curator:
             _, gone = self._going[leaving.id]
             heir = catalogue.current(rest, leaving.name)
             now = heir.id if heir else None
-            log.info("unload", model=leaving.id, current=now, by=by)
+            log.info("unload", model=leaving.id, current=now, by=command.by)
         await gone
         return {"unloaded": leaving.id, "current": now}
 
@@ -242,7 +240,7 @@ class Curator:
 
     # -- how they are done ------------------------------------------------------------------------
 
-    async def _introduce(self, what: str, new: Model, by: str, *, keep_old: bool = True) -> Answer:
+    async def _introduce(self, what: str, new: Model, by: str, keep_old: bool = True) -> Answer:
         old = catalogue.current(self.models, new.name)
         if new is not old:
             now, resident = time.time(), self.resident

@@ -8,27 +8,28 @@ from tokenizers import Tokenizer
 
 from service.bundle import Texts
 from service.catalogue import Model, Models, current
+from service.commands import Command
 from service.device import Device
 from service.encode import Encoder, parse_tokenizer
 from service.engine import Engine
 from service.errors import UnknownModel
 from service.shadow import Compared, Shadow
 
-Administer = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+Execute = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
 
 class Engines:
     """An engine for each bundle that is served. They come and go while requests are answered.
 
-    administer: as `Curator.perform`; compared: is told of answers to copies; max_tokens: as `Engine` has it
+    execute: as `Curator.execute`; compared: is told of answers to copies; max_tokens: as `Engine` has it
     """
 
     def __init__(
-        self, device: Device, administer: Administer, compared: Compared, max_tokens: int
+        self, device: Device, execute: Execute, compared: Compared, max_tokens: int
     ) -> None:
         self.load = device.load
         self.alive = device.alive
-        self.administer = administer
+        self.execute = execute
         self.expected: list[
             str
         ] = []  # who is asked; who is kept for a rollback is idle all the time

@@ -91,8 +91,8 @@ class Front:
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
                 self.channel.send(channel.Page(number), self._metrics.render())
-            case channel.Administer(id=number):
-                self._begin(number, self._administer(message))
+            case channel.Execute(id=number):
+                self._begin(number, self._execute(message))
             case channel.Adopted(number, problem):
                 self._adopting.pop(number).set_result(problem)
             case channel.Released(model):
@@ -117,10 +117,10 @@ class Front:
         self._adopting.clear()
         self._news(self)
 
-    async def _administer(self, asked: channel.Administer) -> None:
+    async def _execute(self, asked: channel.Execute) -> None:
         try:
-            answer = await self._curator.perform(asked.what, asked.fields)
-            self.channel.send(channel.Administered(asked.id, dict(answer)))
+            answer = await self._curator.execute(asked.command)
+            self.channel.send(channel.Executed(asked.id, dict(answer)))
         except Exception as error:
             self._fail(asked.id, error)
 

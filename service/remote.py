@@ -17,6 +17,7 @@ from service import channel, errors
 from service.awake import Awake
 from service.catalogue import Follower
 from service.channel import Channel
+from service.commands import Command
 from service.engines import Engines
 from service.load import Flow, Left, Load
 from service.settings import Settings
@@ -144,10 +145,10 @@ class RemoteDevice:
         page: bytes = await self._order(lambda number: channel.Render(number, routes))
         return page
 
-    async def administer(self, what: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the inference process do what `Curator.perform` does. Raises ReplicaLost, too."""
+    async def execute(self, command: Command) -> Mapping[str, Any]:
+        """Execute a command in the inference process. Raises ReplicaLost and the errors of `Curator.execute`."""
         answer: Mapping[str, Any] = await self._order(
-            lambda number: channel.Administer(number, what, dict(fields))
+            lambda number: channel.Execute.of(number, command)
         )
         return answer
 
@@ -226,7 +227,7 @@ class RemoteDevice:
                 self._heard = self._awake.seconds
             case channel.Page(id=number):
                 self._obeyed(number, arrays)
-            case channel.Administered(id=number):
+            case channel.Executed(id=number):
                 self._obeyed(number, message.answer)
             case channel.Catalogue() if self._channel is not None:
                 self._begin(self._adopt(message, arrays, self._channel))
@@ -378,9 +379,7 @@ async def open_remote_engines(
     device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
     """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(
-        device, device.administer, metrics.observe_comparison, settings.max_queue_tokens
-    )
+    engines = Engines(device, device.execute, metrics.observe_comparison, settings.max_queue_tokens)
     watching = asyncio.create_task(device.watch())
     try:
         await device.follow(engines)

@@ -17,6 +17,7 @@ import structlog
 
 from service.bundle import MANIFEST
 from service.catalogue import Model
+from service.commands import LoadModel, UnloadModel
 from service.curator import Curator
 from service.errors import Conflict, QuartetError
 from service.settings import Settings
@@ -124,15 +125,9 @@ class Watcher:
         if any(model.sha256 == seen.sha256 for model in self._curator.models):
             return  # by the command line, an administrator, or the process before this one
         rivals = [other.came for other in bundles if other.name == seen.name]
-        order = {
-            "path": str(folder),
-            "keep_old": True,
-            "allow_new_embedding_space": False,
-            "promote": seen.came >= max(rivals),
-            "shadow": 0.0,
-        }
+        promote = seen.came >= max(rivals)
         try:
-            await self._curator.perform("load", {**order, "by": BY})
+            await self._curator.execute(LoadModel(path=str(folder), promote=promote, by=BY))
         except Conflict:
             self._stuck[folder] = self._curator.standing
         except QuartetError:  # which the curator has told of, as of conflicts
@@ -147,7 +142,7 @@ class Watcher:
             return
         try:
             for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
-                await self._curator.perform("unload", {"model": model.id, "by": BY})
+                await self._curator.execute(UnloadModel(model=model.id, by=BY))
         except QuartetError:
             self._stuck[folder] = self._curator.standing
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from service.commands import Command
 from service.decode import Answer, Entity, Label
 from service.engine import Reply, Ticket, Timing, Usage
 from service.errors import QuartetError, UnknownModel
@@ -93,7 +94,7 @@ class FakeEngines:
         self.closed = False
         self.told: Load | None = None
         self.expected = ["tiny@1", "other@1"]
-        self.orders: list[tuple[str, Mapping[str, Any]]] = []
+        self.commands: list[Command] = []
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):
@@ -103,11 +104,11 @@ class FakeEngines:
     def all(self) -> list[FakeEngine]:
         return [self.engine]
 
-    async def administer(self, what: str, order: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.orders.append((what, order))
+    async def execute(self, command: Command) -> Mapping[str, Any]:
+        self.commands.append(command)
         if self.engine.error:
             raise self.engine.error
-        return {"did": what}
+        return {"did": command.name}
 
     def load(self) -> Load:
         return self.told or Load(problem="" if self.ready else "inference does not run")

@@ -6,12 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
+from service.commands import (
+    Command,
+    ListModels,
+    LoadModel,
+    PromoteModel,
+    RollBackModel,
+    UnloadModel,
+)
 from service.errors import BadBundle, Conflict
 from service.keys import Key, digest, make_key
 from tests.service.fakes import FakeEngine, FakeEngines
-
-LOAD = {"keep_old": True, "allow_new_embedding_space": False, "by": "ops"}
-ANY = {"max_changed": None, "min_compared": 100}  # answers, whether they changed or not
 
 
 @pytest.fixture
@@ -24,55 +29,42 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "order"),
+    ("method", "path", "body", "command"),
     [
-        ("GET", "", None, ("show", {})),
-        (
-            "POST",
-            "",
-            {"path": "a"},
-            ("load", {"path": "a", "promote": True, "shadow": 0.0, **LOAD}),
-        ),
+        ("GET", "", None, ListModels()),
+        ("POST", "", {"path": "a"}, LoadModel(path="a", by="ops")),
         (
             "POST",
             "",
             {"path": "a", "promote": False, "keep_old": False, "allow_new_embedding_space": True},
-            (
-                "load",
-                {
-                    "path": "a",
-                    "promote": False,
-                    "shadow": 0.0,
-                    "keep_old": False,
-                    "allow_new_embedding_space": True,
-                    "by": "ops",
-                },
+            LoadModel(
+                path="a", by="ops", promote=False, keep_old=False, allow_new_embedding_space=True
             ),
         ),
-        ("DELETE", "/a@1", None, ("unload", {"model": "a@1", "by": "ops"})),
-        ("POST", "/a@1/promote", None, ("promote", {"model": "a@1", **ANY, **LOAD})),
+        ("DELETE", "/a@1", None, UnloadModel(model="a@1", by="ops")),
+        ("POST", "/a@1/promote", None, PromoteModel(model="a@1", by="ops")),
         (
             "POST",
             "/a@1/promote",
-            {"keep_old": False},
-            ("promote", {"model": "a@1", **ANY, **LOAD, "keep_old": False}),
+            {"keep_old": False, "max_changed": 0.1},
+            PromoteModel(model="a@1", by="ops", keep_old=False, max_changed=0.1),
         ),
-        ("POST", "/a/rollback", None, ("roll_back", {"name": "a", "by": "ops"})),
+        ("POST", "/a/rollback", None, RollBackModel(model="a", by="ops")),
     ],
 )
-async def test_orders(
+async def test_requests_become_commands(
     admin: httpx.AsyncClient,
     engines: FakeEngines,
     method: str,
     path: str,
     body: object,
-    order: tuple[str, object],
+    command: Command,
 ) -> None:
-    """Each is given as it was meant, and its answer is what came of it."""
-    said = {} if body is None else {"json": body}
-    response = await admin.request(method, f"/admin/models{path}", **said)
-    assert (200, {"did": order[0]}) == (response.status_code, response.json())
-    assert [order] == engines.orders
+    """Each request becomes one command with all its fields, and the response is the command's result."""
+    content = {} if body is None else {"json": body}
+    response = await admin.request(method, f"/admin/models{path}", **content)
+    assert (200, {"did": command.name}) == (response.status_code, response.json())
+    assert [command] == engines.commands
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ async def test_what_makes_no_sense_is_refused(
     response = await admin.post(f"/admin/models{path}", json=body)
     error = response.json()["error"]
     assert (422, "invalid", param) == (response.status_code, error["code"], error["param"])
-    assert [] == engines.orders
+    assert [] == engines.commands
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,7 @@ async def test_a_body_of_no_type_is_not_passed_over(
     response = await admin.post("/admin/models/a@1/promote", content=body)
     error = response.json()["error"]
     assert (415, "unsupported_media_type") == (response.status_code, error["code"])
-    assert [] == engines.orders
+    assert [] == engines.commands
 
 
 @pytest.mark.parametrize("error", [Conflict("no"), BadBundle("no")], ids=["conflict", "bad"])
@@ -147,4 +139,4 @@ async def test_without_keys_nobody_administers(
     """Who can reach a service may ask it, not change it."""
     response = await client.post("/admin/models", json={"path": "a"})
     assert (403, "forbidden") == (response.status_code, response.json()["error"]["code"])
-    assert [] == engines.orders
+    assert [] == engines.commands

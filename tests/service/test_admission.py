@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from service.admission import COMING_S, Admission, content_length
+from service.commands import RollBackModel
 from service.engines import Engines
 from service.errors import Overloaded
 from service.exchange import Exchange
@@ -86,7 +87,7 @@ async def test_administration_is_let_in(
     async with client_with(keys=keys) as client:
         assert (await client.post("/embed", json=BODY, headers=bearer)).status_code == 429
         assert (await client.post("/admin/models/tiny/rollback", headers=bearer)).status_code == 200
-    assert engines.orders == [("roll_back", {"name": "tiny", "by": "ops"})]
+    assert engines.commands == [RollBackModel(model="tiny", by="ops")]
 
 
 async def test_bulk_waits_for_its_own_class(

@@ -17,6 +17,7 @@ from structlog.typing import EventDict
 
 from service.bundle import Bundle, BundleError, Texts, describe_file
 from service.catalogue import Models
+from service.commands import ListModels, LoadModel, RollBackModel, UnloadModel
 from service.curator import Curator, check_answers, locate
 from service.encode import Window
 from service.errors import (
@@ -34,14 +35,6 @@ from service.schemas import AdminModelsResponse
 from service.settings import Settings
 from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
-
-LOAD = {
-    "keep_old": True,
-    "promote": True,
-    "shadow": 0.0,
-    "allow_new_embedding_space": False,
-    "by": "ops",
-}
 
 
 class FakeFollower:
@@ -91,16 +84,16 @@ class Curated:
         return save_version(self.full, self.models_dir / version, version, **manifest)
 
     async def load(self, path: Path | str, **order: Any) -> Mapping[str, Any]:
-        return await self.curator.perform("load", {**LOAD, "path": str(path), **order})
+        return await self.curator.execute(LoadModel(path=str(path), by="ops", **order))
 
     async def unload(self, model: str) -> Mapping[str, Any]:
-        return await self.curator.perform("unload", {"model": model, "by": "ops"})
+        return await self.curator.execute(UnloadModel(model=model, by="ops"))
 
     async def roll_back(self, name: str) -> Mapping[str, Any]:
-        return await self.curator.perform("roll_back", {"name": name, "by": "ops"})
+        return await self.curator.execute(RollBackModel(model=name, by="ops"))
 
     async def shown(self) -> list[str]:
-        models = (await self.curator.perform("show", {}))["models"]
+        models = (await self.curator.execute(ListModels()))["models"]
         return [f"{model['id']} {model['state']}" for model in models]
 
     async def gone(self, model: str) -> None:
@@ -287,7 +280,7 @@ async def test_loading_is_seen_and_serving_goes_on(
     await opening.wait()
     await asyncio.sleep(0.01)
     assert ["tiny@1 current", "None loading"] == await curated.shown()
-    AdminModelsResponse.model_validate(await curated.curator.perform("show", {}))
+    AdminModelsResponse.model_validate(await curated.curator.execute(ListModels()))
     go_on.set()
     await asyncio.gather(*loads)
     await curated.gone("tiny@1")
@@ -342,7 +335,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
     await asyncio.sleep(0.01)
     going = asyncio.create_task(curated.unload("tiny@1"))
     await asyncio.sleep(0.05)
-    models = (await curated.curator.perform("show", {}))["models"]
+    models = (await curated.curator.execute(ListModels()))["models"]
     assert [("tiny@2", "current", 0), ("tiny@1", "draining", 1)] == [
         (model["id"], model["state"], model["requests"]) for model in models
     ]

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from structlog.typing import EventDict
 from service import bundle, channel, errors
 from service.bundle import Texts
 from service.catalogue import Model, Models, State
+from service.commands import Command, LoadModel, UnloadModel
 from service.device import RunsOn
 from service.encode import Window
 from service.inference import Fronts, serve
@@ -87,12 +89,12 @@ class FakeCurator:
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
 
-    async def perform(self, what: str, order: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def execute(self, command: Command) -> Mapping[str, Any]:
         if self.hold is not None:
             await self.hold.wait()
         if self.error is not None:
             raise self.error
-        return {"did": what, **order}
+        return {"did": command.name, **asdict(command)}
 
 
 class FakeFollower:
@@ -695,21 +697,22 @@ async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
 async def test_orders_are_forwarded() -> None:
     """What an administrator asks of an HTTP process is done by the inference process."""
     async with pair() as both:
-        answer = await both.remote.administer("load", {"path": "a", "keep_old": True})
-        assert {"did": "load", "path": "a", "keep_old": True} == answer
+        command = LoadModel(path="a", by="ops", shadow=0.5)
+        answer = await both.remote.execute(command)
+        assert {"did": "load", **asdict(command)} == answer
         both.curator.error = errors.Conflict("not that one", param="model")
         with pytest.raises(errors.Conflict, match="not that one"):
-            await both.remote.administer("unload", {})
+            await both.remote.execute(UnloadModel(model="a@1", by="ops"))
 
 
 async def test_an_order_that_is_lost_is_not_given_again() -> None:
     """Nobody knows whether it was carried out, so who gave it is told."""
     async with pair() as both:
         both.curator.hold = asyncio.Event()
-        ordered = asyncio.create_task(both.remote.administer("load", {}))
+        ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
         await asyncio.sleep(0.05)
         both.lose()
         with pytest.raises(errors.ReplicaLost):
             await asyncio.wait_for(ordered, 30)
         with pytest.raises(errors.ReplicaLost):
-            await both.remote.administer("load", {})
+            await both.remote.execute(LoadModel(path="a", by="ops"))
