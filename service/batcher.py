@@ -26,7 +26,16 @@ from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
 from service.load import PATIENCE, Backlog, Flow, Load, weights
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
-from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
+from service.waiting import (
+    Entry,
+    EntryOutcome,
+    Line,
+    OnOutcome,
+    Outcome,
+    Outputs,
+    Queue,
+    Request,
+)
 
 __all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 
@@ -190,31 +199,31 @@ class Batcher:
             self._threads.stop()
 
     async def submit(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> list[Ended]:
-        """Answer one request: entries of one bundle, in their order; admitted whole or refused.
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        """Compute one request: entries of one bundle, in their order; admitted whole or refused.
 
-        `tell(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
+        Returns one outcome per entry; InferenceFailed is the outcome of an entry that fails.
+        `on_outcome(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
         drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded
-        before anything is queued, DeadlineExceeded while it is, InferenceFailed after; with
-        `spare`, that is the outcome of the entries that failed.
+        before anything is queued, DeadlineExceeded while it is, InferenceFailed when a batch is lost.
         """
-        return await self.begin(entries, tell, spare)
+        return await self.begin(entries, on_outcome)
 
     def begin(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> asyncio.Future[list[Ended]]:
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> asyncio.Future[list[EntryOutcome]]:
         """The same without waiting for it; what is raised before anything is queued is raised here."""
         if not entries:
-            nothing: asyncio.Future[list[Ended]] = asyncio.get_running_loop().create_future()
+            nothing: asyncio.Future[list[EntryOutcome]] = asyncio.get_running_loop().create_future()
             nothing.set_result([])
             return nothing
-        request = self._admit(entries, tell, spare)
+        request = self._admit(entries, on_outcome)
         request.future.add_done_callback(partial(self._forget, request))
         self._post(partial(self._line.enter, request))
         return request.future
 
-    def _forget(self, request: Request, future: asyncio.Future[list[Ended]]) -> None:
+    def _forget(self, request: Request, future: asyncio.Future[list[EntryOutcome]]) -> None:
         if future.cancelled():
             self._post(partial(self._close, request))
 
@@ -249,7 +258,7 @@ class Batcher:
         lengths = [queue.mean_length] * max(size, 1)
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
-    def _admit(self, entries: Sequence[Entry], tell: Tell | None, spare: bool) -> Request:
+    def _admit(self, entries: Sequence[Entry], on_outcome: OnOutcome | None) -> Request:
         if self._state == "draining":
             raise errors.Draining("the server is shutting down")
         if self.problem:
@@ -262,7 +271,7 @@ class Batcher:
         if not entries[0].alone:
             self._check_room(entries)
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, future, tell, spare, lane=self._line.lane(entries[0].flow))
+        request = Request(entries, future, on_outcome, lane=self._line.lane(entries[0].flow))
         request.lane.admit(request)
         self._unanswered.add(request)
         return request
@@ -518,7 +527,7 @@ class Batcher:
         if request.future.done():
             return
         if isinstance(result, errors.InferenceFailed):
-            request.miss(entry, result)
+            request.add(entry, result)
         else:
             request.add(entry, self._outcome(result, stats, index))
         if request.future.done():

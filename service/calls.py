@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 class Ask(Protocol[T]):
-    """An engine's call that lacks only who is to be told of its results."""
+    """An engine's call that lacks only the callback for its results."""
 
     def __call__(
-        self, *, tell: Callable[[int, T | None], None] | None
+        self, *, on_result: Callable[[int, T | None], None] | None
     ) -> Coroutine[Any, Any, Reply[T]]: ...
 
 
@@ -52,7 +52,7 @@ class Call(Generic[R]):
         """What the engine says, shown result by result: together under `name` and an s, or in lines."""
         if self.in_lines:
             return await self._stream(ask, name, show)
-        reply = await self._wait(ask(tell=None))
+        reply = await self._wait(ask(on_result=None))
         began = time.perf_counter()
         results = [None if result is None else show(result) for result in reply.results]
         content = self._content(reply, {f"{name}s": results})
@@ -63,7 +63,7 @@ class Call(Generic[R]):
     def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
         """The body of an answer; of one in lines, the last line, without results."""
         content = {"model": self.engine.id, "head": reply.head, **results, "usage": reply.usage}
-        if self.ticket.spare:
+        if self.ticket.isolate_errors:
             content["errors"] = [
                 {"index": index, "code": error.code, "message": error.message}
                 for index, error in sorted(reply.errors.items())
@@ -77,7 +77,7 @@ class Call(Generic[R]):
         """
         lines = Lines()
 
-        def tell(index: int, result: T | None) -> None:
+        def on_result(index: int, result: T | None) -> None:
             lines.add({"index": index, name: None if result is None else show(result)})
 
         def ended(asking: asyncio.Task[Reply[T]]) -> None:
@@ -85,7 +85,7 @@ class Call(Generic[R]):
                 asking.exception()  # seen, though nobody may be left to be told
             lines.end()
 
-        asking = asyncio.create_task(self._wait(ask(tell=tell)))
+        asking = asyncio.create_task(self._wait(ask(on_result=on_result)))
         asking.add_done_callback(ended)
         try:
             first = await lines.take()
@@ -166,7 +166,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         deadline=deadline,
         priority=exchange.priority,
         tenant=exchange.tenant,
-        spare=valid.on_error == "null",
+        isolate_errors=valid.on_error == "null",
         submitted=exchange.submit,
         place=valid.place,
     )

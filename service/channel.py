@@ -31,8 +31,8 @@ LENGTHS = struct.Struct("<II")
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
-    each: answer each entry as soon as it is computed, and not all together; spare: an entry that fails does not fail
-    the request; the rest is what every `Entry` says
+    each: send each entry's outcome as soon as it is computed, instead of all together
+    The other fields are those of `Entry`.
     """
 
     id: int
@@ -45,7 +45,6 @@ class Submit:
     priority: int
     tenant: str
     each: bool
-    spare: bool
     alone: bool
 
 
@@ -187,7 +186,7 @@ class Computed:
     """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
 
     facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
-    failed: place, code and message of those that failed where others are to be spared
+    failed: place, code and message of each entry that failed
     """
 
     id: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.load import Load
-from service.waiting import Ended, Entry, Tell
+from service.waiting import Entry, EntryOutcome, OnOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Device(Protocol):
     """Where entries are computed: in this process or in another."""
 
     def submit(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> Awaitable[list[Ended]]:
-        """Answer one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> Awaitable[list[EntryOutcome]]:
+        """Compute one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
 
     def load(self) -> Load:
         """What waits, how fast it drains, and whether more may come."""

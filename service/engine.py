@@ -5,37 +5,33 @@ Calls take and give plain values, never HTTP, so that any dialect can be spoken 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from service import decode
 from service.bundle import Head, Manifest, Task, Texts
 from service.catalogue import Model
 from service.device import Device, RunsOn
-from service.encode import Cut, Encoded, Encoder, TextError, Truncate, Window
-from service.errors import InvalidInput, QuartetError, TooLarge, UnknownHead
-from service.waiting import Ended, Entry, Outcome
+from service.encode import Cut, Encoded, Encoder, TextError, Truncate
+from service.errors import InvalidInput, TooLarge, UnknownHead
+from service.result_collector import (
+    Complete,
+    Decode,
+    Errors,
+    Floats,
+    OnResult,
+    ResultCollector,
+    windows,
+)
+from service.waiting import Entry, EntryOutcome, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")
 C = TypeVar("C", bound=Cut)
 P = ParamSpec("P")
-Floats = NDArray[np.float32]
-Decode = Callable[
-    [int, C, list[Floats]], T
-]  # an input's index, its windows, what the head gave for each
-# Is given an input's index and its result, as soon as it is there; None where there is none.
-Told = Callable[[int, T | None], None]
-Errors = dict[int, QuartetError]  # by the input's index
-# Does work in a thread if it may take long.
-Beside = Callable[[Callable[[], Any], bool], Awaitable[Any]]
 
 STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
 # A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
@@ -48,18 +44,19 @@ HELPERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Who asks, and until when (`time.monotonic()` seconds) the answer is wanted.
+    """What a request brings to an engine, apart from its inputs.
 
-    spare: an input that cannot be answered has an error and no result, instead of failing the others
-    submitted: is called with their tokens when the texts go to the device
-    place: what the request calls the input of an index, for errors
+    deadline: when the client gives up, in seconds of `time.monotonic`
+    isolate_errors: an input that fails has an error and no result; otherwise it fails the whole request
+    submitted: called with the number of tokens when the inputs go to the device
+    place: how the request names the input of an index, for errors
     """
 
     request_id: str
     deadline: float
     priority: int = 0
     tenant: str = ""
-    spare: bool = False
+    isolate_errors: bool = False
     submitted: Callable[[int], object] | None = None
     place: str = "inputs[{}]"
 
@@ -96,81 +93,6 @@ class Reply(Generic[T]):
     errors: Errors = field(default_factory=dict)
 
 
-class _Arrivals(Generic[C, T]):
-    """Windows that come back in any order: an input is decoded, and told of, when its last one is there.
-
-    One of which a window failed is told of at once, without a result; a large one is decoded `beside`.
-    """
-
-    def __init__(
-        self,
-        encoded: Sequence[C | None],
-        errors: Errors,
-        entries: Sequence[Entry],
-        decode_one: Decode[C, T],
-        tell: Told[T],
-        beside: Beside,
-    ) -> None:
-        self.decode_s = 0.0
-        self._decode_one = decode_one
-        self._tell = tell
-        self._beside = beside
-        self._large: list[asyncio.Task[None]] = []
-        self._encoded = encoded
-        self._errors = errors
-        rest = iter(entries)
-        self._entries = [[next(rest) for _ in windows(item)] for item in encoded]
-        self._input = {entry: index for index, own in enumerate(self._entries) for entry in own}
-        self._outputs: dict[Entry, Floats] = {}
-        self._decoded: dict[int, T] = {}
-        for index in errors:
-            tell(index, None)
-
-    @property
-    def results(self) -> list[T | None]:
-        """In the order of the inputs, once all are there."""
-        return [self._decoded.get(index) for index in range(len(self._encoded))]
-
-    def add(self, entry: Entry, outcome: Ended) -> None:
-        index = self._input[entry]
-        item = self._encoded[index]
-        if item is None or index in self._errors:
-            return
-        if isinstance(outcome, QuartetError):
-            self._errors[index] = outcome
-            self._tell(index, None)
-            return
-        (self._outputs[entry],) = outcome.outputs.values()
-        own = self._entries[index]
-        if not all(other in self._outputs for other in own):
-            return
-        outputs = [self._outputs.pop(other) for other in own]
-        if item.tokens > INLINE_TOKENS:
-            self._large.append(asyncio.create_task(self._decode_beside(index, item, outputs)))
-        else:
-            began = time.perf_counter()
-            self._found(index, self._decode_one(index, item, outputs), began)
-
-    async def _decode_beside(self, index: int, item: C, outputs: list[Floats]) -> None:
-        began = time.perf_counter()
-        work = partial(self._decode_one, index, item, outputs)
-        self._found(index, await self._beside(work, True), began)
-
-    def _found(self, index: int, result: T, began: float) -> None:
-        self._decoded[index] = result
-        self.decode_s += time.perf_counter() - began
-        self._tell(index, result)
-
-    async def decoded(self) -> None:
-        """All inputs of which the windows are there are told of."""
-        await asyncio.gather(*self._large)
-
-    def close(self) -> None:
-        """Nobody is to be told any more."""
-        for task in self._large:
-            task.cancel()
-
-
 Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
 # Is given a task, what it was asked, and its reply.
 Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
@@ -182,7 +104,7 @@ def copied(task: Method[P, T]) -> Method[P, T]:
     @wraps(task)
     async def answer(self: "Engine", /, *args: P.args, **options: P.kwargs) -> Reply[T]:
         reply = await task(self, *args, **options)
-        if self.copies is not None and options.get("tell") is None:
+        if self.copies is not None and options.get("on_result") is None:
             self.copies(task, args, options, reply)
         return reply
 
@@ -223,7 +145,7 @@ class Engine:
         top_k: int | None,
         truncate: Truncate,
         stride: int | None,
-        tell: Told[list[decode.Label]] | None = None,
+        on_result: OnResult[list[decode.Label]] | None = None,
     ) -> Reply[list[decode.Label]]:
         """Labels per text, or per text with its pair, best first."""
         name, described = self._head("classification", head)
@@ -246,7 +168,7 @@ class Engine:
             )
 
         sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
-        return await self._answer(name, ticket, encode, labels, sizes, tell)
+        return await self._answer(name, ticket, encode, labels, sizes, on_result)
 
     @copied
     async def ner(
@@ -258,7 +180,7 @@ class Engine:
         aggregation_strategy: str,
         truncate: Truncate,
         stride: int | None,
-        tell: Told[list[decode.Entity]] | None = None,
+        on_result: OnResult[list[decode.Entity]] | None = None,
     ) -> Reply[list[decode.Entity]]:
         """Entities per text, in text order."""
         name, described = self._head("ner", head)
@@ -276,7 +198,7 @@ class Engine:
         def encode(part: slice) -> list[Encoded]:
             return self.encoder.texts(texts[part], truncate=truncate, stride=shared)
 
-        return await self._answer(name, ticket, encode, entities, _characters(texts), tell)
+        return await self._answer(name, ticket, encode, entities, _characters(texts), on_result)
 
     @copied
     async def qa(
@@ -290,7 +212,7 @@ class Engine:
         handle_impossible_answer: bool,
         truncate: Truncate,
         stride: int | None,
-        tell: Told[list[decode.Answer]] | None = None,
+        on_result: OnResult[list[decode.Answer]] | None = None,
     ) -> Reply[list[decode.Answer]]:
         """Spans of each context that answer its question, best first."""
         name, described = self._head("qa", head)
@@ -317,7 +239,7 @@ class Engine:
             )
 
         sizes = _characters(questions, contexts)
-        return await self._answer(name, ticket, encode, answers, sizes, tell)
+        return await self._answer(name, ticket, encode, answers, sizes, on_result)
 
     @copied
     async def embed(
@@ -330,7 +252,7 @@ class Engine:
         dimensions: int | None,
         truncate: Truncate,
         stride: int | None,
-        tell: Told[Floats] | None = None,
+        on_result: OnResult[Floats] | None = None,
     ) -> Reply[Floats]:
         """One vector per text: `[D]`."""
         name, described = self._head("embedding", head)
@@ -350,7 +272,7 @@ class Engine:
         def encode(part: slice) -> Sequence[Cut]:
             return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
 
-        return await self._answer(name, ticket, encode, vector, _characters(texts), tell)
+        return await self._answer(name, ticket, encode, vector, _characters(texts), on_result)
 
     # -- what they share --------------------------------------------------------------------------
 
@@ -372,7 +294,7 @@ class Engine:
         encode: Callable[[slice], Sequence[C]],
         decode_one: Decode[C, T],
         sizes: Sequence[int],
-        tell: Told[T] | None,
+        on_result: OnResult[T] | None,
     ) -> Reply[T]:
         """Encode, submit, decode: the way of every request."""
         began = time.perf_counter()
@@ -382,37 +304,48 @@ class Engine:
         entries = self._entries(head, encoded, ticket)
         if ticket.submitted is not None:
             ticket.submitted(usage.tokens)
-        if tell is not None:
-            arrivals = _Arrivals(encoded, errors, entries, decode_one, tell, self._beside)
-            with closing(arrivals):
-                outcomes = await self._device.submit(entries, arrivals.add, ticket.spare)
-                await arrivals.decoded()
-            timing = _timing(outcomes, encode_s, arrivals.decode_s)
-            return Reply(head, arrivals.results, usage, timing, errors)
-        outcomes = await self._device.submit(entries, None, ticket.spare)
-        began = time.perf_counter()
-        rest = iter(outcomes)
+        collector = ResultCollector(
+            encoded, entries, errors, ticket.isolate_errors, decode_one, on_result
+        )
+        if on_result is None:
+            outcomes = await self._device.submit(entries)
+            decode_all = partial(collector.add_all, entries, outcomes)
+            await self._in_thread(decode_all, usage.tokens > INLINE_TOKENS)
+        else:
+            outcomes = await self._stream(entries, collector)
+        timing = _timing(outcomes, encode_s, collector.decode_s)
+        return Reply(head, collector.results(), usage, timing, errors)
 
-        def decode_all() -> list[T | None]:
-            results: list[T | None] = []
-            for index, item in enumerate(encoded):
-                own = [next(rest) for _ in windows(item)]
-                failed = next((end for end in own if isinstance(end, QuartetError)), None)
-                if failed is not None:
-                    errors[index] = failed
-                if item is None or failed is not None:
-                    results.append(None)
-                else:
-                    outputs = [end.outputs[head] for end in own if isinstance(end, Outcome)]
-                    results.append(decode_one(index, item, outputs))
-            return results
+    async def _stream(
+        self, entries: Sequence[Entry], collector: ResultCollector[C, T]
+    ) -> list[EntryOutcome]:
+        """Submit entries, and decode each input as soon as its last outcome is there; a large one in a thread."""
+        large: list[asyncio.Task[None]] = []
 
-        results = await self._beside(decode_all, usage.tokens > INLINE_TOKENS)
-        timing = _timing(outcomes, encode_s, time.perf_counter() - began)
-        return Reply(head, results, usage, timing, errors)
+        async def decode_in_thread(complete: Complete[C], began: float) -> None:
+            result = await self._in_thread(partial(collector.decode, complete), True)
+            collector.finish(complete, result, began)
 
-    async def _beside(self, work: Callable[[], W], large: bool) -> W:
-        """Do it here or, if it may take long, in a thread, so that the event loop goes on."""
+        def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
+            complete = collector.add(entry, outcome)
+            if complete is None:
+                return
+            began = time.perf_counter()
+            if complete.item.tokens > INLINE_TOKENS:
+                large.append(asyncio.create_task(decode_in_thread(complete, began)))
+            else:
+                collector.finish(complete, collector.decode(complete), began)
+
+        try:
+            outcomes = await self._device.submit(entries, on_outcome)
+            await asyncio.gather(*large)
+        finally:
+            for task in large:
+                task.cancel()
+        return outcomes
+
+    async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
+        """Do large work in a thread, so that the event loop goes on, and small work at once."""
         if not large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
@@ -431,7 +364,7 @@ class Engine:
     ) -> tuple[list[C | None], Errors]:
         """Encode inputs of so many characters, part by part: between two, others have the thread.
 
-        Raises an InvalidInput that names all that are bad, unless the others are to be spared, and TooLarge as soon as
+        Raises an InvalidInput that names all that are bad, unless errors are isolated, and TooLarge as soon as
         there are more tokens than may ever wait.
         """
         encoded: list[C | None] = []
@@ -440,20 +373,20 @@ class Engine:
         large = sum(sizes) > INLINE_CHARACTERS
         for part in _parts(sizes):
             try:
-                encoded += await self._beside(partial(encode, part), large)
+                encoded += await self._in_thread(partial(encode, part), large)
             except TextError as error:
                 bad = [part.start + index for index in error.indices]
                 errors |= {
                     index: InvalidInput(error.reason, param=ticket.place.format(index))
                     for index in bad
                 }
-                if ticket.spare:
-                    encoded += await self._beside(partial(_without, encode, part, bad), large)
+                if ticket.isolate_errors:
+                    encoded += await self._in_thread(partial(_without, encode, part, bad), large)
             tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
             if tokens > self._max_tokens:
                 limit = f"the {self._max_tokens} that may ever wait"
                 raise TooLarge(f"{tokens} tokens or more are more than {limit}")
-        if errors and not ticket.spare:
+        if errors and not ticket.isolate_errors:
             named = ", ".join(ticket.place.format(index) for index in errors)
             first = next(iter(errors.values()))
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
@@ -566,11 +499,6 @@ def _without(
     return encoded
 
 
-def windows(item: Cut | None) -> Sequence[Window]:
-    """An input's windows; a bad one has none."""
-    return () if item is None else item.windows
-
-
 def _usage(encoded: Sequence[Cut | None]) -> Usage:
     tokens = count = 0
     truncated = []
@@ -583,7 +511,7 @@ def _usage(encoded: Sequence[Cut | None]) -> Usage:
     return Usage(tokens, count, truncated)
 
 
-def _timing(outcomes: Sequence[Ended], encode_s: float, decode_s: float) -> Timing:
+def _timing(outcomes: Sequence[EntryOutcome], encode_s: float, decode_s: float) -> Timing:
     queue_s = inference_s = 0.0
     batch_size = batch_tokens = 0
     for outcome in outcomes:

@@ -25,7 +25,7 @@ from service.local import open_device
 from service.metrics import Metrics
 from service.orders import Orders
 from service.settings import Settings
-from service.waiting import Ended, Entry, Outcome
+from service.waiting import Entry, EntryOutcome, Outcome
 from service.watch import watch
 
 log = structlog.get_logger()
@@ -138,20 +138,20 @@ class Front:
         asked_for = entries(asked, arrays)
         places = {entry: place for place, entry in enumerate(asked_for)} if asked.each else {}
 
-        def tell(entry: Entry, outcome: Ended) -> None:
+        def send(entry: Entry, outcome: EntryOutcome) -> None:
             self.channel.send(*computed(asked, {places[entry]: outcome}))
 
         self._seen = max(self._seen, asked.id)
-        telling = tell if asked.each else None
+        on_outcome = send if asked.each else None
         try:
-            work = asyncio.ensure_future(self._device.submit(asked_for, telling, asked.spare))
+            work = asyncio.ensure_future(self._device.submit(asked_for, on_outcome))
         except Exception as error:
             self._fail(asked.id, error)
         else:
             self._work[asked.id] = work
             work.add_done_callback(partial(self._computed, asked))
 
-    def _computed(self, asked: channel.Submit, work: asyncio.Future[list[Ended]]) -> None:
+    def _computed(self, asked: channel.Submit, work: asyncio.Future[list[EntryOutcome]]) -> None:
         self._end(asked.id)
         if work.cancelled():
             return
@@ -182,7 +182,9 @@ def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
     ]
 
 
-def computed(asked: channel.Submit, ended: Mapping[int, Ended]) -> tuple[channel.Computed, bytes]:
+def computed(
+    asked: channel.Submit, ended: Mapping[int, EntryOutcome]
+) -> tuple[channel.Computed, bytes]:
     """What became of some entries of a request, by their places, as a message and its arrays."""
     outcomes = {place: o for place, o in ended.items() if isinstance(o, Outcome)}
     outputs = [outcome.outputs[asked.head] for outcome in outcomes.values()]

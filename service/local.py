@@ -32,7 +32,7 @@ from service.session import (
     unused_gpu,
 )
 from service.settings import Settings, Slots, usable_cores
-from service.waiting import Ended, Entry, Outputs, Tell
+from service.waiting import Entry, EntryOutcome, OnOutcome, Outputs
 
 log = structlog.get_logger()
 
@@ -188,9 +188,9 @@ class LocalDevice:
         del self.texts[name], self.runs_on[name], self._runners[name]
 
     def submit(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> asyncio.Future[list[Ended]]:
-        return self.batcher.begin(entries, tell, spare)
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> asyncio.Future[list[EntryOutcome]]:
+        return self.batcher.begin(entries, on_outcome)
 
     def load(self) -> Load:
         load = self.batcher.load()

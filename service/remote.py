@@ -21,7 +21,7 @@ from service.commands import Command
 from service.engines import Engines
 from service.load import Flow, Left, Load
 from service.settings import Settings
-from service.waiting import Answer, Ended, Entry, Outcome, Tell
+from service.waiting import Answer, Entry, EntryOutcome, OnOutcome, Outcome
 
 log = structlog.get_logger()
 
@@ -94,13 +94,13 @@ class RemoteDevice:
             raise ValueError(self._problem)
 
     async def submit(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> list[Ended]:
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
         if not entries:
             return []
         device = self._device()
         number = next(self._ids)
-        answer = Answer(entries, asyncio.get_running_loop().create_future(), tell, spare)
+        answer = Answer(entries, asyncio.get_running_loop().create_future(), on_outcome)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, answer, entries))
         left = Left(sum(entry.tokens for entry in entries), len(entries))
@@ -296,8 +296,7 @@ def submission(
         deadline=first.deadline,
         priority=first.priority,
         tenant=first.tenant,
-        each=answer.tell is not None,
-        spare=answer.spare,
+        each=answer.on_outcome is not None,
         alone=alone,
     )
     ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
@@ -307,7 +306,7 @@ def submission(
 
 def outcomes(
     computed: channel.Computed, arrays: bytes, entries: Sequence[Entry]
-) -> Iterator[tuple[Entry, Ended]]:
+) -> Iterator[tuple[Entry, EntryOutcome]]:
     """The entries of a message, with their outcomes."""
     start = 0
     for place, shape, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):

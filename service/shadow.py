@@ -99,7 +99,9 @@ class Shadow:
 def bulk(ticket: Ticket) -> Ticket:
     """Of nobody, in no haste, for all its inputs that can be answered; nobody is told when it goes to the device."""
     deadline = time.monotonic() + PATIENCE_S
-    return replace(ticket, deadline=deadline, priority=BULK, tenant="", spare=True, submitted=None)
+    return replace(
+        ticket, deadline=deadline, priority=BULK, tenant="", isolate_errors=True, submitted=None
+    )
 
 
 def outcome(one: Any, other: Any) -> str:

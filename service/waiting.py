@@ -95,45 +95,37 @@ class Entry:
         return self.request
 
 
-Ended = Outcome | QuartetError
-Tell = Callable[[Entry, Ended], None]
+EntryOutcome = Outcome | QuartetError
+OnOutcome = Callable[[Entry, EntryOutcome], None]
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The outcomes of a request, collected until the future can have them all; each is told of, too, if need be.
+    """The outcomes of a request's entries, collected until the future can have them all.
 
-    spare: an entry that fails has its error for an outcome, and does not fail the request
+    on_outcome: called with each outcome as soon as it is there
     """
 
     entries: Sequence[Entry]
-    future: asyncio.Future[list[Ended]]
-    tell: Tell | None = None
-    spare: bool = False
-    outcomes: dict[Entry, Ended] = field(default_factory=dict)
+    future: asyncio.Future[list[EntryOutcome]]
+    on_outcome: OnOutcome | None = None
+    outcomes: dict[Entry, EntryOutcome] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[Entry]:
         """The entries that have no outcome yet."""
         return [entry for entry in self.entries if entry not in self.outcomes]
 
-    def miss(self, entry: Entry, error: QuartetError) -> None:
-        """Know of an entry that failed."""
-        if self.spare:
-            self.add(entry, error)
-        else:
-            self.fail(error)
-
-    def add(self, entry: Entry, outcome: Ended) -> None:
-        """A request that cannot be told of its outcomes fails."""
+    def add(self, entry: Entry, outcome: EntryOutcome) -> None:
+        """Add an entry's outcome. The request fails where `on_outcome` does."""
         if self.future.done():
             return
         self.outcomes[entry] = outcome
-        if self.tell is not None:
+        if self.on_outcome is not None:
             try:
-                self.tell(entry, outcome)
+                self.on_outcome(entry, outcome)
             except Exception as error:
-                failure = InternalError("our bug: an answer could not be told")
+                failure = InternalError("our bug: an outcome could not be handled")
                 failure.__cause__ = error
                 self.fail(failure)
                 return

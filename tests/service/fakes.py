@@ -62,13 +62,13 @@ class FakeEngine:
         self, head: str, found: list[Any], ticket: Ticket, asked: dict[str, Any]
     ) -> Reply[Any]:
         results = [None if index in self.bad else one for index, one in enumerate(found)]
-        tell = asked.pop("tell")
+        on_result = asked.pop("on_result")
         self.asked, self.ticket = asked, ticket
         self.reached.set()
         if ticket.submitted is not None:
             ticket.submitted(TOKENS)
-        for index, result in enumerate(results if tell else ()):
-            tell(index, result)
+        for index, result in enumerate(results if on_result else ()):
+            on_result(index, result)
             if index + 1 == self.tell_first:
                 break
         try:

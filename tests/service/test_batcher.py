@@ -23,7 +23,16 @@ from service import errors
 from service.batcher import Batcher, BatchStats, Budget, Entry, Outcome, plan
 from service.cost import Cost, Estimator, Sample
 from service.encode import Encoding
-from service.waiting import FIRST_TRIAL, MAX_PASSED, POOL_MOST, TRIAL_EVERY, Lane, Queue, Request
+from service.waiting import (
+    FIRST_TRIAL,
+    MAX_PASSED,
+    POOL_MOST,
+    TRIAL_EVERY,
+    EntryOutcome,
+    Lane,
+    Queue,
+    Request,
+)
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
@@ -361,16 +370,16 @@ async def test_outcomes_are_told_as_their_batches_end() -> None:
         assert await asked == [outcome for _, outcome in told]
 
 
-async def test_who_cannot_be_told_fails_alone() -> None:
-    """A listener that raises fails its own request; the others are answered."""
+async def test_a_failing_callback_fails_its_request_alone() -> None:
+    """A callback that raises fails its own request; the others are answered."""
 
-    def tell(*_: object) -> None:
-        raise OSError("nobody there")
+    def on_outcome(*_: object) -> None:
+        raise OSError("closed")
 
     async with serving(echo) as batcher:
-        bad = asyncio.create_task(batcher.submit(texts(2), tell))
+        bad = asyncio.create_task(batcher.submit(texts(2), on_outcome))
         good = asyncio.create_task(batcher.submit(texts(2)))
-        with pytest.raises(errors.InternalError, match="could not be told"):
+        with pytest.raises(errors.InternalError, match="could not be handled"):
             await bad
         assert 2 == len(await good)
 
@@ -1332,6 +1341,11 @@ async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends() 
 # Failures
 
 
+def failure(outcomes: Sequence[EntryOutcome]) -> str:
+    """The message of the first entry that failed."""
+    return next(o.message for o in outcomes if isinstance(o, errors.InferenceFailed))
+
+
 def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
     def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
         if any(number(given) in bad for given in encodings):
@@ -1350,28 +1364,13 @@ async def test_a_bad_input_fails_alone() -> None:
         await submitted(batcher, texts(1))
         requests = [await submitted(batcher, [entry]) for entry in singles]
         gate.let(100)
-        answers = await asyncio.gather(*requests, return_exceptions=True)
+        answers = [outcome for (outcome,) in await asyncio.gather(*requests)]
         await gate.batch()
         assert len((await gate.batch()).numbers) == 8
     failed = [answer for answer in answers if isinstance(answer, errors.InferenceFailed)]
     assert failed == [answers[5]]
     assert gate.started == 1 + 7  # halves, not one by one
     assert str(failed[0].__cause__) == "poison"
-
-
-async def test_a_failed_request_takes_its_waiting_texts_along() -> None:
-    """After one text of a request failed, the replica is not troubled with the others."""
-    bad = text()
-    gate = Gate(poisoned(number(bad)))
-    async with serving(gate, LINEAR) as batcher:
-        failing = await submitted(batcher, [bad, *texts(50)])
-        other = await submitted(batcher, texts(1))
-        gate.let(2)
-        with pytest.raises(errors.InferenceFailed):
-            await failing
-        assert len(await other) == 1
-        assert batcher.load().queue_tokens == 0
-    assert gate.started == 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -1390,13 +1389,12 @@ async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -
         await submitted(batcher, texts(1))
         failing, fine = await submitted(batcher, [bad]), await submitted(batcher, [good])
         gate.let(2)
-        with pytest.raises(errors.InferenceFailed, match="not finite"):
-            await failing
+        assert "not finite" in failure(await failing)
         assert [outcome.batch_size for outcome in await fine] == [2]
 
 
-async def test_a_request_may_spare_its_good_texts() -> None:
-    """Each bad one has its error for an outcome, is told of with it, and is counted; the others are answered."""
+async def test_each_entry_has_an_outcome() -> None:
+    """The outcome of an entry that fails is its error, which is reported and counted; the others have outputs."""
     bad, odd, told, seen = text(), text(), [], []
 
     def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
@@ -1408,7 +1406,7 @@ async def test_a_request_may_spare_its_good_texts() -> None:
 
     entries = [*texts(3), bad, *texts(2), odd]
     async with serving(run, observe=seen.append) as batcher:
-        outcomes = await batcher.submit(entries, lambda *of: told.append(of), spare=True)
+        outcomes = await batcher.submit(entries, lambda *of: told.append(of))
     failed = {i: o for i, o in enumerate(outcomes) if isinstance(o, errors.InferenceFailed)}
     assert {3: "the model failed", 6: "not finite"} == {
         index: next(said for said in ("the model failed", "not finite") if said in error.message)
@@ -1418,14 +1416,6 @@ async def test_a_request_may_spare_its_good_texts() -> None:
     assert [number(entries[i]) for i in good] == echoed([outcomes[i] for i in good])
     assert dict(zip(entries, outcomes, strict=True)) == dict(told)
     assert {bad, odd} == {entry for stats in seen for entry in stats.failed}
-
-
-async def test_a_request_of_bad_texts_alone_is_answered_with_their_errors() -> None:
-    """When good ones would have been spared."""
-    bad = text()
-    async with serving(poisoned(number(bad))) as batcher:
-        (outcome,) = await batcher.submit([bad], spare=True)
-    assert isinstance(outcome, errors.InferenceFailed)
 
 
 def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
@@ -1440,10 +1430,8 @@ async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> Non
         (outcome,) = await batcher.submit([text(head="h")])
         assert list(outcome.outputs) == ["h"]
         for head in ("broken", None):
-            with pytest.raises(errors.InferenceFailed, match="not finite"):
-                await batcher.submit([text(head=head)])
-        with pytest.raises(errors.InferenceFailed, match="no output 'absent'"):
-            await batcher.submit([text(head="absent")])
+            assert "not finite" in failure(await batcher.submit([text(head=head)]))
+        assert "no output 'absent'" in failure(await batcher.submit([text(head="absent")]))
 
 
 async def test_a_wrong_number_of_results_fails_the_batch() -> None:
@@ -1451,8 +1439,7 @@ async def test_a_wrong_number_of_results_fails_the_batch() -> None:
     async with serving(
         lambda width, bundle, encodings: echo(width, bundle, encodings)[1:]
     ) as batcher:
-        with pytest.raises(errors.InferenceFailed, match="our bug: a batch of 3 gave 2 results"):
-            await batcher.submit(texts(3))
+        assert "our bug: a batch of 3 gave 2 results" in failure(await batcher.submit(texts(3)))
 
 
 async def test_failures_do_not_teach_the_cost() -> None:
@@ -1465,8 +1452,7 @@ async def test_failures_do_not_teach_the_cost() -> None:
 
     async with serving(run, clock=clock) as batcher:
         for _ in range(20):
-            with pytest.raises(errors.InferenceFailed):
-                await batcher.submit(texts(2))
+            assert failure(await batcher.submit(texts(2)))
         assert batcher.load().rates == {"m@1": FIXED.tokens_per_second([64] * 64)}
 
 
@@ -1602,10 +1588,10 @@ async def played(script: list[Arrival], batcher: Batcher, bundles: list[str]) ->
             await asyncio.sleep(0)
     for arrival, entries, task in tasks:
         try:
-            assert echoed(await task) == [number(entry) for entry in entries]
-            assert arrival.kind == "good"
-        except errors.InferenceFailed:
-            assert arrival.kind != "good"
+            *before, last = await task
+            assert echoed(before) == [number(entry) for entry in entries[:-1]]
+            assert isinstance(last, errors.InferenceFailed) == (arrival.kind != "good")
+            assert arrival.kind != "good" or echoed([last]) == [number(entries[-1])]
         except asyncio.CancelledError:
             assert arrival.patience is not None
     await settle()

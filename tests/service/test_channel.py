@@ -22,7 +22,6 @@ SUBMIT = Submit(
     priority=1,
     tenant="t",
     each=True,
-    spare=True,
     alone=False,
 )
 MESSAGES: list[tuple[Any, bytes]] = [

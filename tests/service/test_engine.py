@@ -26,7 +26,7 @@ from service.local import Runner
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings
-from service.waiting import Ended, Entry, Outcome, Tell
+from service.waiting import Entry, EntryOutcome, OnOutcome, Outcome
 from tests import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -319,7 +319,7 @@ async def test_entries(tiny_bundle: Path) -> None:
     submitted: list[Entry] = []
     told_before: list[tuple[int, int]] = []
 
-    async def submit(entries: Sequence[Entry], _: Tell | None, spare: bool) -> list[Outcome]:
+    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
         ((before, tokens),) = told_before
         assert (0, sum(entry.tokens for entry in entries)) == (before, tokens)
         submitted.extend(entries)
@@ -343,11 +343,12 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
     """An input is told of when its last window is back, whatever the order, and the reply has them all."""
     told: list[tuple[int, float]] = []
 
-    async def submit(entries: Sequence[Entry], tell: Tell | None, _: bool) -> list[Outcome]:
-        assert tell is not None
+    async def submit(entries: Sequence[Entry], on_outcome: OnOutcome) -> list[Outcome]:
         backwards = [*entries][::-1]
         for number, entry in enumerate(backwards, 1):
-            tell(entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1))
+            on_outcome(
+                entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1)
+            )
         return [*map(zeros, entries)]
 
     engine = engine_of(tiny_bundle, device(submit))
@@ -358,7 +359,7 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
         [SHORT[0], LONG, SHORT[1]],
         ticket(),
         **options,
-        tell=lambda index, vector: told.append((index, float(vector[0]))),
+        on_result=lambda index, vector: told.append((index, float(vector[0]))),
     )
     assert [2, 1, 0] == [index for index, _ in told]
     assert (1.0, windows + 2.0) == (told[0][1], told[2][1])
@@ -379,7 +380,7 @@ async def test_told_and_returned_are_the_same(task: str, tiny: Engine) -> None:
     arguments, options = asked[task]
     call = getattr(tiny, task)
     plain = await call(*arguments, ticket(), **options)
-    streamed = await call(*arguments, ticket(), **options, tell=told.__setitem__)
+    streamed = await call(*arguments, ticket(), **options, on_result=told.__setitem__)
     assert [0, 1, 2, 3] == sorted(told)
     assert plain.usage == streamed.usage
     for index, result in enumerate(plain.results):
@@ -405,8 +406,10 @@ async def test_large_answers_are_decoded_in_a_thread(
         return whole(*arguments, **named)
 
     monkeypatch.setattr(decode, "embed", embed)
-    tell = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
-    reply = await tiny.embed([LONG], ticket(), **{**EMBED, "truncate": "window"}, tell=tell)
+    on_result = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
+    reply = await tiny.embed(
+        [LONG], ticket(), **{**EMBED, "truncate": "window"}, on_result=on_result
+    )
     assert 100 < reply.usage.tokens <= 1000
     assert [True] == [name.startswith(thread) for name in threads]
     assert ["MainThread"] * in_lines == told
@@ -433,9 +436,9 @@ async def test_long_texts_are_encoded_in_a_thread(
     assert name.startswith(thread)
 
 
-@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("isolate_errors", [False, True])
 async def test_more_than_may_ever_wait_is_not_encoded(
-    spare: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    isolate_errors: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request becomes is counted part by part, and nothing of it is submitted."""
     encoded: list[str] = []
@@ -447,7 +450,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     whole = Encoder.windows
     monkeypatch.setattr(Encoder, "windows", texts)
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
-    asked = Ticket("r", deadline=12.5, spare=spare)
+    asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
         await engine_of(tiny_bundle, device(None), 20).embed(["!!!!!!!"] * 9, asked, **EMBED)
     assert 3 == len(encoded)
@@ -567,7 +570,7 @@ async def test_description(tiny: Engine) -> None:
 
 
 def sparing() -> Ticket:
-    return replace(ticket(), spare=True)
+    return replace(ticket(), isolate_errors=True)
 
 
 ASKED: dict[str, tuple[Callable[[list[str]], list[Any]], dict[str, Any]]] = {
@@ -591,8 +594,8 @@ async def test_texts_that_are_too_long_have_no_result(
     good = await call(*arguments(SHORT), ticket(), **options)
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
     told: list[tuple[int, Any]] = []
-    tell = (lambda index, result: told.append((index, result))) if in_lines else None
-    reply = await call(*arguments(texts), sparing(), **options, tell=tell)
+    on_result = (lambda index, result: told.append((index, result))) if in_lines else None
+    reply = await call(*arguments(texts), sparing(), **options, on_result=on_result)
     assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
     assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
     assert [0, 3, 4, 6] == sorted(reply.errors)
@@ -630,6 +633,29 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
         assert vector is None or alike(expected[index], vector)
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: Path) -> None:
+    """Unless errors are isolated, the first entry that fails fails the request, and no later result is reported."""
+    error = InferenceFailed("no number")
+
+    async def submit(
+        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
+        outcomes[1] = error
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
+        return outcomes
+
+    reported: list[int] = []
+    on_result = (lambda index, _: reported.append(index)) if streamed else None
+    engine = engine_of(tiny_bundle, device(submit))
+    with pytest.raises(InferenceFailed, match="no number"):
+        await engine.embed(SHORT[:3], ticket(), **EMBED, on_result=on_result)
+    assert ([0] if streamed else []) == reported
+
+
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
 async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     in_lines: bool, tiny_bundle: Path
@@ -637,20 +663,21 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     """Whatever became of that text's other windows; it is told of once."""
     failure = InferenceFailed("no number")
 
-    async def submit(entries: Sequence[Entry], tell: Tell | None, spare: bool) -> list[Ended]:
-        assert spare
-        outcomes: list[Ended] = [*map(zeros, entries)]
+    async def submit(
+        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
         outcomes[1] = outcomes[2] = failure  # of the second text, which has several windows
         for entry, outcome in zip(entries, outcomes, strict=True):
-            if tell is not None:
-                tell(entry, outcome)
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
         return outcomes
 
     tiny = engine_of(tiny_bundle, device(submit))
     told: list[tuple[int, Any]] = []
-    tell = (lambda index, result: told.append((index, result))) if in_lines else None
+    on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
-    reply = await tiny.embed(texts, sparing(), **options, tell=tell)
+    reply = await tiny.embed(texts, sparing(), **options, on_result=on_result)
     assert [False, True, False] == [result is None for result in reply.results]
     assert {1: failure} == reply.errors
     if in_lines:

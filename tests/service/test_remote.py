@@ -23,7 +23,7 @@ from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
-from service.waiting import Ended, Entry, Outcome, Tell
+from service.waiting import Entry, EntryOutcome, OnOutcome, Outcome
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 LOAD = Load({"m@1": 1000.0, "tiny@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
@@ -38,19 +38,17 @@ class FakeDevice:
         self.seen: list[Entry] = []
         self.reached, self.cancelled = asyncio.Event(), asyncio.Event()
         self.living = True
-        self.spared = False
         self.bad: dict[int, errors.QuartetError] = {}  # by the first token
 
     async def submit(
-        self, entries: Sequence[Entry], tell: Tell | None = None, spare: bool = False
-    ) -> list[Ended]:
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
         self.seen += entries
-        self.spared = spare
         self.reached.set()
         outcomes = [self.bad.get(int(e.window.input_ids[0])) or answer(e) for e in entries]
         for entry, outcome in zip(entries[:1], outcomes, strict=False):
-            if tell is not None:
-                tell(entry, outcome)
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
         try:
             if self.hold is not None:
                 await self.hold.wait()
@@ -60,8 +58,8 @@ class FakeDevice:
         if self.error is not None:
             raise self.error
         for entry, outcome in zip(entries[1:], outcomes[1:], strict=True):
-            if tell is not None:
-                tell(entry, outcome)
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
         return outcomes
 
     def load(self) -> Load:
@@ -225,15 +223,12 @@ async def test_outcomes_are_told_one_by_one() -> None:
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
 async def test_entries_that_failed_cross_beside_the_others(each: bool) -> None:
-    """Each in its place, as the error that it was; whether to spare the others crosses, too."""
+    """Each in its place, as the error that it was."""
     entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
-    tell = told.__setitem__ if each else None
+    on_outcome = told.__setitem__ if each else None
     async with pair() as both:
         both.device.bad[9] = errors.InferenceFailed("no number")
-        got = await both.remote.submit(entries, tell, spare=True)
-        assert both.device.spared
-        await both.remote.submit([text(1)])
-        assert not both.device.spared
+        got = await both.remote.submit(entries, on_outcome)
     failed = got[1]
     assert isinstance(failed, errors.InferenceFailed)
     assert "no number" == failed.message
@@ -308,12 +303,12 @@ async def test_an_http_process_that_dies_takes_its_work_along() -> None:
 
 @asynccontextmanager
 async def under_way(
-    both: Pair, *entries: Entry, tell: Tell | None = None
+    both: Pair, *entries: Entry, on_outcome: OnOutcome | None = None
 ) -> AsyncIterator[asyncio.Task[list[Outcome]]]:
     """A request that the device has, and holds; dropped in the end if it is still there."""
     both.device.hold = both.device.hold or asyncio.Event()
     seen = len(both.device.seen)
-    asked = asyncio.create_task(both.remote.submit(entries, tell, spare=tell is not None))
+    asked = asyncio.create_task(both.remote.submit(entries, on_outcome))
     await until(lambda: len(both.device.seen) > seen)
     yield asked
     asked.cancel()
@@ -374,19 +369,18 @@ async def test_what_was_told_is_not_asked_again() -> None:
     """Of a request that is told of each entry, only those are asked again that are missing; all are told once."""
     entries, told = [text(1), text(2), text(3)], []
 
-    def tell(entry: Entry, outcome: Outcome) -> None:
+    def on_outcome(entry: Entry, outcome: Outcome) -> None:
         np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
         told.append(entry)
 
-    async with pair() as both, under_way(both, *entries, tell=tell) as asked:
+    async with pair() as both, under_way(both, *entries, on_outcome=on_outcome) as asked:
         await until(lambda: bool(told))
         both.lose()
         await until(lambda: not both.remote.load().ready)
-        both.device.hold, both.device.spared = None, False
+        both.device.hold = None
         await both.connect()
         await asyncio.wait_for(asked, 30)
         again = both.device.seen[3:]
-        assert both.device.spared
     assert entries == told
     assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
 

@@ -297,7 +297,7 @@ async def test_bad_inputs_are_null_when_asked_for(
     engine.bad = {2: errors.InvalidInput("too long"), 0: errors.InferenceFailed("no number")}
     response = await client.post(path, json=body)
     assert engine.ticket is not None
-    assert engine.ticket.spare
+    assert engine.ticket.isolate_errors
     assert 200 == response.status_code
     assert [None, fine[name][1], None] == response.json()[name]
     assert [
@@ -314,7 +314,7 @@ async def test_bad_inputs_fail_the_request_unless_asked_for(
     answer = await client.post(path, json=BODIES[path] | {"on_error": "fail"})
     assert "errors" not in answer.json()
     assert engine.ticket is not None
-    assert not engine.ticket.spare
+    assert not engine.ticket.isolate_errors
     bad = await client.post(path, json=BODIES[path] | {"on_error": "ignore"})
     assert (422, "invalid", "on_error") == error_of(bad)
 

@@ -60,7 +60,7 @@ class Copied:
 
     def hear(self, answered: Reply[Any]) -> None:
         ticket = Ticket("r", deadline=math.inf, tenant="ann", submitted=lambda: None)
-        self.shadow(self.task, (["text"], ticket), {"head": None, "tell": None}, answered)
+        self.shadow(self.task, (["text"], ticket), {"head": None, "on_result": None}, answered)
 
     async def copied(self, answered: Reply[Any], answer: Reply[Any] | Exception) -> None:
         self.answers.append(answer)
@@ -87,8 +87,13 @@ async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
     ((texts, ticket), options) = copied.asked[0]
-    assert (["text"], {"head": "sentiment", "tell": None}) == (texts, options)
-    assert ("r", 1, "", True) == (ticket.request_id, ticket.priority, ticket.tenant, ticket.spare)
+    assert (["text"], {"head": "sentiment", "on_result": None}) == (texts, options)
+    assert ("r", 1, "", True) == (
+        ticket.request_id,
+        ticket.priority,
+        ticket.tenant,
+        ticket.isolate_errors,
+    )
     assert ticket.deadline < math.inf
     assert ticket.submitted is None
 
