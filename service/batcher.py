@@ -1,102 +1,44 @@
-"""The queue in front of the replicas: requests in, batches out, one future per request.
+"""The queue in front of a device's slots: requests in, batches out, one future per request.
 
-Only `_serve` touches the queue. `submit` and the replica slots send it messages; it takes them in
-order, then fills every idle slot. While all slots are busy the queue grows, and that is what
-makes batches: nothing waits for company unless `max_wait_ms` says so. Where more waits than the next
-batch holds, that is set out before a slot is idle, so that none waits for the event loop.
+Only `_serve` touches the queue. `submit` and the slots' threads post messages; `_serve` takes them in order, then
+starts a batch on every idle slot. While all slots are busy the queue grows, and that is what makes batches: no entry
+waits for others unless `max_wait_ms` is set. Which entries are next is decided by `planner`, which requests are let in
+by `admission_control`; `prefetch` plans one batch ahead under load.
 
-Who is next and who rides along is one pure function, `plan`. Slots belong to the device: the
-bundles take turns in them. On a CPU a slot is a core. A batch takes one slot, which is how cores do
-most work, or several, all by default, when too little waits to keep each busy, which is how a text
-is answered soonest.
+Slots belong to the device, and the models share them. On a CPU a slot is a core: a batch takes one slot, which is the
+highest throughput, or several, which is the lowest latency when few entries wait.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from service import errors
-from service.cost import Cost, Drain, Estimator, Sample
+from service.admission_control import AdmissionControl
+from service.cost import Estimator, Sample
 from service.encode import Window
-from service.load import PATIENCE, Backlog, Flow, Load, weights
+from service.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
+from service.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
+from service.load import Load
+from service.planner import Budget, Planned, Planner
+from service.prefetch import Prefetch
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
-from service.waiting import (
-    Entry,
-    EntryOutcome,
-    Line,
-    OnOutcome,
-    Outcome,
-    Outputs,
-    Queue,
-    Request,
-)
-
-__all__ = ["BatchStats", "Batcher", "Budget", "Entry", "Outcome", "Run", "plan"]
 
 logger = logging.getLogger(__name__)
 
-PLAIN = 0.5  # of the time that there is for an answer: one that takes no more needs no close look
-LOOK_S = 0.02  # between looks for what is left of a bundle that goes
-# Of the event loop, until an answer has left: who waits for its future sends it, and that is written.
-TURNS_TO_LEAVE = 2
-CHEAP_ENOUGH = 1.01  # a hundredth of the speed is not worth a batch many times as long
-
-
-class Budget(NamedTuple):
-    """What one batch may hold; a single entry of more tokens still runs, alone.
-
-    tokens: that are computed, padding included where it is
-    share: of the tokens that wait
-    """
-
-    tokens: int
-    size: int
-    share: float = math.inf
-
-
-def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
-    """Choose the next batch from entries in the order of the line; empty when none is left to run.
-
-    The first one is its head. Companions are entries of its bundle, nearest in length first, as few
-    as make a token about as cheap as it gets: more would gain nothing, and everyone in the batch
-    would wait for them. An entry that is to be alone has none, and is none.
-    """
-    live = [entry for entry in entries if not entry.done and entry.deadline > now]
-    if not live:
-        return []
-    head = live[0]
-    if head.alone:
-        return [head]
-    others = [e for e in live if e is not head and e.bundle == head.bundle and not e.alone]
-    others.sort(key=lambda entry: abs(entry.tokens - head.tokens))
-    return _cheapest(head, others, cost, budget)
-
-
-def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
-    batch, tokens, longest = [head], head.tokens, head.tokens
-    prices = [cost.seconds(tokens, 1, longest) / tokens]
-    for entry in others:
-        if len(batch) >= budget.size:
-            break
-        together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
-        if together[0] > budget.share or cost.computed(*together) > budget.tokens:
-            continue
-        batch.append(entry)
-        tokens, _, longest = together
-        prices.append(cost.seconds(*together) / tokens)
-    enough = CHEAP_ENOUGH * min(prices)
-    size = next(size for size, price in enumerate(prices, 1) if price <= enough)
-    return batch[:size]
+DRAINED_POLL_S = 0.02  # between checks for what is left of a model that is unloaded
+TURNS_TO_SEND = (
+    2  # turns of the event loop until the response of a resolved future has been written
+)
 
 
 def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
-    """Call when the event loop has come round so many times."""
+    """Call a function after this many turns of the event loop."""
     if turns:
         asyncio.get_running_loop().call_soon(call_after, turns - 1, call, *args)
     else:
@@ -104,11 +46,12 @@ def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
 
 
 class Batcher:
-    """Shares the device's slots among the requests of all bundles.
+    """Shares the device's slots among the requests of all models.
 
-    `run(width, bundle, windows)` is called in a thread, with the number of slots that the batch
-    takes: one, or `wide` of them. It returns one mapping per window. `observe` is told of every
-    batch, after its answers are on their way. `running` are the batches in their threads.
+    run: `run(width, model, windows)` is called in a thread, with the number of slots that the batch takes (one, or
+        `wide`), and returns one mapping of outputs per window
+    observe: called with the statistics of each batch, after its responses are sent
+    running: the batches in their threads
     """
 
     def __init__(
@@ -125,83 +68,88 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
-        self._budget = Budget(max_batch_tokens, max_batch_size)
-        self._max_queue_tokens = max_queue_tokens
-        self._max_wait_s = max_wait_ms / 1000
+        self._wide = wide
         self._observe = observe
         self._clock = clock
-        self._slots = slots
-        self._wide = wide
-        self._drain = Drain()
-        self._told: Mapping[str, float] = {}  # the rates, when somebody looked last
-        self._busy_since = math.inf  # all slots, with more waiting
-        self._started_s = (
-            0.0  # what was started since then is expected to take, in full batches on all slots
-        )
-        self._threads = Threads(slots, self._hear)
-        # What is set out waits in line until a thread has begun with it.
-        self._ahead: Sequence[Entry] = ()
-        self._ahead_is_part = False  # of a large request; what is left of one gives way to all
-        self._ahead_since = 0  # so many had come then who may be before it
-        self._ahead_from = 0  # so many have to wait before it is worth a look who could be set out
+        self._queue = FairQueue()
+        self._threads = Threads(slots, self._receive)
+        budget = Budget(max_batch_tokens, max_batch_size)
+        self._planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
+        self._admission = AdmissionControl(self._queue, self._planner, max_queue_tokens, clock)
+        self._prefetch = Prefetch(self._queue, self._planner, self._threads)
         self._state: Literal["new", "open", "draining", "failed"] = "new"
-        self._over = False  # nothing is served any more
+        self._stopped = False
         self._inbox: deque[Callable[[], None]] = deque()
-        self._turn: asyncio.Handle | None = None  # when messages that came are taken
-        self._held: asyncio.TimerHandle | None = None  # until when a batch waits for company
-        self._line = Line()
-        self._unanswered: set[Request] = set()
+        self._turn: asyncio.Handle | None = None  # the next call of `_serve`
+        self._hold: asyncio.TimerHandle | None = None  # the end of a wait for more entries
+        self._unanswered: set[QueuedRequest] = set()
         self.running: set[Running] = set()
         self._probes: deque[Probe] = deque()
         self._probe_wide = False
 
-    def add_bundle(
-        self, bundle: str, estimators: Mapping[int, Estimator], alone: bool = False
-    ) -> None:
-        """Serve a bundle whose batches cost what the estimators say, by the slots that they take.
+    # -- models -----------------------------------------------------------------------------------
 
-        alone: each of its entries gets a batch of its own
+    def add_bundle(
+        self, bundle: str, estimators: Mapping[int, Estimator], unbatched: bool = False
+    ) -> None:
+        """Serve a model whose batches cost what the estimators predict, by the number of slots.
+
+        unbatched: each of its entries gets a batch of its own
         """
-        self._line.queues[bundle] = Queue(estimators, alone)
+        self._queue.models[bundle] = ModelStatistics(estimators, unbatched)
 
     def remove_bundle(self, bundle: str) -> None:
-        """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
-        del self._line.queues[bundle]
+        """Stop serving a model: its waiting requests fail with NotReady, its running batches are answered."""
+        del self._queue.models[bundle]
         self._post(partial(self._abandon, bundle))
 
     def requests(self, bundle: str) -> int:
-        """How many requests for a bundle are not answered yet."""
-        return sum(request.lane.flow.bundle == bundle for request in self._unanswered)
+        """Return the number of unanswered requests for a model."""
+        return sum(request.flow_queue.flow.bundle == bundle for request in self._unanswered)
 
     async def drained(self, bundle: str) -> None:
-        """Wait until nothing of a bundle waits or runs, which takes for ever while more comes."""
+        """Wait until no entry of a model waits or runs; without end while more requests arrive."""
         while self.requests(bundle) or any(batch.bundle == bundle for batch in self.running):
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(DRAINED_POLL_S)
+
+    # -- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._threads.start()
         self._state = "open"
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, answer those accepted, fail what is left after `drain_s` seconds.
+        """Refuse new requests, answer the admitted ones, fail those left after `drain_s` seconds.
 
         A thread that is still busy then ends with its batch.
         """
         self._state = "draining"
-        self._serve_soon()  # nobody is held for company any more
+        self._serve_soon()  # a batch that waits for more entries runs now
         try:
             if self._unanswered:
                 futures = [request.future for request in self._unanswered]
                 await asyncio.wait(futures, timeout=drain_s)
         finally:
             self._fail_all(partial(errors.Draining, "the server is shutting down"))
-            self._over = True
+            self._stopped = True
             self._threads.stop()
+
+    @property
+    def problem(self) -> str:
+        """Why no request is accepted, or an empty string."""
+        return "" if self._state == "open" else f"the batcher is {self._state}"
+
+    def load(self) -> Load:
+        """Return what waits, and the rate at which all slots drain it."""
+        waiting = {flow: backlog.copy() for flow, backlog in self._queue.waiting.items()}
+        return self._admission.load(waiting, self.problem)
+
+    # -- requests ---------------------------------------------------------------------------------
 
     async def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> list[EntryOutcome]:
-        """Compute one request: entries of one bundle, in their order; admitted whole or refused.
+        """Compute one request: entries of one model, in their order; admitted whole or refused.
 
         Returns one outcome per entry; InferenceFailed is the outcome of an entry that fails.
         `on_outcome(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
@@ -213,109 +161,55 @@ class Batcher:
     def begin(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> asyncio.Future[list[EntryOutcome]]:
-        """The same without waiting for it; what is raised before anything is queued is raised here."""
+        """Begin a request as `submit` does, and return its future; refusals are raised here."""
         if not entries:
             nothing: asyncio.Future[list[EntryOutcome]] = asyncio.get_running_loop().create_future()
             nothing.set_result([])
             return nothing
         request = self._admit(entries, on_outcome)
-        request.future.add_done_callback(partial(self._forget, request))
-        self._post(partial(self._line.enter, request))
+        request.future.add_done_callback(partial(self._drop_cancelled, request))
+        self._post(partial(self._queue.enter, request))
         return request.future
 
-    def _forget(self, request: Request, future: asyncio.Future[list[EntryOutcome]]) -> None:
-        if future.cancelled():
-            self._post(partial(self._close, request))
-
     async def probe(self, bundle: str, window: Window) -> Outputs:
-        """Every head's outputs for a window, before all that waits; on one slot or, by turns, where so many are idle,
-        on `wide` of them.
+        """Compute every head's outputs of a window for a self-test, before all waiting entries.
 
-        It teaches no cost, and nobody is told of it. Raises UnknownModel, and what the run raises.
+        Where `wide` slots are idle, probes alternate between one slot and `wide`. A probe does not change the measured
+        cost, and is not observed. Raises UnknownModel, and what the run raises.
         """
         future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
         self._post(partial(self._probes.append, Probe(bundle, window, future)))
         return await future
 
-    @property
-    def problem(self) -> str:
-        """Why no request may come, if so."""
-        return "" if self._state == "open" else f"the batcher is {self._state}"
-
-    def load(self) -> Load:
-        """What waits, and how fast all slots together drain it by the measured cost, in full batches."""
-        return self._load({flow: own.copy() for flow, own in self._line.waiting.items()})
-
-    def _load(self, waiting: dict[Flow, Backlog]) -> Load:
-        self._told = {name: self._rate(queue) for name, queue in self._line.queues.items()}
-        return Load(self._told, waiting, self.problem)
-
-    def _rate(self, queue: Queue) -> float:
-        return self._drain.speed * self._expected_rate(queue)
-
-    def _expected_rate(self, queue: Queue) -> float:
-        size = min(self._size(queue), self._budget.tokens // queue.mean_length)
-        lengths = [queue.mean_length] * max(size, 1)
-        return self._slots * queue.estimators[1].tokens_per_second(lengths)
-
-    def _admit(self, entries: Sequence[Entry], on_outcome: OnOutcome | None) -> Request:
+    def _admit(self, entries: Sequence[Entry], on_outcome: OnOutcome | None) -> QueuedRequest:
         if self._state == "draining":
             raise errors.Draining("the server is shutting down")
         if self.problem:
             raise errors.NotReady(self.problem)
         bundle = entries[0].bundle
-        if bundle not in self._line.queues:
+        if bundle not in self._queue.models:
             raise errors.UnknownModel(f"no model {bundle!r} is served here")
         if any(entry.bundle != bundle for entry in entries):
             raise ValueError("the entries of a request belong to one bundle")
-        if not entries[0].alone:
-            self._check_room(entries)
+        if not entries[0].unbatched:
+            self._admission.check(entries)
         future = asyncio.get_running_loop().create_future()
-        request = Request(entries, future, on_outcome, lane=self._line.lane(entries[0].flow))
-        request.lane.admit(request)
+        flow_queue = self._queue.flow_queue(entries[0].flow)
+        request = QueuedRequest(entries, future, on_outcome, flow_queue=flow_queue)
+        flow_queue.admit(request)
         self._unanswered.add(request)
         return request
 
-    def _check_room(self, entries: Sequence[Entry]) -> None:
-        """Raises TooLarge for what could never wait here, Overloaded for what has no room or would come too late."""
-        flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
-        limit = self._max_queue_tokens
-        if tokens > limit:
-            raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
-        if not self._line.tokens:
-            return
-        left_s = min(entry.deadline for entry in entries) - self._clock()
-        if self._has_room(tokens, left_s):
-            return
-        load = self._load(self._line.waiting)
-        if self._is_full(load, flow, tokens):
-            raise errors.Overloaded(
-                f"{load.queue_tokens} tokens wait, and {tokens} more would pass the limit of {limit}",
-                retry_after_s=load.drain_s,
-            )
-        if load.waiting:
-            load.check_in_time(flow, tokens, left_s)
+    def _drop_cancelled(
+        self, request: QueuedRequest, future: asyncio.Future[list[EntryOutcome]]
+    ) -> None:
+        if future.cancelled():
+            self._post(partial(self._close, request))
 
-    def _has_room(self, tokens: int, left_s: float) -> bool:
-        """Whether it is plain that so many more tokens have room and time, by the rates that were told last.
-
-        Plain is what would be in time by half, if all that waits were of the slowest bundle, and all before it.
-        """
-        all_tokens = self._line.tokens + tokens
-        enough = PLAIN * PATIENCE * left_s * min(self._told.values(), default=0.0)
-        return all_tokens <= min(self._max_queue_tokens, enough)
-
-    def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
-        """Whether the queue has no room; who waits for less than its part of it has room all the same."""
-        if load.queue_tokens + tokens <= self._max_queue_tokens:
-            return False
-        shares = weights({*load.waiting, flow})
-        part = shares[flow] / sum(shares.values())
-        own = load.waiting[flow].tokens if flow in load.waiting else 0
-        return own + tokens > part * self._max_queue_tokens
+    # -- the loop ---------------------------------------------------------------------------------
 
     def _post(self, message: Callable[[], None]) -> None:
-        """Have a message taken, with all others that come in this turn of the event loop."""
+        """Take a message in the next turn of the event loop, with all others that arrive in this one."""
         self._inbox.append(message)
         self._serve_soon()
 
@@ -323,167 +217,87 @@ class Batcher:
         if self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._serve)
 
-    def _hear(self, message: Callable[[], None]) -> None:
-        """Take a message of a thread at once: somebody waits for its answer, and its slot is idle."""
+    def _receive(self, message: Callable[[], None]) -> None:
+        """Take a thread's message at once: a client waits for its result, and its slot is idle."""
         self._inbox.append(message)
         self._serve()
 
     def _serve(self) -> None:
-        for due in (self._turn, self._held):
+        for due in (self._turn, self._hold):
             if due is not None:
                 due.cancel()
-        self._turn = self._held = None
-        if self._over:
+        self._turn = self._hold = None
+        if self._stopped:
             return
         try:
             while self._inbox:
                 self._inbox.popleft()()
             now = self._clock()
-            hold = self._fill(now)
-            self._watch_drain(now)
+            hold_s = self._fill(now)
+            self._admission.observe(now, self._threads.idle)
         except Exception:
             self._break()
         else:
-            if hold is not None:
-                self._held = asyncio.get_running_loop().call_later(hold, self._serve)
+            if hold_s:
+                self._hold = asyncio.get_running_loop().call_later(hold_s, self._serve)
 
-    def _watch_drain(self, now: float) -> None:
-        """While all slots are busy and more waits, compare what is started with what was expected of the time."""
-        if self._started_s and now > self._busy_since:
-            self._drain.observe(self._started_s, now - self._busy_since)
-        if self._threads.idle or not self._line:
-            self._busy_since = math.inf
-        elif self._started_s or self._busy_since == math.inf:
-            self._busy_since = now
-        self._started_s = 0.0
+    def _fill(self, now: float) -> float:
+        """Start a batch on every idle slot; return the seconds to hold the next one, 0 for none."""
+        for request in self._queue.late(now):
+            self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
+        if not self._prefetch.keep_or_cancel(now, bool(self._probes)):
+            return 0.0
+        while self._threads.idle and self._probes:
+            self._start_probe(self._probes.popleft())
+        may_hold = self._state == "open"
+        while self._threads.idle and self._queue:
+            planned = self._planner.next(now, self._threads.idle, may_hold)
+            if planned is None:
+                break  # all cancelled, and the messages that drop them are on their way
+            if planned.hold_s:
+                return planned.hold_s
+            self._threads.run(self._job(planned))
+        if not (self._threads.idle or self._probes):
+            self._prefetch.prefetch(now, may_hold, self._job)
+        return 0.0
 
     def _break(self) -> None:
-        """A bug of ours: nobody knows any more what waits and what runs, so nobody is left waiting."""
-        self._state, self._over = "failed", True
+        """Stop after a bug of ours: the state of the queue is unknown, so that every waiting request fails."""
+        self._state, self._stopped = "failed", True
         logger.critical("the batcher broke; nothing is served any more", exc_info=True)
         self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))
 
-    def _fill(self, now: float) -> float | None:
-        """Give idle slots their batches; return the seconds to hold one for company, if any."""
-        for request in self._line.late(now):
-            self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
-        if not self._keep_ahead(now):
-            return None
-        while self._threads.idle and self._probes:
-            self._launch_probe(self._probes.popleft())
-        while self._threads.idle and self._line:
-            queue, pool = self._line.pool()
-            width = self._width(queue, pool)
-            cost = queue.estimators[width].cost
-            batch = plan(pool, cost, self._budget_of(queue, width), now)
-            if not batch:
-                break  # all cancelled, and the messages that drop them are on their way
-            if (hold := self._hold(queue, batch[0], cost, now)) > 0:
-                return hold
-            self._threads.run(self._job(queue, batch, width))
-        self._plan_ahead(now)
-        return None
+    # -- batches ----------------------------------------------------------------------------------
 
-    def _keep_ahead(self, now: float) -> bool:
-        """Take back what is set out if others are to be before it; False when somebody has begun with it just now."""
-        if not self._ahead:
-            return True
-        good = all(not entry.done and entry.deadline > now for entry in self._ahead)
-        same = self._may_be_before == self._ahead_since
-        if good and same and not (self._threads.idle or self._probes):
-            return True
-        if not self._threads.take_back():
-            return False
-        self._ahead = ()
-        return True
-
-    @property
-    def _may_be_before(self) -> int:
-        """How many came so far who may be before what is set out."""
-        return self._line.requests_came if self._ahead_is_part else self._line.flows_came
-
-    def _plan_ahead(self, now: float) -> None:
-        """Set out the next batch where it needs no more company: twice as many wait as it takes.
-
-        Who comes behind others of its flow changes nobody's turn. A flow of which nothing waited may be before it, and
-        any request before a part of a large one; when such a one comes, it is taken back.
-        """
-        if self._ahead or self._threads.idle or self._probes:
-            return
-        if not self._line or self._line.size < self._ahead_from:
-            return
-        queue, pool = self._line.pool()
-        cost = queue.estimators[1].cost
-        batch = plan(pool, cost, self._budget_of(queue, 1), now)
-        if not batch or batch[0].alone or self._hold(queue, batch[0], cost, now) > 0:
-            return
-        self._ahead_from = 2 * len(batch)
-        if self._line.size >= self._ahead_from:
-            left = sum(request.left for request in {entry.owner for entry in batch})
-            self._ahead, self._ahead_is_part = batch, len(batch) < left
-            self._ahead_since = self._may_be_before
-            self._threads.set_out(self._job(queue, batch, 1))
-
-    def _width(self, queue: Queue, waiting: Sequence[Entry]) -> int:
-        """The slots that the next batch takes: many, where they are idle, fewer entries wait, and it ends sooner so.
-
-        What was not chosen is tried now and then.
-        """
-        if not self._line.size < self._wide <= self._threads.idle:
-            return 1
-        waiting = waiting[: self._size(queue)]
-        longest = max(entry.tokens for entry in waiting)
-        together = sum(entry.tokens for entry in waiting), len(waiting), longest
-        wide = queue.estimators[self._wide].cost.seconds(*together)
-        narrow = queue.estimators[1].cost.seconds(longest, 1, longest)
-        trial = queue.count_choice()
-        return self._wide if (wide < narrow) is not trial else 1
-
-    def _budget_of(self, queue: Queue, width: int) -> Budget:
-        """A batch's budget, cut so that every idle slot, or every slot if none is, gets its part of what waits."""
-        share = math.ceil(self._line.tokens * width / (self._threads.idle or self._slots))
-        return Budget(self._budget.tokens, self._size(queue), share)
-
-    def _size(self, queue: Queue) -> int:
-        """How many entries a batch of the bundle may hold."""
-        return 1 if queue.alone else self._budget.size
-
-    def _hold(self, queue: Queue, head: Entry, cost: Cost, now: float) -> float:
-        full = queue.tokens >= self._budget.tokens or queue.size >= self._size(queue)
-        if full or head.alone or self._state != "open":
-            return 0.0
-        if self._line.tokens > queue.tokens:
-            return 0.0  # another bundle could use the slot
-        spare = head.deadline - now - cost.seconds(head.tokens, 1, head.tokens)
-        return min(self._max_wait_s, head.arrival + self._max_wait_s - now, spare)
-
-    def _job(self, queue: Queue, batch: Sequence[Entry], width: int) -> Job:
-        """A batch for one of the threads; its entries have their seats from when it began."""
-        tokens = [entry.tokens for entry in batch]
-        seconds = queue.estimators[width].cost.seconds(sum(tokens), len(tokens), max(tokens))
-        running = Running(batch[0].bundle, len(batch), sum(tokens), seconds)
+    def _job(self, planned: Planned) -> Job:
+        """Make a job of a planned batch; its entries are scheduled when a thread begins with it."""
+        model, batch, width, _ = planned
+        lengths = [entry.tokens for entry in batch]
+        shape = sum(lengths), len(lengths), max(lengths)
+        seconds = model.estimators[width].cost.seconds(*shape)
+        running = Running(batch[0].bundle, len(batch), sum(lengths), seconds)
 
         def started() -> None:
-            self._ahead, self._ahead_from = (), 2 * len(batch)
-            self._started_s += sum(tokens) / self._expected_rate(queue)
+            self._prefetch.batch_started(len(batch))
+            self._admission.batch_started(model, running.tokens)
             self.running.add(running)
-            # Who left since it was set out has no seat any more.
+            # An entry that was cancelled since the prefetch is not scheduled.
             if waiting := [entry for entry in batch if entry.queued]:
-                self._line.take(waiting, width * seconds)
+                self._queue.take(waiting, width * seconds)
 
         def ended(ran: Future[tuple[list[Result], BatchStats]]) -> None:
             self.running.discard(running)
-            self._finish(width, queue, batch, ran)
+            self._finish(model.estimators[width], batch, ran)
 
         return Job(width, partial(work, self._run, width, batch, self._clock), started, ended)
 
-    def _launch_probe(self, probe: Probe) -> None:
-        if probe.bundle not in self._line.queues:
+    def _start_probe(self, probe: Probe) -> None:
+        if probe.bundle not in self._queue.models:
             return probe.future.set_exception(errors.UnknownModel(f"no model {probe.bundle!r}"))
         width = self._wide if self._probe_wide and self._wide <= self._threads.idle else 1
         self._probe_wide = not self._probe_wide
         tokens = len(probe.window)
-        cost = self._line.queues[probe.bundle].estimators[width].cost
+        cost = self._queue.models[probe.bundle].estimators[width].cost
         running = Running(probe.bundle, 1, tokens, cost.seconds(tokens, 1, tokens))
 
         def ended(ran: Future[list[Outputs]]) -> None:
@@ -495,8 +309,7 @@ class Batcher:
 
     def _finish(
         self,
-        width: int,
-        queue: Queue,
+        estimator: Estimator,
         batch: Sequence[Entry],
         ran: Future[tuple[list[Result], BatchStats]],
     ) -> None:
@@ -505,14 +318,15 @@ class Batcher:
         except Exception as error:
             logger.exception("a batch was lost", exc_info=error)
             for entry in batch:
-                self._fail(entry.owner, errors.InferenceFailed("our bug: the batch was lost"))
+                lost = errors.InferenceFailed("our bug: the batch was lost")
+                self._fail(request_of(entry), lost)
             return
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             self._answer(entry, result, stats, index)
-        call_after(TURNS_TO_LEAVE, self._learn, queue.estimators[width], stats)
+        call_after(TURNS_TO_SEND, self._learn, estimator, stats)
 
     def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
-        """Learn what a batch cost, and tell of it. It takes its time, so whoever waits for an answer goes first."""
+        """Refine the cost and observe a batch. It takes time, so responses are sent first."""
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
             estimator.refine(Sample(*shape, stats.inference_s))
@@ -523,40 +337,43 @@ class Batcher:
             logger.exception("an observer failed")
 
     def _answer(self, entry: Entry, result: Result, stats: BatchStats, index: int) -> None:
-        request = entry.owner
+        request = request_of(entry)
         if request.future.done():
             return
         if isinstance(result, errors.InferenceFailed):
             request.add(entry, result)
         else:
-            request.add(entry, self._outcome(result, stats, index))
+            request.add(entry, _outcome(result, stats, index))
         if request.future.done():
             self._close(request)
 
-    def _outcome(self, outputs: Outputs, stats: BatchStats, index: int) -> Outcome:
-        return Outcome(
-            outputs=outputs,
-            queue_s=stats.queue_s[index],
-            inference_s=stats.inference_s,
-            batch_size=stats.size,
-            batch_tokens=stats.tokens,
-            padding_ratio=stats.padding_ratio,
-        )
+    # -- ends of requests -------------------------------------------------------------------------
 
-    def _fail(self, request: Request, error: errors.QuartetError) -> None:
+    def _fail(self, request: QueuedRequest, error: errors.QuartetError) -> None:
         request.fail(error)
         self._close(request)
 
-    def _close(self, request: Request) -> None:
-        request.lane.leave(request)
+    def _close(self, request: QueuedRequest) -> None:
+        request.flow_queue.leave(request)
         self._unanswered.discard(request)
         request.release()
 
     def _abandon(self, bundle: str) -> None:
-        for request in self._line.remove(bundle):
+        for request in self._queue.remove(bundle):
             self._fail(request, errors.NotReady(f"{bundle} is served no longer"))
 
     def _fail_all(self, error: Callable[[], errors.QuartetError]) -> None:
         for request in self._unanswered:
             request.fail(error())
         self._unanswered.clear()
+
+
+def _outcome(outputs: Outputs, stats: BatchStats, index: int) -> Outcome:
+    return Outcome(
+        outputs=outputs,
+        queue_s=stats.queue_s[index],
+        inference_s=stats.inference_s,
+        batch_size=stats.size,
+        batch_tokens=stats.tokens,
+        padding_ratio=stats.padding_ratio,
+    )

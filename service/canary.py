@@ -14,7 +14,7 @@ import structlog
 
 from service.bundle import Golden, Tolerance, disagreement
 from service.encode import Window
-from service.waiting import Outputs
+from service.entries import Outputs
 
 log = structlog.get_logger()
 

@@ -45,7 +45,7 @@ class Submit:
     priority: int
     tenant: str
     each: bool
-    alone: bool
+    unbatched: bool
 
 
 @dataclass(frozen=True, slots=True)

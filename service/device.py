@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from service.entries import Entry, EntryOutcome, OnOutcome
 from service.load import Load
-from service.waiting import Entry, EntryOutcome, OnOutcome
 
 
 @dataclass(frozen=True, slots=True)

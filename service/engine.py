@@ -16,6 +16,7 @@ from service.bundle import Head, Manifest, Task, Texts
 from service.catalogue import Model
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, TextError, Truncate
+from service.entries import Entry, EntryOutcome, Outcome
 from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.result_collector import (
     Complete,
@@ -26,7 +27,6 @@ from service.result_collector import (
     ResultCollector,
     windows,
 )
-from service.waiting import Entry, EntryOutcome, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")

@@ -20,12 +20,12 @@ from service.channel import Channel
 from service.curator import Curator, Resume
 from service.device import Device
 from service.encode import Window
+from service.entries import Entry, EntryOutcome, Outcome
 from service.load import Load
 from service.local import open_device
 from service.metrics import Metrics
 from service.orders import Orders
 from service.settings import Settings
-from service.waiting import Entry, EntryOutcome, Outcome
 from service.watch import watch
 
 log = structlog.get_logger()
@@ -176,7 +176,7 @@ def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
             priority=asked.priority,
             tenant=asked.tenant,
             head=asked.head,
-            alone=asked.alone,
+            unbatched=asked.unbatched,
         )
         for length, end in zip(asked.lengths, ends, strict=True)
     ]

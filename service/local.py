@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 import structlog
 
-from service.batcher import Batcher, BatchStats
+from service.batcher import Batcher
 from service.bundle import Bundle, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
 from service.cost import Estimator, measure
 from service.device import RunsOn
 from service.encode import Window
+from service.entries import Entry, EntryOutcome, OnOutcome, Outputs
 from service.errors import InferenceFailed
 from service.load import Load
 from service.logs import Sparing
@@ -32,7 +33,7 @@ from service.session import (
     unused_gpu,
 )
 from service.settings import Settings, Slots, usable_cores
-from service.waiting import Entry, EntryOutcome, OnOutcome, Outputs
+from service.slots import BatchStats
 
 log = structlog.get_logger()
 
@@ -73,7 +74,7 @@ class Runner:
                 run,
                 build,
                 max_length=max_length,
-                max_size=1 if self.alone else 8,
+                max_size=1 if self.unbatched else 8,
                 budget_s=budget_s,
             )
             return Estimator(samples, padded=self.padded)
@@ -88,7 +89,7 @@ class Runner:
         return Canary(window, expected, tolerance)
 
     @property
-    def alone(self) -> bool:
+    def unbatched(self) -> bool:
         """Whether each window is a run of its own."""
         return self._sessions[1].graph.layout == "alone"
 
@@ -175,7 +176,7 @@ class LocalDevice:
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
         self._runners[name] = opened.runner
-        self.batcher.add_bundle(name, opened.estimators, opened.runner.alone)
+        self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched)
         self._canaries.add(name, opened.canary)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)

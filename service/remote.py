@@ -19,9 +19,9 @@ from service.catalogue import Follower
 from service.channel import Channel
 from service.commands import Command
 from service.engines import Engines
+from service.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
 from service.load import Flow, Left, Load
 from service.settings import Settings
-from service.waiting import Answer, Entry, EntryOutcome, OnOutcome, Outcome
 
 log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ KEPT = 10_000  # requests that they remember while the inference process is away
 class Asked:
     """A request that waits for its answer; `sent`: the entries that were sent last, whose places outcomes tell."""
 
-    answer: Answer
+    answer: PendingRequest
     sent: Sequence[Entry]
 
 
@@ -100,7 +100,7 @@ class RemoteDevice:
             return []
         device = self._device()
         number = next(self._ids)
-        answer = Answer(entries, asyncio.get_running_loop().create_future(), on_outcome)
+        answer = PendingRequest(entries, asyncio.get_running_loop().create_future(), on_outcome)
         self._asked[number] = Asked(answer, entries)
         device.send(*submission(number, answer, entries))
         left = Left(sum(entry.tokens for entry in entries), len(entries))
@@ -201,7 +201,7 @@ class RemoteDevice:
             if asked := self._asked.get(number):
                 self._again = number
                 asked.sent = asked.answer.missing
-                device.send(*submission(number, asked.answer, asked.sent, alone=True))
+                device.send(*submission(number, asked.answer, asked.sent, unbatched=True))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
@@ -281,7 +281,7 @@ class RemoteDevice:
 
 
 def submission(
-    number: int, answer: Answer, entries: Sequence[Entry], alone: bool = False
+    number: int, answer: PendingRequest, entries: Sequence[Entry], unbatched: bool = False
 ) -> tuple[channel.Submit, bytes, bytes]:
     """Entries of a request as a message and its arrays; all are alike but for their tokens."""
     first = entries[0]
@@ -297,7 +297,7 @@ def submission(
         priority=first.priority,
         tenant=first.tenant,
         each=answer.on_outcome is not None,
-        alone=alone,
+        unbatched=unbatched,
     )
     ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
     types = b"".join([entry.window.token_type_ids.tobytes() for entry in entries])

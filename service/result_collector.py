@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.encode import Cut, Window
+from service.entries import Entry, EntryOutcome
 from service.errors import QuartetError
-from service.waiting import Entry, EntryOutcome
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cut)

@@ -13,7 +13,7 @@ import numpy as np
 
 from service import errors
 from service.encode import Window
-from service.waiting import Entry, Outputs
+from service.entries import Entry, Outputs
 
 Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
 Result = Outputs | errors.InferenceFailed
@@ -21,7 +21,12 @@ Result = Outputs | errors.InferenceFailed
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What a thread is to do, on so many slots: `run` is called there, and of that `started` and `ended` are told."""
+    """Work for one thread.
+
+    width: the slots that it takes
+    run: called in the thread
+    started, ended: called in the event loop when the thread begins with it, and with the result
+    """
 
     width: int
     run: Callable[[], Any]
@@ -30,22 +35,25 @@ class Job:
 
 
 class Threads:
-    """One for each slot. All but what they run, and the taking of what is set out, happens where `post` calls.
+    """One thread for each slot.
 
-    A thread that has ended a job goes on with the one that is set out, if there is any, and only then is it told of:
-    so it need not wait for who plans. `idle`: the slots that nothing runs on
+    A thread that has ended a job begins with the prefetched one, if there is one, before the event loop handles the
+    end of the first: so it does not wait for the planner. Everything else happens in the event loop, in calls that
+    `post` makes.
+
+    idle: slots that run nothing
     """
 
     def __init__(self, slots: int, post: Callable[[Callable[[], None]], None]) -> None:
         self.idle = slots
         self._post = post
         self._all = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
-        self._free = [*self._all]  # who ran last goes first: its memory is in the caches
-        self._next: deque[Job] = deque()  # the one that is set out
+        self._free = [*self._all]  # the thread that ran last goes first: its data is in the caches
+        self._next: deque[Job] = deque()  # the prefetched job
 
     def start(self) -> None:
         for thread in self._all:
-            thread.submit(int)  # one that cannot be had is known now
+            thread.submit(int)  # a thread that cannot start fails here
 
     def run(self, job: Job) -> None:
         """Begin with a job for which there are idle slots."""
@@ -53,20 +61,20 @@ class Threads:
         self._begin(job)
         thread.submit(self._work, asyncio.get_running_loop(), thread, job)
 
-    def set_out(self, job: Job) -> None:
-        """Let whoever ends first go on with it, while nothing is idle."""
+    def prefetch(self, job: Job) -> None:
+        """Let the thread that ends first begin with a job; requires that no slot is idle."""
         self._next.append(job)
 
-    def take_back(self) -> bool:
-        """Nobody is to go on with what is set out; False when somebody has, of which is told soon."""
+    def cancel_prefetch(self) -> bool:
+        """Cancel the prefetched job; False if a thread has begun with it, which `started` will report."""
         with suppress(IndexError):
             self._next.pop()
             return True
         return False
 
     def stop(self) -> None:
-        """End those that are free; one that is still busy ends with its job."""
-        self.take_back()
+        """End the free threads; a busy one ends with its job."""
+        self.cancel_prefetch()
         for thread in self._all:
             thread.shutdown(wait=thread in self._free, cancel_futures=True)
 
@@ -86,10 +94,10 @@ class Threads:
             following = None
             with suppress(IndexError):
                 following = self._next.pop()
-            told = partial(self._ended, thread, job, ran, following)
-            with suppress(RuntimeError):  # the loop is closed: it had not waited for us
-                loop.call_soon_threadsafe(self._post, told)
-            del ran, told  # what came of it is not kept while the next one runs
+            done = partial(self._ended, thread, job, ran, following)
+            with suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(self._post, done)
+            del ran, done  # the result is not kept while the next job runs
             job = following
 
     def _ended(
@@ -105,7 +113,7 @@ class Threads:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A batch in its thread, which it is expected to leave after so many seconds; its age is for others to count."""
+    """A batch in its thread; `age_s` is counted by the watcher of the device."""
 
     bundle: str
     size: int
@@ -116,7 +124,7 @@ class Running:
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A window that is computed for nobody but who asks how the bundle is."""
+    """A window that a self-test computes."""
 
     bundle: str
     window: Window
@@ -159,7 +167,7 @@ class BatchStats:
 def work(
     run: Run, width: int, batch: Sequence[Entry], clock: Callable[[], float]
 ) -> tuple[list[Result], BatchStats]:
-    """Run a batch and say what came of each entry, and what it took."""
+    """Run a batch; return each entry's result, and the batch's statistics."""
     began = clock()
     results = attempt(run, width, batch)
     stats = BatchStats(
@@ -179,7 +187,7 @@ def work(
 
 
 def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
-    """Run a batch; when it raises, halve it, so that one bad input fails alone."""
+    """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
         outputs = run(width, batch[0].bundle, [entry.window for entry in batch])
     except Exception as error:
@@ -190,13 +198,13 @@ def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
         half = len(batch) // 2
         return attempt(run, width, batch[:half]) + attempt(run, width, batch[half:])
     if len(outputs) != len(batch):
-        said = f"our bug: a batch of {len(batch)} gave {len(outputs)} results"
-        return [errors.InferenceFailed(said) for _ in batch]
+        message = f"our bug: a batch of {len(batch)} gave {len(outputs)} results"
+        return [errors.InferenceFailed(message) for _ in batch]
     return [_own(entry, result) for entry, result in zip(batch, outputs, strict=True)]
 
 
 def _own(entry: Entry, outputs: Outputs) -> Result:
-    """The outputs that the entry asked for, if they are numbers."""
+    """Return the outputs of the entry's head, or an error where they are not finite."""
     if entry.head is not None:
         if entry.head not in outputs:
             return errors.InferenceFailed(f"our bug: the graph has no output {entry.head!r}")

@@ -20,19 +20,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service import errors
-from service.batcher import Batcher, BatchStats, Budget, Entry, Outcome, plan
+from service.batcher import Batcher
 from service.cost import Cost, Estimator, Sample
 from service.encode import Encoding
-from service.waiting import (
+from service.entries import Entry, EntryOutcome, Outcome
+from service.fair_queue import (
     FIRST_TRIAL,
-    MAX_PASSED,
+    MAX_SKIPPED,
     POOL_MOST,
     TRIAL_EVERY,
-    EntryOutcome,
-    Lane,
-    Queue,
-    Request,
+    FlowQueue,
+    ModelStatistics,
+    QueuedRequest,
 )
+from service.planner import Budget, plan
+from service.slots import BatchStats
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
@@ -70,12 +72,14 @@ def text(
     start: float = 0.0,
     tenant: str = "",
     priority: int = 0,
-    alone: bool = False,
+    unbatched: bool = False,
 ) -> Entry:
     number = next(numbers) if number is None else number
     window = encoding(tokens, number)
-    entry = Entry(bundle, window, "r", arrival, deadline, priority, tenant, head, alone=alone)
-    entry.start = start
+    entry = Entry(
+        bundle, window, "r", arrival, deadline, priority, tenant, head, unbatched=unbatched
+    )
+    entry.virtual_start = start
     return entry
 
 
@@ -208,7 +212,9 @@ async def test_plan_skips_the_late_and_the_cancelled() -> None:
     """No work is done for who cannot be answered any more."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
-    Request([cancelled], future, lane=Lane(cancelled.flow, Queue({1: Estimator()})))
+    QueuedRequest(
+        [cancelled], future, flow_queue=FlowQueue(cancelled.flow, ModelStatistics({1: Estimator()}))
+    )
     future.cancel()
     assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
 
@@ -221,7 +227,7 @@ def test_plan_keeps_to_the_bundle_of_its_head() -> None:
 
 def test_plan_gives_who_is_to_be_alone_no_company() -> None:
     """Such an entry has no companions, and is nobody's."""
-    ours, alone = texts(2), text(alone=True)
+    ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
     assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
 
@@ -317,7 +323,7 @@ async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_ow
     """Its queue drains at the speed of lone entries, others' are batched, and nobody is held for company."""
     gate = Gate()
     async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
-        batcher.add_bundle("alone@1", costing(FIXED), alone=True)
+        batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
         own = texts(3, bundle="alone@1")
         waiting = await submitted(batcher, own)
         batches = []
@@ -570,12 +576,12 @@ async def test_nobody_is_passed_over_for_ever(crowd: int) -> None:
         for entry in texts(crowd):
             await submitted(batcher, [entry])
         seats = []
-        for _ in range(MAX_PASSED + 3):
+        for _ in range(MAX_SKIPPED + 3):
             await submitted(batcher, texts(1))
             seats.append((await gate.batch()).numbers[0])
             gate.let()
     assert seats.index(number(pair[0])) == 0
-    assert MAX_PASSED < seats.index(number(pair[1])) <= MAX_PASSED + 2
+    assert MAX_SKIPPED < seats.index(number(pair[1])) <= MAX_SKIPPED + 2
 
 
 async def test_a_seat_starts_the_count_again() -> None:
@@ -586,14 +592,14 @@ async def test_a_seat_starts_the_count_again() -> None:
         for entries in large:
             await submitted(batcher, entries)
         order = []
-        for _ in range(3 * MAX_PASSED):
+        for _ in range(3 * MAX_SKIPPED):
             await submitted(batcher, texts(1))
             order.append((await gate.batch()).numbers[0])
             gate.let()
     for entries in large:
         first, second, third = [order.index(number(entry)) for entry in entries]
-        assert MAX_PASSED < second - first <= MAX_PASSED + 2
-        assert MAX_PASSED < third - second <= MAX_PASSED + 2
+        assert MAX_SKIPPED < second - first <= MAX_SKIPPED + 2
+        assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
 
 
 async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
@@ -602,7 +608,7 @@ async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
     rng = random.Random(0)
     tasks, seats = [], []
     async with serving(gate, FIXED, max_batch_size=4) as batcher:
-        for _ in range(6 * MAX_PASSED):
+        for _ in range(6 * MAX_SKIPPED):
             for tenant in "ab":
                 for size in rng.choices([1, 5], weights=[3, 1], k=2):
                     entries = [text(rng.choice([5, 60]), tenant=tenant) for _ in range(size)]
@@ -798,7 +804,7 @@ async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
 async def test_nobody_is_held_who_is_to_be_alone() -> None:
     """There is no company to wait for."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
-        assert len(await asyncio.wait_for(batcher.submit([text(alone=True)]), 30)) == 1
+        assert len(await asyncio.wait_for(batcher.submit([text(unbatched=True)]), 30)) == 1
 
 
 async def test_draining_does_not_wait_for_company() -> None:
@@ -1099,7 +1105,7 @@ async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: flo
             await submitted(batcher, [entry])
         with pytest.raises(errors.Overloaded):
             await batcher.submit([text(40, deadline=deadline)])
-        again = await submitted(batcher, [text(40, deadline=deadline, alone=True)])
+        again = await submitted(batcher, [text(40, deadline=deadline, unbatched=True)])
         gate.let(9)
         assert 1 == len(await again)
 

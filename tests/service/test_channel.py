@@ -22,7 +22,7 @@ SUBMIT = Submit(
     priority=1,
     tenant="t",
     each=True,
-    alone=False,
+    unbatched=False,
 )
 MESSAGES: list[tuple[Any, bytes]] = [
     (SUBMIT, np.arange(6).tobytes()),

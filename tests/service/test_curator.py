@@ -20,6 +20,7 @@ from service.catalogue import Models
 from service.commands import ListModels, LoadModel, RollBackModel, UnloadModel
 from service.curator import Curator, check_answers, locate
 from service.encode import Window
+from service.entries import Entry
 from service.errors import (
     BadBundle,
     ChangedAnswers,
@@ -33,7 +34,6 @@ from service.local import LocalDevice, Opened, open_device
 from service.metrics import Counts, Metrics
 from service.schemas import AdminModelsResponse
 from service.settings import Settings
-from service.waiting import Entry
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
 
 

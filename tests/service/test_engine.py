@@ -21,12 +21,12 @@ from service.catalogue import Model
 from service.device import Device, RunsOn
 from service.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
+from service.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
 from service.local import Runner
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings
-from service.waiting import Entry, EntryOutcome, OnOutcome, Outcome
 from tests import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -15,7 +15,7 @@ import pytest
 from structlog.typing import EventDict
 
 from service.alone import open_local_engines
-from service.batcher import TURNS_TO_LEAVE
+from service.batcher import TURNS_TO_SEND
 from service.bundle import BundleError, Texts, load, read_texts
 from service.catalogue import Model, State
 from service.device import Device, RunsOn
@@ -118,7 +118,7 @@ async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
     metrics = Metrics()
     async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
         await embed(engines.get(None), "Ada", "Emmy")
-        for _ in range(TURNS_TO_LEAVE):
+        for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)  # who asked goes first
         page = metrics.render().decode()
     assert 'quartet_batch_size_sum{model="tiny@1"} 2.0' in page

@@ -12,13 +12,13 @@ from structlog.typing import EventDict
 
 from service import bundle, local
 from service.encode import Window
+from service.entries import Entry
 from service.errors import InferenceFailed
 from service.local import LocalDevice, Runner
 from service.metrics import Metrics
 from service.session import SessionOptions, open_session
 from service.settings import Settings, Slots
 from service.slots import BatchStats, Running
-from service.waiting import Entry
 
 
 @pytest.fixture
@@ -120,5 +120,5 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     runner.run = spy  # type: ignore[method-assign]
     (estimator,) = runner.warm_up().values()
     assert estimator.cost.padded is padded
-    assert runner.alone is (layout == "alone")
+    assert runner.unbatched is (layout == "alone")
     assert set(ran) == sizes

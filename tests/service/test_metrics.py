@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from service import errors
 from service.alone import open_local_engines
 from service.app import create_app
-from service.batcher import BatchStats
 from service.errors import Overloaded
 from service.keys import Key, digest
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import ORDERS, OUTCOMES, STAGES, Metrics
 from service.settings import Settings
+from service.slots import BatchStats
 from tests.service.conftest import living
 from tests.service.fakes import FakeEngine, FakeEngines
 

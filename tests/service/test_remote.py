@@ -18,12 +18,12 @@ from service.catalogue import Model, Models, State
 from service.commands import Command, LoadModel, UnloadModel
 from service.device import RunsOn
 from service.encode import Window
+from service.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.inference import Fronts, serve
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
-from service.waiting import Entry, EntryOutcome, OnOutcome, Outcome
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 LOAD = Load({"m@1": 1000.0, "tiny@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
@@ -362,7 +362,7 @@ async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
         first, again = both.device.seen[:2], both.device.seen[2:]
     for entry, outcome in zip(entries, got, strict=True):
         np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
-    assert [False, False, True, True] == [entry.alone for entry in [*first, *again]]
+    assert [False, False, True, True] == [entry.unbatched for entry in [*first, *again]]
 
 
 async def test_what_was_told_is_not_asked_again() -> None:

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from service.cost import Cost, Estimator
 from service.encode import Encoding, Window
+from service.entries import Entry
+from service.fair_queue import (
+    POOL_MOST,
+    TYPICAL_LENGTH,
+    FairQueue,
+    FlowQueue,
+    ModelStatistics,
+    QueuedRequest,
+)
 from service.load import Flow
-from service.waiting import POOL_MOST, TYPICAL_LENGTH, Entry, Lane, Line, Queue, Request
 
 FLOW = Flow("m@1")
 
@@ -34,7 +42,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def entry(start: float = 0.0, deadline: float = 1.0) -> Entry:
     made = Entry("m@1", ONE, "r", arrival=0.0, deadline=deadline)
-    made.start = start
+    made.virtual_start = start
     return made
 
 
@@ -57,8 +65,8 @@ def test_the_pool_is_the_front_of_a_stable_sort(
     rounds: list[tuple[list[float], list[int], int]],
 ) -> None:
     """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
-    queue = Queue({1: Estimator()})
-    lane = Lane(FLOW, queue)
+    queue = ModelStatistics({1: Estimator()})
+    lane = FlowQueue(FLOW, queue)
     waiting: list[Entry] = []
     for arriving, gone, size in rounds:
         arrived = entries(arriving)
@@ -70,13 +78,13 @@ def test_the_pool_is_the_front_of_a_stable_sort(
         for left in [waiting[at] for at in gone if at < len(waiting)]:
             lane.remove(left)
         waiting = [left for left in waiting if left.queued]
-        assert lane.front(size) == sorted(waiting, key=lambda left: left.start)[:size]
+        assert lane.front(size) == sorted(waiting, key=lambda left: left.virtual_start)[:size]
         assert queue.tokens == queue.size == len(waiting)
 
 
 def test_an_empty_queue_expects_typical_texts() -> None:
     """Before anything came, its mean length is a guess."""
-    queue = Queue({1: Estimator()})
+    queue = ModelStatistics({1: Estimator()})
     assert queue.mean_length == TYPICAL_LENGTH
     queue.tokens, queue.size = 6, 2
     assert queue.mean_length == 3
@@ -86,13 +94,13 @@ def test_late_requests_are_found_once_their_deadline_is_here(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """Early looks cost nothing and change nothing; a request is as late as its first entry."""
-    line = Line()
-    line.queues["m@1"] = Queue({1: Estimator()})
+    line = FairQueue()
+    line.models["m@1"] = ModelStatistics({1: Estimator()})
     requests = [
-        Request(
+        QueuedRequest(
             [entry(deadline=9.0), entry(deadline=at)],
             loop.create_future(),
-            lane=line.lane(FLOW),
+            flow_queue=line.flow_queue(FLOW),
         )
         for at in (3.0, 2.0, 4.0)
     ]
@@ -101,7 +109,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
     assert line.late(1.0) == []
     assert line.late(3.0) == requests[:2]
     for request in requests[:2]:
-        request.lane.leave(request)
+        request.flow_queue.leave(request)
     assert line.late(3.5) == []
     assert line.late(4.0) == requests[2:]
 
@@ -109,12 +117,12 @@ def test_late_requests_are_found_once_their_deadline_is_here(
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "cancelled"])
 def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
     """A lane in which nothing waits holds on to no text, whether it was looked at or not."""
-    lane = Lane(FLOW, Queue({1: Estimator()}))
+    lane = FlowQueue(FLOW, ModelStatistics({1: Estimator()}))
     for looked_at in (True, False):
         ids = np.zeros(3, np.int64)
         kept = weakref.ref(ids)
         own = [Entry("m@1", Window(ids, ids), "r", arrival=0.0, deadline=1.0)]
-        request = Request(own, loop.create_future(), lane=lane)
+        request = QueuedRequest(own, loop.create_future(), flow_queue=lane)
         lane.admit(request)
         lane.enter(request)
         if looked_at:
@@ -130,13 +138,13 @@ def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) 
 
 def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
     """Few where batches are small, so that nobody is passed over for long; many where they are large."""
-    queue = Queue({1: Estimator()})
+    queue = ModelStatistics({1: Estimator()})
     assert queue.pool_size == 32
     for _ in range(100):
-        queue.took(10)
+        queue.count_batch(10)
     assert queue.pool_size == 80
     for _ in range(100):
-        queue.took(64)
+        queue.count_batch(64)
     assert queue.pool_size == 256
 
 
@@ -145,7 +153,7 @@ def test_the_price_of_a_token_is_that_of_what_may_share_a_batch() -> None:
     cost = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)
     prices = []
     for alone in (False, True):
-        queue = Queue({1: Estimator()}, alone)
+        queue = ModelStatistics({1: Estimator()}, alone)
         queue.estimators[1].cost = cost
         queue.tokens, queue.size = 20, 2
         prices.append(queue.price)
