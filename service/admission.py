@@ -13,13 +13,10 @@ from starlette.types import Scope
 
 from service.exchange import Exchange
 from service.gate import permission
-from service.load import Flow
+from service.load import EARLY_SHARE, Flow
 from service.service_state import Service, timeout_s
 
 LEARNING = 0.05  # what a request weighs beside those before it
-# Of the time that is left, what an answer may be expected to take here. It is less than the batcher's own share, which
-# looks at what is left when the texts are tokens: or those that are let in here would be refused there, at full cost.
-PATIENCE = 0.5
 COMING_S = 0.5  # that a request is reckoned with which is not with the batcher yet: its body may be slow, or never end
 
 
@@ -68,7 +65,7 @@ class Admission:
             # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
             known = len(flows) == 1
             coming = self._coming_tokens[exchange.priority, exchange.tenant] if known else 0
-            load.check_in_time(soonest, tokens, left_s, PATIENCE, coming)
+            load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming)
         self._come(exchange, tokens)
 
     def _come(self, exchange: Exchange, tokens: int) -> None:

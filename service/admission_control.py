@@ -11,10 +11,8 @@ from service import errors
 from service.cost import Drain
 from service.entries import Entry
 from service.fair_queue import FairQueue, ModelStatistics
-from service.load import PATIENCE, Backlog, Flow, Load, weights
+from service.load import CLEAR_SHARE, Backlog, Flow, Load, weights
 from service.planner import Planner
-
-CLEARLY_IN_TIME = 0.5  # share of the permitted time: a request within it needs no exact check
 
 
 class AdmissionControl:
@@ -85,7 +83,7 @@ class AdmissionControl:
     def _is_clearly_fine(self, tokens: int, left_s: float) -> bool:
         """Whether a request has room and time even if all waiting tokens went first at the slowest model's rate."""
         all_tokens = self._queue.tokens + tokens
-        in_time = CLEARLY_IN_TIME * PATIENCE * left_s * min(self._rates.values(), default=0.0)
+        in_time = CLEAR_SHARE * left_s * min(self._rates.values(), default=0.0)
         return all_tokens <= min(self._max_queue_tokens, in_time)
 
     def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:

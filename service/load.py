@@ -15,7 +15,11 @@ from service.errors import Overloaded
 
 # Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
 WEIGHTS = (8.0, 1.0)
-PATIENCE = 0.6  # of the time that is left which an answer may be expected to take: the rest is for surprises
+# The share of the time left before its deadline that a request's expected completion may take; the rest is a reserve.
+QUEUE_SHARE = 0.6  # judged exactly, when its texts are tokens
+# Judged by the size of its body: less, so that a request that is let in is not refused in the queue at full cost.
+EARLY_SHARE = 0.5
+CLEAR_SHARE = 0.3  # within it, a request needs no exact judgment in the queue
 
 
 class Flow(NamedTuple):
@@ -142,15 +146,15 @@ class Load:
         return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
 
     def check_in_time(
-        self, flow: Flow, tokens: int, left_s: float, patience: float = PATIENCE, coming: int = 0
+        self, flow: Flow, tokens: int, left_s: float, share: float = QUEUE_SHARE, coming: int = 0
     ) -> None:
-        """Raises Overloaded when a request would be answered too late for who has so many seconds left.
+        """Raise Overloaded if a request is expected to take more than a share of the `left_s` seconds that it has.
 
-        Where nothing waits, all is tried, whatever is expected: what runs corrects what is expected.
+        Where nothing waits every request is tried, since running batches correct the expected rate.
         """
         wait_s = self.wait_s(flow, tokens, coming)
-        if wait_s > patience * left_s and (self.queue_tokens or coming):
+        if wait_s > share * left_s and (self.queue_tokens or coming):
             raise Overloaded(
                 f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
-                retry_after_s=wait_s - patience * left_s,
+                retry_after_s=wait_s - share * left_s,
             )
