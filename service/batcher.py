@@ -25,6 +25,7 @@ from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
 from service.load import PATIENCE, Backlog, Flow, Load, weights
+from service.packing import CUDA_MULTIPLE, round_up
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
 from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
 
@@ -44,11 +45,13 @@ class Budget(NamedTuple):
 
     tokens: that are computed, padding included where it is
     share: of the tokens that wait
+    area: B * S * S of B sequences, S being the longest rounded up to `CUDA_MULTIPLE`; what attention may store on a GPU
     """
 
     tokens: int
     size: int
     share: float = math.inf
+    area: float = math.inf
 
 
 def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
@@ -78,12 +81,19 @@ def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
         together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
         if together[0] > budget.share or cost.computed(*together) > budget.tokens:
             continue
+        if budget.area < math.inf and area(*together[1:]) > budget.area:
+            continue
         batch.append(entry)
         tokens, _, longest = together
         prices.append(cost.seconds(*together) / tokens)
     enough = CHEAP_ENOUGH * min(prices)
     size = next(size for size, price in enumerate(prices, 1) if price <= enough)
     return batch[:size]
+
+
+def area(size: int, longest: int) -> int:
+    """B * S * S of a batch, as `Budget.area` counts it."""
+    return size * round_up(longest, CUDA_MULTIPLE) ** 2
 
 
 def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
@@ -147,13 +157,18 @@ class Batcher:
         self._probe_wide = False
 
     def add_bundle(
-        self, bundle: str, estimators: Mapping[int, Estimator], alone: bool = False
+        self,
+        bundle: str,
+        estimators: Mapping[int, Estimator],
+        alone: bool = False,
+        area: float = math.inf,
     ) -> None:
         """Serve a bundle whose batches cost what the estimators say, by the slots that they take.
 
         alone: each of its entries gets a batch of its own
+        area: limit of B * S * S of its batches, see `Budget`
         """
-        self._line.queues[bundle] = Queue(estimators, alone)
+        self._line.queues[bundle] = Queue(estimators, alone, area)
 
     def remove_bundle(self, bundle: str) -> None:
         """Serve it no longer: what waits for it fails with NotReady, what runs is answered."""
@@ -246,6 +261,8 @@ class Batcher:
 
     def _expected_rate(self, queue: Queue) -> float:
         size = min(self._size(queue), self._budget.tokens // queue.mean_length)
+        if queue.area < math.inf:
+            size = min(size, int(queue.area // area(1, queue.mean_length)))
         lengths = [queue.mean_length] * max(size, 1)
         return self._slots * queue.estimators[1].tokens_per_second(lengths)
 
@@ -433,7 +450,7 @@ class Batcher:
     def _budget_of(self, queue: Queue, width: int) -> Budget:
         """A batch's budget, cut so that every idle slot, or every slot if none is, gets its part of what waits."""
         share = math.ceil(self._line.tokens * width / (self._threads.idle or self._slots))
-        return Budget(self._budget.tokens, self._size(queue), share)
+        return Budget(self._budget.tokens, self._size(queue), share, queue.area)
 
     def _size(self, queue: Queue) -> int:
         """How many entries a batch of the bundle may hold."""

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import hashlib
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from service.batcher import Batcher, BatchStats
 from service.bundle import Bundle, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
 from service.cost import Estimator, measure
+from service.cuda import find_gpu
 from service.device import RunsOn
 from service.encode import Window
 from service.errors import InferenceFailed
@@ -37,6 +39,7 @@ from service.waiting import Ended, Entry, Outputs, Tell
 log = structlog.get_logger()
 
 WARM_UP_S = 0.3
+SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
 TICK_S = 0.1
 HANG_TIMES = (
     20  # what is expected of a batch: one that takes longer, and longer than `hang_s`, hangs
@@ -118,6 +121,7 @@ class Opened:
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
     canary: Canary
+    area: float = math.inf  # limit of B * S * S of a batch
 
 
 def trim() -> None:
@@ -167,7 +171,17 @@ class LocalDevice:
             for width, threads in self._slots.threads.items()
         }
         runner = Runner(bundle, sessions)
-        return Opened(texts, runner, runner.runs_on, runner.warm_up(), runner.canary())
+        area = self._area(sessions[1])
+        return Opened(texts, runner, runner.runs_on, runner.warm_up(), runner.canary(), area)
+
+    def _area(self, session: Session) -> float:
+        """Limit of B * S * S of a batch: its scores on all slots take half of the GPU's memory, unless it is set."""
+        if not session.stores_scores:
+            return math.inf
+        if self._settings.max_batch_attention is not None:
+            return self._settings.max_batch_attention
+        number = 2 if session.graph.precision == "fp16" else 4  # bytes
+        return find_gpu().memory // (2 * self._slots.number * SCORES * number)
 
     def add(self, opened: Opened) -> None:
         """Compute for a bundle from now on."""
@@ -175,7 +189,7 @@ class LocalDevice:
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
         self._runners[name] = opened.runner
-        self.batcher.add_bundle(name, opened.estimators, opened.runner.alone)
+        self.batcher.add_bundle(name, opened.estimators, opened.runner.alone, opened.area)
         self._canaries.add(name, opened.canary)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from service import cuda
 from service.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
-from service.packing import Packed, each, make_layout, positions
+from service.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]
@@ -74,6 +74,15 @@ class Session:
                 )
         self._inputs = {value.name for value in self._session.get_inputs()}
 
+    @property
+    def stores_scores(self) -> bool:
+        """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the GPU's memory.
+
+        It does not in a packed graph for CUDA without an attention bias. A graph that does not state it may have one.
+        """
+        fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
+        return self.provider == CUDA and not fused
+
     def run(self, packed: Packed) -> Outputs:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
         if self.graph.layout == "packed":
@@ -125,8 +134,11 @@ class Session:
         return outputs
 
 
-def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
-    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone."""
+def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_MULTIPLE) -> Feeds:
+    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone.
+
+    multiple: of S in `token_offset`
+    """
     layout = packed.layout
     feeds: Feeds = {
         "input_ids": packed.input_ids,
@@ -138,7 +150,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
         "cu_seqlens": layout.cu_seqlens,
     }
     if "token_offset" in inputs:
-        feeds["token_offset"] = layout.token_offset()
+        feeds["token_offset"] = layout.token_offset(multiple)
     return feeds
 
 

@@ -100,6 +100,12 @@ class Settings(BaseSettings):
     max_batch_size: int = Field(
         64, ge=1, description="sequences in one batch; raise where a GPU gets many short texts"
     )
+    max_batch_attention: int | None = Field(
+        None,
+        ge=1,
+        description="sequences times the squared length of the longest, in one batch on a GPU whose attention may store"
+        " that many scores; unset, from the GPU's memory; lower if it runs out",
+    )
     max_wait_ms: float = Field(
         0.0,
         ge=0,

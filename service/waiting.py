@@ -178,12 +178,16 @@ class Queue:
 
     estimators: what its batches cost, by the slots that they take
     alone: whether each entry gets a batch of its own
+    area: limit of B * S * S of a batch, see `Budget`
     `tokens` and `size` count from admission until an entry is taken or dropped.
     """
 
-    def __init__(self, estimators: Mapping[int, Estimator], alone: bool = False) -> None:
+    def __init__(
+        self, estimators: Mapping[int, Estimator], alone: bool = False, area: float = math.inf
+    ) -> None:
         self.estimators = estimators
         self.alone = alone
+        self.area = area
         self.tokens = 0
         self.size = 0
         self._batch_size = 0.0

@@ -3,19 +3,22 @@
 import asyncio
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from structlog.typing import EventDict
 
 from service import bundle, local
+from service.cuda import Gpu
 from service.encode import Window
 from service.errors import InferenceFailed
 from service.local import LocalDevice, Runner
 from service.metrics import Metrics
-from service.session import SessionOptions, open_session
+from service.session import CUDA, Session, SessionOptions, open_session
 from service.settings import Settings, Slots
 from service.slots import BatchStats, Running
 from service.waiting import Entry
@@ -122,3 +125,32 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     assert estimator.cost.padded is padded
     assert runner.alone is (layout == "alone")
     assert set(ran) == sizes
+
+
+@pytest.mark.parametrize(
+    ("precision", "bias", "given", "area"),
+    [
+        ("fp16", True, None, 16 * 2**30 // (2 * 2 * 64 * 2)),
+        ("fp32", None, None, 16 * 2**30 // (2 * 2 * 64 * 4)),
+        ("fp16", True, 5000, 5000),
+        ("fp16", False, 5000, math.inf),
+    ],
+)
+def test_attention_of_a_batch_is_bounded_by_the_memory(
+    precision: Any,
+    bias: bool | None,
+    given: int | None,
+    area: float,
+    gpu_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scores of the batches that run at once take half of the GPU, unless the limit is set."""
+    monkeypatch.setattr(local, "find_gpu", lambda: Gpu("T4", (7, 5), 16 * 2**30, (13, 0)))
+    opened = bundle.load(gpu_bundle)
+    graph = next(g for g in opened.manifest.graphs if g.precision == precision)
+    graph = graph.model_copy(update={"attention_bias": bias})
+    monkeypatch.setattr(Session, "__init__", lambda self: None)
+    session = Session()  # type: ignore[call-arg]
+    session.graph, session.provider = graph, CUDA
+    device = LocalDevice(Settings(max_batch_attention=given), Slots(2, {1: 1}), Metrics())
+    assert area == device._area(session)

@@ -527,10 +527,36 @@ def test_half_asked_for_on_a_cpu(
         )
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("precision", "change", "stores"),
+    [
+        ("fp16", {}, False),
+        ("fp16", {"attention_bias": True}, True),
+        ("fp16", {"attention_bias": None}, True),  # of a bundle from before the field
+        ("fp32", {}, True),
+    ],
+)
+def test_scores_that_attention_stores(
+    precision: str, change: dict[str, Any], stores: bool, gpu_bundle: Path
+) -> None:
+    """On a GPU only a packed graph for CUDA that states to have no attention bias stores no scores."""
+    opened = bundle.load(gpu_bundle)
+    (*_, graph) = [g for g in opened.manifest.graphs if g.precision == precision]
+    session = Session(opened, graph.model_copy(update=change), CUDA, ONE_THREAD)
+    assert stores is session.stores_scores
+
+
+def test_scores_on_a_cpu(opened: Bundle) -> None:
+    """On a CPU nothing is bounded by them."""
+    assert not open_session(opened, options=ONE_THREAD, provider="cpu").stores_scores
+
+
 def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
     """The slots of `token_offset` are made for a graph that takes them, and for no other."""
     fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
-    np.testing.assert_array_equal(packed.layout.token_offset(), fed)
+    np.testing.assert_array_equal(packed.layout.token_offset(8), fed)
+    assert 0 == fed.shape[1] % 8 < packed.layout.longest % 8
     assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
 
 
