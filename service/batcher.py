@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from service import errors
 from service.cost import Cost, Drain, Estimator, Sample
 from service.encode import Window
-from service.load import PATIENCE, Backlog, Flow, Load, weights
+from service.load import MAX_QUEUE_TOKENS, PATIENCE, Backlog, Flow, Load, weights
 from service.packing import CUDA_MULTIPLE, round_up
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
 from service.waiting import Ended, Entry, Line, Outcome, Outputs, Queue, Request, Tell
@@ -120,14 +120,14 @@ class Batcher:
         wide: int = 1,
         max_batch_tokens: int = 16_384,
         max_batch_size: int = 64,
-        max_queue_tokens: int = 262_144,
+        max_queue_tokens: int = MAX_QUEUE_TOKENS,
         max_wait_ms: float = 0.0,
         observe: Callable[[BatchStats], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._budget = Budget(max_batch_tokens, max_batch_size)
-        self._max_queue_tokens = max_queue_tokens
+        self.max_queue_tokens = max_queue_tokens
         self._max_wait_s = max_wait_ms / 1000
         self._observe = observe
         self._clock = clock
@@ -254,7 +254,7 @@ class Batcher:
 
     def _load(self, waiting: dict[Flow, Backlog]) -> Load:
         self._told = {name: self._rate(queue) for name, queue in self._line.queues.items()}
-        return Load(self._told, waiting, self.problem)
+        return Load(self._told, waiting, self.problem, self.max_queue_tokens)
 
     def _rate(self, queue: Queue) -> float:
         return self._drain.speed * self._expected_rate(queue)
@@ -287,7 +287,7 @@ class Batcher:
     def _check_room(self, entries: Sequence[Entry]) -> None:
         """Raises TooLarge for what could never wait here, Overloaded for what has no room or would come too late."""
         flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
-        limit = self._max_queue_tokens
+        limit = self.max_queue_tokens
         if tokens > limit:
             raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
         if not self._line.tokens:
@@ -311,16 +311,16 @@ class Batcher:
         """
         all_tokens = self._line.tokens + tokens
         enough = PLAIN * PATIENCE * left_s * min(self._told.values(), default=0.0)
-        return all_tokens <= min(self._max_queue_tokens, enough)
+        return all_tokens <= min(self.max_queue_tokens, enough)
 
     def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
         """Whether the queue has no room; who waits for less than its part of it has room all the same."""
-        if load.queue_tokens + tokens <= self._max_queue_tokens:
+        if load.queue_tokens + tokens <= self.max_queue_tokens:
             return False
         shares = weights({*load.waiting, flow})
         part = shares[flow] / sum(shares.values())
         own = load.waiting[flow].tokens if flow in load.waiting else 0
-        return own + tokens > part * self._max_queue_tokens
+        return own + tokens > part * self.max_queue_tokens
 
     def _post(self, message: Callable[[], None]) -> None:
         """Have a message taken, with all others that come in this turn of the event loop."""

@@ -15,6 +15,9 @@ from service.errors import Overloaded
 
 Class = Literal["interactive", "bulk"]
 
+MAX_QUEUE_TOKENS = (
+    262_144  # tokens that may wait, where neither a setting nor a GPU's rate says more
+)
 CLASSES: tuple[Class, ...] = get_args(Class)  # by priority
 # Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
 WEIGHTS = (8.0, 1.0)
@@ -95,11 +98,13 @@ class Load:
     """How fast the device drains each bundle, what waits of each flow, and why no more should come, if so.
 
     rates: tokens per second, all slots together, if nothing but this bundle waits; waiting: running batches not counted
+    max_queue_tokens: tokens that may wait, those of one request included
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
     waiting: dict[Flow, Backlog] = field(default_factory=dict)
     problem: str = ""
+    max_queue_tokens: int = MAX_QUEUE_TOKENS
 
     @property
     def ready(self) -> bool:
