@@ -75,13 +75,14 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
 def _cheapest(head: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
     batch, tokens, longest = [head], head.tokens, head.tokens
     prices = [cost.seconds(tokens, 1, longest) / tokens]
+    bounded = budget.area < math.inf
     for entry in others:
         if len(batch) >= budget.size:
             break
         together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
         if together[0] > budget.share or cost.computed(*together) > budget.tokens:
             continue
-        if budget.area < math.inf and area(*together[1:]) > budget.area:
+        if bounded and area(*together[1:]) > budget.area:
             continue
         batch.append(entry)
         tokens, _, longest = together

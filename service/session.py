@@ -188,7 +188,10 @@ def open_session(
         problem = cuda_problem() if provider == "auto" else None
         raise BundleError(bundle.path, _unfit(bundle, name, precision, problem))
     try:
-        return _open_best(bundle, graphs, name, options)
+        session = _open_best(bundle, graphs, name, options)
+        if provider == "cpu":
+            session.gpu_problem = "provider is cpu"
+        return session
     except BundleError:
         raise
     except Exception as error:  # a GPU may be there and not work: the runtime's errors have no type
@@ -287,11 +290,7 @@ def unused_gpu(session: Session) -> str | None:
     """Why a session runs on the CPU although the runtime is a GPU build, or None."""
     if session.provider != CPU or CUDA not in ort.get_available_providers():
         return None
-    return (
-        session.gpu_problem
-        or cuda_problem()
-        or "the bundle has no graph for the GPU, or the CPU was asked for"
-    )
+    return session.gpu_problem or cuda_problem() or "the bundle has no graph for the GPU"
 
 
 def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> Any:

@@ -237,10 +237,13 @@ def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatc
     assert (CPU, None) == (session.provider, unused_gpu(session))
 
 
-def test_cpu_is_never_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for the CPU, nobody looks for a GPU."""
-    monkeypatch.setattr("service.session.cuda_problem", lambda: pytest.fail("asked for a GPU"))
+def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `provider = cpu` no GPU is queried, also where the runtime is a GPU build."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: pytest.fail("queried a GPU"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     assert CPU == find_provider("cpu")
+    session = open_session(opened, provider="cpu", options=ONE_THREAD)
+    assert "provider is cpu" == unused_gpu(session)
 
 
 def test_auto_with_a_gpu_that_does_not_work(
