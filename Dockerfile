@@ -1,5 +1,5 @@
 # The serving images: `cpu`, the default, and `gpu`, which brings CUDA and cuDNN as pinned wheels and so
-# needs nothing of the host but the NVIDIA driver.
+# needs nothing of the host but the NVIDIA driver, 580 or newer.
 #
 #     docker build -t quartet .
 #     docker build -t quartet:gpu --target gpu --build-arg DEVICE=gpu .

@@ -276,7 +276,7 @@ def _describe(
     told = {key: asked.told[key] for key in ("weights_license",) if key in asked.told}
     manifest = Manifest.model_validate(
         {
-            "format_version": bundle.FORMAT_VERSION,
+            "format_version": bundle.format_version(found["graphs"]),
             "name": asked.name,
             "version": asked.version,
             "max_length": encoder.max_length,
@@ -306,6 +306,8 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
     if (folder / "fp16.onnx").is_file():
         fp16 = {"precision": "fp16", "opset": graph.OPSET, "provider": "cuda", "layout": "packed"}
         fp16["weights"] = bundle.describe_file(folder / HALF_WEIGHTS)
+        proto = onnx.load(folder / "fp16.onnx", load_external_data=False)
+        fp16["attention_bias"] = graph.has_attention_bias(proto)
         records.append({**fp16, **bundle.describe_file(folder / "fp16.onnx")})
     return records
 

@@ -29,6 +29,7 @@ SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference 
 
 PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
 CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
+ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
 PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
@@ -127,6 +128,12 @@ def _tokens(layout: packing.Layout) -> list[np.ndarray]:
     count = len(layout.pack)
     ids, types = np.ones(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     return [ids, types, packing.positions(layout), layout.lengths]
+
+
+def has_attention_bias(proto: onnx.ModelProto) -> bool:
+    """Whether any attention of a graph for CUDA adds a bias to its scores."""
+    packed = (node for node in proto.graph.node if node.op_type == "PackedMultiHeadAttention")
+    return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
 
 
 def export_portable(model: Model) -> onnx.ModelProto:

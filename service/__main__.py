@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 
 from service import __version__, logs
 from service.config import ConfigError, configure, report
+from service.cuda import has_gpu
 from service.processes import Processes
-from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, variable
+from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, usable_cores, variable
 
 log = structlog.get_logger()
 
@@ -42,7 +43,10 @@ def serve(settings: Settings) -> None:
         listeners.append(bind(settings.host, settings.metrics_port))
         bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
         settings = settings.model_copy(update=bound)
-    if settings.http_workers:
+    on_gpu = settings.http_workers is None and settings.provider != "cpu" and has_gpu()
+    workers = settings.workers(on_gpu, usable_cores())
+    settings = settings.model_copy(update={"http_workers": workers})
+    if workers:
         sys.exit(asyncio.run(Processes(settings, listeners).run()))
     from service.alone import serve_alone  # what the main process of several does not need
 

@@ -31,7 +31,7 @@ class AdmissionControl:
     ) -> None:
         self._queue = queue
         self._planner = planner
-        self._max_queue_tokens = max_queue_tokens
+        self.max_queue_tokens = max_queue_tokens
         self._clock = clock
         self._drain = Drain()
         self._rates: Mapping[str, float] = {}  # by model, when they were last computed
@@ -41,7 +41,7 @@ class AdmissionControl:
     def check(self, entries: Sequence[Entry]) -> None:
         """Raise TooLarge for a request that an empty queue could not hold, Overloaded for one without room or time."""
         flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
-        limit = self._max_queue_tokens
+        limit = self.max_queue_tokens
         if tokens > limit:
             raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
         if not self._queue.tokens:
@@ -64,7 +64,7 @@ class AdmissionControl:
             name: self._drain.speed * self._planner.expected_rate(model)
             for name, model in self._queue.models.items()
         }
-        return Load(self._rates, waiting, problem)
+        return Load(self._rates, waiting, problem, self.max_queue_tokens)
 
     def batch_started(self, model: ModelStatistics, tokens: int) -> None:
         """Count a batch that begins towards the drain speed."""
@@ -84,13 +84,13 @@ class AdmissionControl:
         """Whether a request has room and time even if all waiting tokens went first at the slowest model's rate."""
         all_tokens = self._queue.tokens + tokens
         in_time = CLEAR_SHARE * left_s * min(self._rates.values(), default=0.0)
-        return all_tokens <= min(self._max_queue_tokens, in_time)
+        return all_tokens <= min(self.max_queue_tokens, in_time)
 
     def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
         """Whether the queue has no room; a flow below its share of the queue always has."""
-        if load.queue_tokens + tokens <= self._max_queue_tokens:
+        if load.queue_tokens + tokens <= self.max_queue_tokens:
             return False
         shares = weights({*load.waiting, flow})
         part = shares[flow] / sum(shares.values())
         own = load.waiting[flow].tokens if flow in load.waiting else 0
-        return own + tokens > part * self._max_queue_tokens
+        return own + tokens > part * self.max_queue_tokens

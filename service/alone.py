@@ -32,9 +32,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     async with open_device(settings, metrics) as device:
         curator = Curator(device, settings, metrics)
         curator.open()
-        engines = Engines(
-            device, curator.execute, metrics.observe_comparison, settings.max_queue_tokens
-        )
+        engines = Engines(device, curator.execute, metrics.observe_comparison)
         try:
             await curator.follow(engines)
             watching = asyncio.create_task(watch(curator, settings))

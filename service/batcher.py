@@ -11,6 +11,7 @@ highest throughput, or several, which is the lowest latency when few entries wai
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from service.cost import Estimator, Sample
 from service.encode import Window
 from service.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
 from service.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
-from service.load import Load
+from service.load import MAX_QUEUE_TOKENS, Load
 from service.planner import Budget, Planned, Planner
 from service.prefetch import Prefetch
 from service.slots import BatchStats, Job, Probe, Result, Run, Running, Threads, work
@@ -62,7 +63,7 @@ class Batcher:
         wide: int = 1,
         max_batch_tokens: int = 16_384,
         max_batch_size: int = 64,
-        max_queue_tokens: int = 262_144,
+        max_queue_tokens: int = MAX_QUEUE_TOKENS,
         max_wait_ms: float = 0.0,
         observe: Callable[[BatchStats], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -74,9 +75,9 @@ class Batcher:
         self._queue = FairQueue()
         self._threads = Threads(slots, self._receive)
         budget = Budget(max_batch_tokens, max_batch_size)
-        self._planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
-        self._admission = AdmissionControl(self._queue, self._planner, max_queue_tokens, clock)
-        self._prefetch = Prefetch(self._queue, self._planner, self._threads)
+        self.planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
+        self._admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
+        self._prefetch = Prefetch(self._queue, self.planner, self._threads)
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._stopped = False
         self._inbox: deque[Callable[[], None]] = deque()
@@ -90,13 +91,18 @@ class Batcher:
     # -- models -----------------------------------------------------------------------------------
 
     def add_bundle(
-        self, bundle: str, estimators: Mapping[int, Estimator], unbatched: bool = False
+        self,
+        bundle: str,
+        estimators: Mapping[int, Estimator],
+        unbatched: bool = False,
+        area: float = math.inf,
     ) -> None:
         """Serve a model whose batches cost what the estimators predict, by the number of slots.
 
         unbatched: each of its entries gets a batch of its own
+        area: the limit of B * S * S of its batches, see `Budget`
         """
-        self._queue.models[bundle] = ModelStatistics(estimators, unbatched)
+        self._queue.models[bundle] = ModelStatistics(estimators, unbatched, area)
 
     def remove_bundle(self, bundle: str) -> None:
         """Stop serving a model: its waiting requests fail with NotReady, its running batches are answered."""
@@ -133,6 +139,15 @@ class Batcher:
             self._fail_all(partial(errors.Draining, "the server is shutting down"))
             self._stopped = True
             self._threads.stop()
+
+    @property
+    def max_queue_tokens(self) -> int:
+        """Tokens that may wait."""
+        return self._admission.max_queue_tokens
+
+    @max_queue_tokens.setter
+    def max_queue_tokens(self, tokens: int) -> None:
+        self._admission.max_queue_tokens = tokens
 
     @property
     def problem(self) -> str:
@@ -251,7 +266,7 @@ class Batcher:
             self._start_probe(self._probes.popleft())
         may_hold = self._state == "open"
         while self._threads.idle and self._queue:
-            planned = self._planner.next(now, self._threads.idle, may_hold)
+            planned = self.planner.next(now, self._threads.idle, may_hold)
             if planned is None:
                 break  # all cancelled, and the messages that drop them are on their way
             if planned.hold_s:

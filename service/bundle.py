@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from pydantic import (
     model_validator,
 )
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 Task = Literal["classification", "ner", "qa", "embedding"]
@@ -99,13 +98,17 @@ class File(_Record):
 
 
 class Graph(File):
-    """One ONNX graph; `weights` is the external weight file that it shares with others, if any."""
+    """One ONNX graph; `weights` is the external weight file that it shares with others, if any.
+
+    attention_bias: whether attention adds a bias to its scores; None where the manifest does not state it
+    """
 
     precision: Precision
     layout: GraphLayout
     provider: Literal["cpu", "cuda", "any"]
     opset: int
     weights: File | None = None
+    attention_bias: bool | None = None  # since format 2
 
 
 class Vocabulary(File):
@@ -157,7 +160,7 @@ class Provenance(_Record):
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first of a task is its default."""
 
-    format_version: Literal[1]
+    format_version: Literal[1, 2]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -175,6 +178,9 @@ class Manifest(_Record):
     def _agree(self) -> Self:
         if self.default_precision not in self.precisions:
             raise ValueError(f"default_precision {self.default_precision} has no graph")
+        for graph in self.graphs:
+            if graph.attention_bias is not None and self.format_version < 2:
+                raise ValueError(f"{graph.file}: attention_bias needs format_version 2")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -371,6 +377,11 @@ def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
+    """The oldest format that can describe these graphs, as the manifest's records."""
+    return 2 if any(graph.get("attention_bias") is not None for graph in graphs) else 1
 
 
 def describe_file(path: Path) -> dict[str, str]:

@@ -157,6 +157,7 @@ class Told:
     rates: dict[str, float]
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
     problem: str
+    max_queue_tokens: int
 
     @classmethod
     def of(cls, load: Load, seen: int) -> "Told":
@@ -167,7 +168,7 @@ class Told:
             )
             for flow, backlog in load.waiting.items()
         ]
-        return cls(seen, dict(load.rates), waiting, load.problem)
+        return cls(seen, dict(load.rates), waiting, load.problem, load.max_queue_tokens)
 
     @property
     def load(self) -> Load:
@@ -178,7 +179,7 @@ class Told:
             )
             for flow, sizes in self.waiting
         }
-        return Load(self.rates, waiting, self.problem)
+        return Load(self.rates, waiting, self.problem, self.max_queue_tokens)
 
 
 @dataclass(frozen=True, slots=True)

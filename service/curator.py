@@ -76,7 +76,7 @@ class Curator:
         self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
         self._commands: set[asyncio.Task[Answer]] = set()
         self._metrics = metrics
-        metrics.watch(device.load, self.facts, settings.max_queue_tokens)
+        metrics.watch(device.load, self.facts)
 
     # -- at start ---------------------------------------------------------------------------------
 

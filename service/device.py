@@ -29,6 +29,10 @@ class RunsOn:
 class Device(Protocol):
     """Where entries are computed: in this process or in another."""
 
+    @property
+    def max_queue_tokens(self) -> int:
+        """Tokens that may wait, those of one request included."""
+
     def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> Awaitable[list[EntryOutcome]]:

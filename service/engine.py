@@ -112,14 +112,9 @@ def copied(task: Method[P, T]) -> Method[P, T]:
 
 
 class Engine:
-    """A bundle in front of the device that computes it; `model` tells how it is served just now.
+    """A bundle in front of the device that computes it; `model` tells how it is served just now."""
 
-    max_tokens: that may ever wait; no more of a request are encoded
-    """
-
-    def __init__(
-        self, texts: Texts, encoder: Encoder, model: Model, device: Device, max_tokens: int
-    ) -> None:
+    def __init__(self, texts: Texts, encoder: Encoder, model: Model, device: Device) -> None:
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
         self.sha256 = texts.sha256
@@ -127,7 +122,6 @@ class Engine:
         self.model = model
         self.copies: Copies | None = None
         self._device = device
-        self._max_tokens = max_tokens
         self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
         self._users = 0
         self._unused = asyncio.Event()
@@ -383,8 +377,8 @@ class Engine:
                 if ticket.isolate_errors:
                     encoded += await self._in_thread(partial(_without, encode, part, bad), large)
             tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
-            if tokens > self._max_tokens:
-                limit = f"the {self._max_tokens} that may ever wait"
+            if tokens > self._device.max_queue_tokens:
+                limit = f"the {self._device.max_queue_tokens} that may ever wait"
                 raise TooLarge(f"{tokens} tokens or more are more than {limit}")
         if errors and not ticket.isolate_errors:
             named = ", ".join(ticket.place.format(index) for index in errors)

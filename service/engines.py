@@ -21,12 +21,10 @@ Execute = Callable[[Command], Awaitable[Mapping[str, Any]]]
 class Engines:
     """An engine for each bundle that is served. They come and go while requests are answered.
 
-    execute: as `Curator.execute`; compared: is told of answers to copies; max_tokens: as `Engine` has it
+    execute: as `Curator.execute`; compared: is told of answers to copies
     """
 
-    def __init__(
-        self, device: Device, execute: Execute, compared: Compared, max_tokens: int
-    ) -> None:
+    def __init__(self, device: Device, execute: Execute, compared: Compared) -> None:
         self.load = device.load
         self.alive = device.alive
         self.execute = execute
@@ -35,7 +33,6 @@ class Engines:
         ] = []  # who is asked; who is kept for a rollback is idle all the time
         self._device = device
         self._compared = compared
-        self._max_tokens = max_tokens
         self._by_id: dict[str, Engine] = {}
         self._by_name: dict[str | None, Engine] = {}  # names, ids, and None for the default
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
@@ -78,7 +75,7 @@ class Engines:
             encoder = Encoder(tokenizer, texts.manifest.max_length)
         except Exception as error:  # tokenizers has no narrower one
             raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
-        return Engine(texts, encoder, model, self._device, self._max_tokens)
+        return Engine(texts, encoder, model, self._device)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:
         """Versions of a model mostly share one: it is read once, which takes time, and has no state."""

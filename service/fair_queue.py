@@ -69,12 +69,16 @@ class ModelStatistics:
 
     estimators: the cost of its batches, by the number of slots that a batch takes
     unbatched: each entry gets a batch of its own
+    area: the limit of B * S * S of a batch, see `planner.Budget`
     tokens, size: tokens and entries that wait, from admission until they are taken or dropped
     """
 
-    def __init__(self, estimators: Mapping[int, Estimator], unbatched: bool = False) -> None:
+    def __init__(
+        self, estimators: Mapping[int, Estimator], unbatched: bool = False, area: float = math.inf
+    ) -> None:
         self.estimators = estimators
         self.unbatched = unbatched
+        self.area = area
         self.tokens = 0
         self.size = 0
         self._batch_size = 0.0

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from service.errors import Overloaded
 
+# Tokens that may wait, where neither a setting nor a GPU's rate says more.
+MAX_QUEUE_TOKENS = 262_144
 # Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
 WEIGHTS = (8.0, 1.0)
 # The share of the time left before its deadline that a request's expected completion may take; the rest is a reserve.
@@ -96,11 +98,13 @@ class Load:
     """How fast the device drains each bundle, what waits of each flow, and why no more should come, if so.
 
     rates: tokens per second, all slots together, if nothing but this bundle waits; waiting: running batches not counted
+    max_queue_tokens: tokens that may wait, those of one request included
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
     waiting: dict[Flow, Backlog] = field(default_factory=dict)
     problem: str = ""
+    max_queue_tokens: int = MAX_QUEUE_TOKENS
 
     @property
     def ready(self) -> bool:

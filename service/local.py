@@ -3,7 +3,10 @@
 import asyncio
 import ctypes
 import hashlib
+import math
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,19 +15,21 @@ import numpy as np
 import structlog
 
 from service.batcher import Batcher
-from service.bundle import Bundle, Texts, read_texts
+from service.bundle import Bundle, BundleError, Texts, read_texts
 from service.canary import Canaries, Canary, smallest
-from service.cost import Estimator, measure
+from service.cost import Estimator, Sample, measure
+from service.cuda import find_gpu
 from service.device import RunsOn
 from service.encode import Window
 from service.entries import Entry, EntryOutcome, OnOutcome, Outputs
 from service.errors import InferenceFailed
-from service.load import Load
+from service.load import MAX_QUEUE_TOKENS, Load
 from service.logs import Sparing
 from service.metrics import Metrics
-from service.packing import pack, split
+from service.packing import CUDA_MULTIPLE, pack, split
 from service.session import (
     CPU,
+    CUDA,
     RUNTIME,
     Session,
     SessionOptions,
@@ -38,6 +43,9 @@ from service.slots import BatchStats
 log = structlog.get_logger()
 
 WARM_UP_S = 0.3
+QUEUE_S = 3.0  # of a GPU's work may wait, where no setting says how much
+QUEUE_MOST = 2**23  # tokens of that: about 50 bytes each, in all processes
+SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
 TICK_S = 0.1
 HANG_TIMES = (
     20  # what is expected of a batch: one that takes longer, and longer than `hang_s`, hangs
@@ -59,27 +67,43 @@ class Runner:
         outputs = self._sessions[width].run(packed)
         return [*split(outputs, packed.layout, self._per_token)]
 
-    def warm_up(self) -> dict[int, Estimator]:
-        """Measure what batches cost, by the slots that they take."""
-        golden, max_length = self._bundle.golden, self._bundle.manifest.max_length
-
-        def build(length: int) -> Window:
-            first = np.zeros(length, dtype=np.intp)
-            return Window(golden.input_ids[first], golden.token_type_ids[first])
+    def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
+        """Measure what batches cost, by the slots that they take; full: what batches on one slot have cost already."""
+        max_length = self._bundle.manifest.max_length
 
         def estimator(width: int) -> Estimator:
             run = partial(self.run, width)
             budget_s = WARM_UP_S / len(self._sessions)
             samples = measure(
                 run,
-                build,
+                self._build,
                 max_length=max_length,
                 max_size=1 if self.unbatched else 8,
                 budget_s=budget_s,
             )
-            return Estimator(samples, padded=self.padded)
+            known = full if width == 1 else ()
+            return Estimator([*samples, *known], padded=self.padded)
 
         return {width: estimator(width) for width in self._sessions}
+
+    def _build(self, length: int) -> Window:
+        """An input of this many tokens."""
+        golden, first = self._bundle.golden, np.zeros(length, dtype=np.intp)
+        return Window(golden.input_ids[first], golden.token_type_ids[first])
+
+    def run_at_once(self, size: int, length: int, slots: int) -> Sample:
+        """Run a batch of equal lengths on each slot at the same time; return what one cost.
+
+        It runs twice and the second time counts, because the first allocates.
+        """
+        batch = [self._build(length)] * size
+        with ThreadPoolExecutor(slots) as threads:
+            for _ in range(2):
+                began = time.perf_counter()
+                for _ in threads.map(partial(self.run, 1), [batch] * slots):
+                    pass
+                seconds = time.perf_counter() - began
+        return Sample(size * length, size, length, seconds)
 
     def canary(self) -> Canary:
         """What is to be computed again and again, with what it gives now."""
@@ -119,6 +143,21 @@ class Opened:
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
     canary: Canary
+    area: float = math.inf  # limit of B * S * S of a batch
+    gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
+
+
+def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tuple[int, int]]:
+    """The batches of equal lengths that need most memory, as sequences and tokens of each.
+
+    tokens, size, area: limits of a batch, see `Budget`; a single sequence may pass them
+    """
+    length = max_length
+    if tokens * max_length > area:
+        length = max(int(area / tokens) // CUDA_MULTIPLE * CUDA_MULTIPLE, CUDA_MULTIPLE)
+        length = min(length, max_length)
+    full = max(min(size, tokens // length), 1), length
+    return [full] if length == max_length else [full, (1, max_length)]
 
 
 def trim() -> None:
@@ -130,12 +169,15 @@ def trim() -> None:
 class LocalDevice:
     """The sessions of this process; `texts` and `runs_on` are those of its bundles, by id."""
 
-    def __init__(self, settings: Settings, slots: Slots, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, slots: Slots, metrics: Metrics, on_cpu: bool = True
+    ) -> None:
         self.texts: dict[str, Texts] = {}
         self.runs_on: dict[str, RunsOn] = {}
         self._settings = settings
         self._slots = slots
         self._runners: dict[str, Runner] = {}
+        self._gpu_rates: dict[str, float] = {}  # tokens per second; 0 on the CPU
         self._hang_s = settings.hang_s
         self._metrics = metrics
         self._poison = Sparing()
@@ -144,8 +186,8 @@ class LocalDevice:
             slots=slots.number,
             wide=max(slots.threads),
             max_batch_tokens=settings.max_batch_tokens,
-            max_batch_size=settings.max_batch_size,
-            max_queue_tokens=settings.max_queue_tokens,
+            max_batch_size=settings.batch_size(on_cpu),
+            max_queue_tokens=self._queue_limit(),
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
         )
@@ -168,7 +210,45 @@ class LocalDevice:
             for width, threads in self._slots.threads.items()
         }
         runner = Runner(bundle, sessions)
-        return Opened(texts, runner, runner.runs_on, runner.warm_up(), runner.canary())
+        area, full, rate = math.inf, [], 0.0
+        if sessions[1].provider == CUDA:
+            area = self._area(sessions[1])
+            full = self._run_full_batches(bundle, runner, area)
+            rate = self._slots.number * full[0].tokens / full[0].seconds
+        estimators = runner.warm_up(full)
+        return Opened(texts, runner, runner.runs_on, estimators, runner.canary(), area, rate)
+
+    def _run_full_batches(self, bundle: Bundle, runner: Runner, area: float) -> list[Sample]:
+        """Run the largest batches on all slots at once, so that a GPU without the memory for them fails here.
+
+        Raises BundleError that names the settings to lower.
+        """
+        tokens, slots = self._settings.max_batch_tokens, self._slots.number
+        size = 1 if runner.unbatched else self._settings.batch_size(on_cpu=False)
+        samples = []
+        for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
+            try:
+                samples.append(runner.run_at_once(*shape, slots))
+            except Exception as error:  # the runtime's errors have no type
+                reason = (
+                    f"{slots} batches of {shape[0]} x {shape[1]} tokens at once failed on the GPU: lower"
+                    f" max_batch_tokens ({tokens}) or replicas ({slots})"
+                )
+                if area < math.inf:
+                    reason += f" or max_batch_attention ({area:.0f})"
+                raise BundleError(
+                    bundle.path, f"{reason}: {' '.join(str(error).split())}"
+                ) from error
+        return samples
+
+    def _area(self, session: Session) -> float:
+        """Limit of B * S * S of a batch: its scores on all slots take half of the GPU's memory, unless it is set."""
+        if not session.stores_scores:
+            return math.inf
+        if self._settings.max_batch_attention is not None:
+            return self._settings.max_batch_attention
+        number = 2 if session.graph.precision == "fp16" else 4  # bytes
+        return find_gpu().memory // (2 * self._slots.number * SCORES * number)
 
     def add(self, opened: Opened) -> None:
         """Compute for a bundle from now on."""
@@ -176,7 +256,9 @@ class LocalDevice:
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
         self._runners[name] = opened.runner
-        self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched)
+        self._gpu_rates[name] = opened.gpu_rate
+        self.batcher.max_queue_tokens = self._queue_limit()
+        self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched, opened.area)
         self._canaries.add(name, opened.canary)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
@@ -186,12 +268,24 @@ class LocalDevice:
         self._canaries.remove(name)
         await self.batcher.drained(name)
         self.batcher.remove_bundle(name)
-        del self.texts[name], self.runs_on[name], self._runners[name]
+        del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
+        self.batcher.max_queue_tokens = self._queue_limit()
+
+    def _queue_limit(self) -> int:
+        """Tokens that may wait: as set, or some seconds of what the GPU computes of its fastest bundle."""
+        if self._settings.max_queue_tokens is not None:
+            return self._settings.max_queue_tokens
+        work = QUEUE_S * max(self._gpu_rates.values(), default=0.0)
+        return max(MAX_QUEUE_TOKENS, min(int(work), QUEUE_MOST))
 
     def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> asyncio.Future[list[EntryOutcome]]:
         return self.batcher.begin(entries, on_outcome)
+
+    @property
+    def max_queue_tokens(self) -> int:
+        return self.batcher.max_queue_tokens
 
     def load(self) -> Load:
         load = self.batcher.load()
@@ -258,7 +352,7 @@ async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[Loc
     """A device that has no bundles yet; in the end it drains. Raises ProviderError when the provider cannot be had."""
     on_cpu = find_provider(settings.provider) == CPU
     slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
-    device = LocalDevice(settings, slots, metrics)
+    device = LocalDevice(settings, slots, metrics, on_cpu)
     await device.batcher.start()
     watching = asyncio.create_task(device.watch())
     try:

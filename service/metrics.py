@@ -224,12 +224,11 @@ class Metrics:
         self,
         load: Callable[[], Load],
         models: Callable[[], Mapping[str, Mapping[str, str]]],
-        max_queue_tokens: int,
     ) -> None:
         """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
         self._ready.set_function(lambda: load().ready)
         self._queue_tokens.set_function(lambda: load().queue_tokens)
-        self._max_queue_tokens.set(max_queue_tokens)
+        self._max_queue_tokens.set_function(lambda: load().max_queue_tokens)
         self._models = models
 
     def expect(self, routes: Mapping[str, bool]) -> None:

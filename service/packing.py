@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from service.encode import Window
 
+CUDA_MULTIPLE = 8  # of S: ONNX Runtime's memory-efficient attention takes a bias for such S only
+
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 
@@ -38,14 +40,18 @@ class Layout:
         """S, the length of the longest sequence."""
         return int(self.unpack.shape[1])
 
-    def token_offset(self) -> Int32s:
-        """`[B, S]` flat slots: those of the real tokens first, then the padding (CUDA's packed attention)."""
-        slots = np.arange(self.unpack.size, dtype=np.int32)
-        padding = np.ones(slots.size, dtype=bool)
-        padding[self.pack] = False
-        return np.concatenate([self.pack.astype(np.int32), slots[padding]]).reshape(
-            self.unpack.shape
-        )
+    def token_offset(self, multiple: int = 1) -> Int32s:
+        """`[B, S]` flat slots: those of the real tokens first, then the padding (CUDA's packed attention).
+
+        Here S is the longest sequence's length, rounded up to a multiple.
+        """
+        batch, longest = self.unpack.shape
+        columns = round_up(longest, multiple)
+        pack = self.pack // longest * columns + self.pack % longest
+        padding = np.ones(batch * columns, dtype=bool)
+        padding[pack] = False
+        offsets = np.concatenate([pack, np.flatnonzero(padding)])
+        return offsets.astype(np.int32).reshape(batch, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,11 @@ class Packed:
     @property
     def lengths(self) -> Ints:
         return self.layout.lengths
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is at least the number."""
+    return -(-number // multiple) * multiple
 
 
 def make_layout(lengths: Iterable[int]) -> Layout:

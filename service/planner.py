@@ -7,6 +7,7 @@ from typing import NamedTuple
 from service.cost import Cost
 from service.entries import Entry
 from service.fair_queue import FairQueue, ModelStatistics
+from service.packing import CUDA_MULTIPLE, round_up
 
 CHEAP_ENOUGH = (
     1.01  # a price per token within 1 % of the lowest: a longer batch is not worth its latency
@@ -19,11 +20,13 @@ class Budget(NamedTuple):
     tokens: computed tokens, padding included where the graph computes it
     size: entries
     share: tokens, so that every slot gets its part of the waiting ones
+    area: B * S * S of B sequences, S being the longest rounded up to `CUDA_MULTIPLE`: what attention may store on a GPU
     """
 
     tokens: int
     size: int
     share: float = math.inf
+    area: float = math.inf
 
 
 class Planned(NamedTuple):
@@ -60,11 +63,14 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
 def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
     batch, tokens, longest = [lead], lead.tokens, lead.tokens
     prices = [cost.seconds(tokens, 1, longest) / tokens]
+    bounded = budget.area < math.inf
     for entry in others:
         if len(batch) >= budget.size:
             break
         together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
         if together[0] > budget.share or cost.computed(*together) > budget.tokens:
+            continue
+        if bounded and area(*together[1:]) > budget.area:
             continue
         batch.append(entry)
         tokens, _, longest = together
@@ -72,6 +78,11 @@ def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
     enough = CHEAP_ENOUGH * min(prices)
     size = next(size for size, price in enumerate(prices, 1) if price <= enough)
     return batch[:size]
+
+
+def area(size: int, longest: int) -> int:
+    """Return B * S * S of a batch, as `Budget.area` counts it."""
+    return size * round_up(longest, CUDA_MULTIPLE) ** 2
 
 
 class Planner:
@@ -87,8 +98,8 @@ class Planner:
         self, queue: FairQueue, budget: Budget, slots: int, wide: int, max_wait_s: float
     ) -> None:
         self._queue = queue
-        self._budget = budget
-        self._slots = slots
+        self.budget = budget
+        self.slots = slots
         self._wide = wide
         self._max_wait_s = max_wait_s
 
@@ -100,8 +111,8 @@ class Planner:
         model, pool = self._queue.pool()
         width = self._width(model, pool, idle)
         cost = model.estimators[width].cost
-        share = math.ceil(self._queue.tokens * width / (idle or self._slots))
-        batch = plan(pool, cost, Budget(self._budget.tokens, self._size(model), share), now)
+        share = math.ceil(self._queue.tokens * width / (idle or self.slots))
+        batch = plan(pool, cost, self._limits(model, share), now)
         if not batch:
             return None
         hold_s = self._hold_s(model, batch[0], cost, now) if may_hold else 0.0
@@ -109,9 +120,11 @@ class Planner:
 
     def expected_rate(self, model: ModelStatistics) -> float:
         """Return the tokens per second of all slots in full batches of a model, by its measured cost."""
-        size = min(self._size(model), self._budget.tokens // model.mean_length)
+        size = min(self._size(model), self.budget.tokens // model.mean_length)
+        if model.area < math.inf:
+            size = min(size, int(model.area // area(1, model.mean_length)))
         lengths = [model.mean_length] * max(size, 1)
-        return self._slots * model.estimators[1].tokens_per_second(lengths)
+        return self.slots * model.estimators[1].tokens_per_second(lengths)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
         """Return the slots of the next batch: several if they are idle, fewer entries wait, and it ends sooner so.
@@ -128,13 +141,17 @@ class Planner:
         trial = model.count_choice()
         return self._wide if (wide < narrow) is not trial else 1
 
+    def _limits(self, model: ModelStatistics, share: float) -> Budget:
+        """Return the limits of a batch of a model."""
+        return Budget(self.budget.tokens, self._size(model), share, model.area)
+
     def _size(self, model: ModelStatistics) -> int:
         """Return how many entries a batch of the model may hold."""
-        return 1 if model.unbatched else self._budget.size
+        return 1 if model.unbatched else self.budget.size
 
     def _hold_s(self, model: ModelStatistics, lead: Entry, cost: Cost, now: float) -> float:
         """Return how long to wait for more entries; not positive if the batch is full or due."""
-        full = model.tokens >= self._budget.tokens or model.size >= self._size(model)
+        full = model.tokens >= self.budget.tokens or model.size >= self._size(model)
         if full or lead.unbatched:
             return 0.0
         if self._queue.tokens > model.tokens:

@@ -71,7 +71,7 @@ class Processes:
                 keeping.create_task(self._keep("inference"))
                 front = [
                     keeping.create_task(self._keep("http"))
-                    for _ in range(self._settings.http_workers)
+                    for _ in range(self._settings.http_workers or 1)
                 ]
                 watching = keeping.create_task(self._watch())
                 await asyncio.wait(front)

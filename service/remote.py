@@ -118,6 +118,10 @@ class RemoteDevice:
                 self._again, self._doubt = None, answer.future.cancelled()
                 self._ask_again()
 
+    @property
+    def max_queue_tokens(self) -> int:
+        return self._load.max_queue_tokens
+
     def load(self) -> Load:
         silent_s = self._awake.seconds - self._heard
         if self._load.ready and silent_s > SILENT_S:
@@ -378,7 +382,7 @@ async def open_remote_engines(
     device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
     """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.execute, metrics.observe_comparison, settings.max_queue_tokens)
+    engines = Engines(device, device.execute, metrics.observe_comparison)
     watching = asyncio.create_task(device.watch())
     try:
         await device.follow(engines)

@@ -130,7 +130,7 @@ def connections(settings: Settings, reception: Reception) -> type[asyncio.Protoc
 
 def share_of_connections(settings: Settings) -> int:
     """One process's part of the connections that the service keeps."""
-    return math.ceil(settings.max_connections / max(settings.http_workers, 1))
+    return math.ceil(settings.max_connections / (settings.http_workers or 1))
 
 
 def make_room(connections: int) -> None:

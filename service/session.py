@@ -1,8 +1,11 @@
 """One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
 
 import ctypes
+import io
 from collections.abc import Collection, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +13,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from service import cuda
 from service.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
-from service.packing import Packed, each, make_layout, positions
+from service.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]
@@ -21,6 +25,11 @@ CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
 RUNTIME = f"onnxruntime {ort.__version__}"
+# An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. It runs a kernel of cuBLAS and one of the runtime.
+TRIAL = (
+    b'\x08\t:M\n\x11\n\x01x\n\x01x\x12\x01p"\x06MatMul\n\x0b\n\x01p\x12\x01y"\x03Exp\x12\x01tZ\x13\n\x01x\x12\x0e\n\x0c'
+    b"\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01b\x13\n\x01y\x12\x0e\n\x0c\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01B\x04\n\x00\x10\x11"
+)
 
 
 class ProviderError(Exception):
@@ -64,7 +73,15 @@ class Session:
                     bundle.path, f"{graph.file} gives {name} as {types[name]}, not as {FLOAT}"
                 )
         self._inputs = {value.name for value in self._session.get_inputs()}
-        self._compute = run_bound if provider == CUDA else run_plain
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the GPU's memory.
+
+        It does not in a packed graph for CUDA without an attention bias. A graph that does not state it may have one.
+        """
+        fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
+        return self.provider == CUDA and not fused
 
     def run(self, packed: Packed) -> Outputs:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
@@ -91,7 +108,7 @@ class Session:
     def _run(self, feeds: Feeds) -> Outputs:
         # A graph of a model without segments, say, has dropped the inputs that it does not need.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
-        values = self._compute(self._session, self._outputs, needed)
+        values = self._session.run(self._outputs, needed)
         return dict(zip(self._outputs, values, strict=True))
 
     def check(self, bundle: Bundle) -> None:
@@ -117,8 +134,11 @@ class Session:
         return outputs
 
 
-def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
-    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone."""
+def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_MULTIPLE) -> Feeds:
+    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone.
+
+    multiple: of S in `token_offset`
+    """
     layout = packed.layout
     feeds: Feeds = {
         "input_ids": packed.input_ids,
@@ -130,7 +150,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
         "cu_seqlens": layout.cu_seqlens,
     }
     if "token_offset" in inputs:
-        feeds["token_offset"] = layout.token_offset()
+        feeds["token_offset"] = layout.token_offset(multiple)
     return feeds
 
 
@@ -146,26 +166,6 @@ def padded_feeds(packed: Packed) -> Feeds:
         "token_type_ids": packed.token_type_ids[layout.unpack],
         "position_ids": np.tile(np.arange(longest), (batch, 1)),
     }
-
-
-def run_plain(session: Any, outputs: Sequence[str], feeds: Feeds) -> list[NDArray[np.float32]]:
-    return list(session.run(outputs, feeds))
-
-
-def run_bound(session: Any, outputs: Sequence[str], feeds: Feeds) -> list[NDArray[np.float32]]:
-    """The same through IO binding: inputs go to the device when they are bound, answers come back to the CPU.
-
-    Relied upon: a binding belongs to one run, and a session may be run by several threads at once. So where there is
-    more than one replica, a batch's inputs are copied while another runs; the Python interface has no other way to it.
-    No memory is pinned: a batch's ids and answers are some hundred kilobytes.
-    """
-    binding = session.io_binding()
-    for name, value in feeds.items():
-        binding.bind_cpu_input(name, value)
-    for name in outputs:
-        binding.bind_output(name, "cpu")
-    session.run_with_iobinding(binding)
-    return list(binding.copy_outputs_to_cpu())
 
 
 def open_session(
@@ -188,7 +188,10 @@ def open_session(
         problem = cuda_problem() if provider == "auto" else None
         raise BundleError(bundle.path, _unfit(bundle, name, precision, problem))
     try:
-        return _open_best(bundle, graphs, name, options)
+        session = _open_best(bundle, graphs, name, options)
+        if provider == "cpu":
+            session.gpu_problem = "provider is cpu"
+        return session
     except BundleError:
         raise
     except Exception as error:  # a GPU may be there and not work: the runtime's errors have no type
@@ -258,18 +261,28 @@ def find_provider(wanted: Provider) -> str:
     return CPU
 
 
+@cache
 def cuda_problem() -> str | None:
-    """Why CUDA cannot be used here, or None when it can."""
+    """Why CUDA cannot be used here, or None when it can. Libraries, driver and device are tried once per process."""
     if CUDA not in ort.get_available_providers():
         return "this onnxruntime has no CUDA provider: install onnxruntime-gpu"
     if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()
+        with redirect_stdout(io.StringIO()):  # it prints; the loader below names what is missing
+            ort.preload_dlls()
     library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    built_for = getattr(ort, "cuda_version", "").partition(".")[0]
     try:
         ctypes.CDLL(str(library))
-        ctypes.CDLL("libcuda.so.1")
+        gpu = cuda.find_gpu()
+        cuda.check_gpu(gpu, ort.__version__, int(built_for or cuda.CUDA_MAJOR))
     except OSError as error:
         return f"a library is missing: {error}"
+    except cuda.NoGpuError as error:
+        return str(error)
+    try:
+        open_graph(TRIAL, CUDA, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
+    except Exception as error:  # the runtime's errors have no type
+        return f"{gpu.name} failed a trial run: {' '.join(str(error).split())}"
     return None
 
 
@@ -277,17 +290,17 @@ def unused_gpu(session: Session) -> str | None:
     """Why a session runs on the CPU although the runtime is a GPU build, or None."""
     if session.provider != CPU or CUDA not in ort.get_available_providers():
         return None
-    return (
-        session.gpu_problem
-        or cuda_problem()
-        or "the bundle has no graph for the GPU, or the CPU was asked for"
-    )
+    return session.gpu_problem or cuda_problem() or "the bundle has no graph for the GPU"
 
 
-def open_graph(path: Path, provider: str, options: SessionOptions) -> Any:
-    """The runtime's session, with the settings that serving needs. Raises what the runtime does, or ProviderError."""
+def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> Any:
+    """Open the runtime's session with the settings that serving needs. Raises what the runtime does, or ProviderError.
+
+    graph: a file, or the model itself, serialized
+    """
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.threads
+    # On a GPU the only nodes that run here compute shapes.
+    settings.intra_op_num_threads = 1 if provider == CUDA else options.threads
     settings.inter_op_num_threads = 1
     # Within a run, threads that wait for each other spin: that is sooner than being woken. After it they sleep.
     settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
@@ -296,8 +309,9 @@ def open_graph(path: Path, provider: str, options: SessionOptions) -> Any:
     settings.log_severity_level = 3
     # TF32 keeps as few digits as fp16, which would break the promise that the goldens hold fp32 to.
     providers = [provider] if provider == CPU else [(provider, {"use_tf32": "0"}), CPU]
-    session = ort.InferenceSession(str(path), settings, providers=providers)
-    session.disable_fallback()  # a session that fails says so, and does not move to the CPU
+    source = graph if isinstance(graph, bytes) else str(graph)
+    # Neither while it is made nor later does a session that fails on the GPU move to the CPU: it raises.
+    session = ort.InferenceSession(source, settings, providers=providers, enable_fallback=0)
     if session.get_providers()[0] != provider:
         raise ProviderError(
             f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"

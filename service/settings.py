@@ -62,10 +62,10 @@ class Settings(BaseSettings):
         le=65535,
         description="port of their own for metrics, and health checks, without keys; unset, they share the other",
     )
-    http_workers: int = Field(
-        1,
+    http_workers: int | None = Field(
+        None,
         ge=0,
-        description="processes that speak HTTP, beside one that computes; raise where a GPU waits for texts,"
+        description="HTTP processes, in addition to one that computes; unset, 1, or on a GPU half of the cores up to 4;"
         " 0 does both in one process",
     )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
@@ -79,12 +79,12 @@ class Settings(BaseSettings):
         None,
         ge=1,
         description="batches that run at once and share the threads; unset, one on each thread, or"
-        " one on all when little waits (on a GPU always one)",
+        " one on all when little waits (on a GPU two)",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads that all batches run on; unset, as many as there are usable cores",
+        description="threads that all batches run on; unset, as many as there are usable cores; unused on a GPU",
     )
     spin: bool = Field(
         False,
@@ -97,18 +97,25 @@ class Settings(BaseSettings):
     max_batch_tokens: int = Field(
         16_384, ge=1, description="tokens in one batch; lower for latency, raise for a large GPU"
     )
-    max_batch_size: int = Field(
-        64, ge=1, description="sequences in one batch; raise where a GPU gets many short texts"
+    max_batch_size: int | None = Field(
+        None, ge=1, description="sequences in one batch; unset, 64, or on a GPU 256"
+    )
+    max_batch_attention: int | None = Field(
+        None,
+        ge=1,
+        description="sequences times the squared length of the longest, in one batch on a GPU whose attention may store"
+        " that many scores; unset, from the GPU's memory; lower if it runs out",
     )
     max_wait_ms: float = Field(
         0.0,
         ge=0,
         description="wait this long for company when idle; raise for many small requests",
     )
-    max_queue_tokens: int = Field(
-        262_144,
+    max_queue_tokens: int | None = Field(
+        None,
         ge=1,
-        description="tokens that may wait before requests get 429; lower to refuse sooner",
+        description="tokens that may wait before requests get 429; unset, 262144, or on a GPU what it computes in 3 s"
+        " if that is more; lower to refuse sooner",
     )
     max_inputs_per_request: int = Field(
         1024, ge=1, description="texts in one request; raise for bulk clients"
@@ -227,6 +234,16 @@ class Settings(BaseSettings):
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
+    def workers(self, on_gpu: bool, cores: int) -> int:
+        """HTTP processes, by rule: on a GPU one encodes texts more slowly than the GPU computes them."""
+        if self.http_workers is not None:
+            return self.http_workers
+        return max(min(cores // 2, 4), 1) if on_gpu else 1
+
+    def batch_size(self, on_cpu: bool) -> int:
+        """The most sequences of a batch, by rule."""
+        return self.max_batch_size or (64 if on_cpu else 256)
+
     def slots(self, on_cpu: bool, cores: int, bundles: int = 1) -> Slots:
         """How batches share the device, by rule: the same every day on the same machine.
 
@@ -237,7 +254,7 @@ class Settings(BaseSettings):
         if self.replicas is None and on_cpu:
             alone = max(threads // bundles, 1)
             return Slots(threads, {1: 1, alone: alone})
-        replicas = self.replicas or 1
+        replicas = self.replicas or (1 if on_cpu else 2)
         return Slots(replicas, {1: threads if replicas < threads else 1})
 
 

@@ -562,6 +562,7 @@ def exported(exports: Callable[[str], Exported], model_type: str) -> Exported:
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 MIXED = [200, 1, 9, 37, 2, 90]
+BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention bias
 
 
 @every_family
@@ -586,12 +587,14 @@ def test_company(exported: Exported, precision: Precision) -> None:
 
 
 @every_family
-def test_half(exported: Exported) -> None:
-    """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding; its trunk's matrices are fp16."""
-    packed = exported.batch(MIXED)
+def test_half(exported: Exported, model_type: str) -> None:
+    """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding, and states its attention bias."""
+    packed = exported.batch([197, *MIXED[1:]])  # in 200 slots on CUDA
     expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
     found = emulate.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
     assert cosine(found, expected) > 1 - 1e-4
+    (record,) = [g for g in exported.bundle.manifest.graphs if g.provider == "cuda"]
+    assert (model_type in BIASED) is record.attention_bias
     graph = onnx.load(exported.bundle.path / "fp16.onnx", load_external_data=False).graph
     products = {node.input[1] for node in graph.node if node.op_type == "Gemm"}
     trunk = {t.name: t.data_type for t in graph.initializer if "encoder.layers" in t.name}

@@ -22,6 +22,7 @@ from service import bundle
 from service.bundle import cosine
 from service.encode import Encoding
 from service.packing import Packed, make_layout
+from service.session import packed_feeds
 from tests.conftest import Traced
 from tests.export.helpers import Arrays, batch, open_graph
 from tests.tiny import HEADS, perturb
@@ -173,7 +174,7 @@ def test_weights(halved: onnx.ModelProto, gpu_bundle: Path) -> None:
     trunk = [t for t in halved.graph.initializer if "encoder." in t.name and len(t.dims) == 2]
     assert {HALF} == {tensor.data_type for tensor in trunk}
     record = next(g for g in bundle.load(gpu_bundle).manifest.graphs if g.precision == "fp16")
-    assert ("packed", "cuda") == (record.layout, record.provider)
+    assert ("packed", "cuda", False) == (record.layout, record.provider, record.attention_bias)
     assert record.weights is not None
     fp16, fp32 = (
         (gpu_bundle / name).stat().st_size for name in (record.weights.file, "weights.bin")
@@ -207,6 +208,17 @@ class TestParity:
         found = emulate.emulated(gpu_bundle / "fp16.onnx")(packed)
         assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
         assert {np.dtype(np.float32)} == {value.dtype for value in found.values()}
+
+    def test_wider_slots(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
+        """More slots than the longest text has change nothing."""
+        packed = batch(lengths, tiny.config.vocab_size)
+        evaluated = emulate.evaluator(gpu_bundle / "fp16.onnx")
+        one, wide = (
+            evaluated.run(None, packed_feeds(packed, evaluated.input_names, multiple))
+            for multiple in (1, 48)
+        )
+        for expected, found in zip(one, wide, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
     def test_half_in_pytorch(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
         """So does PyTorch in the same precisions: the two differ by the order of their sums."""

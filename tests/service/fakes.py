@@ -1,7 +1,8 @@
 """An engine that answers at once, remembers what it was asked, and fails or waits when told to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -120,3 +121,49 @@ class FakeEngines:
     async def open(self, settings: Settings) -> AsyncIterator["FakeEngines"]:
         yield self
         self.closed = True
+
+
+class FakeDriver:
+    """NVIDIA's driver library, as ctypes loads it: one H100, unless its fields say otherwise.
+
+    cuda: as `cuDriverGetVersion` gives it; failing: a function that returns an error
+    """
+
+    def __init__(self) -> None:
+        self.name = b"NVIDIA H100"
+        self.capability = (9, 0)
+        self.memory = 80 * 2**30
+        self.cuda = 13000
+        self.count = 1
+        self.failing = ""
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, function: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.calls[function] += 1
+            if function == self.failing:
+                return 999
+            match function, arguments:
+                case "cuDriverGetVersion", (number,):
+                    number._obj.value = self.cuda
+                case "cuDeviceGetCount", (number,):
+                    number._obj.value = self.count
+                case "cuDeviceGet", (number, 0):
+                    number._obj.value = 7  # a handle
+                case "cuDeviceGetName", (buffer, _, device) if device.value == 7:
+                    buffer.value = self.name
+                case "cuDeviceGetAttribute", (number, 75 | 76 as attribute, device) if (
+                    device.value == 7
+                ):
+                    number._obj.value = self.capability[attribute - 75]
+                case "cuDeviceTotalMem_v2", (number, device) if device.value == 7:
+                    number._obj.value = self.memory
+                case "cuGetErrorString", (999, text):
+                    text._obj.value = b"what failed"
+                case "cuInit", (0,):
+                    pass
+                case _:
+                    raise AssertionError(f"{function}{arguments}")
+            return 0
+
+        return call

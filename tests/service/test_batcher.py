@@ -33,7 +33,7 @@ from service.fair_queue import (
     ModelStatistics,
     QueuedRequest,
 )
-from service.planner import Budget, plan
+from service.planner import Budget, area, plan
 from service.slots import BatchStats
 
 Answers = list[dict[str, NDArray[np.float32]]]
@@ -241,6 +241,49 @@ def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not
 def test_plan_gives_an_entry_over_the_budget_its_own_batch() -> None:
     """Too long for company is not too long to be served."""
     assert lengths(plan([text(100), text(10)], FIXED, Budget(80, 10), 0.0)) == [100]
+
+
+STEEP = Cost(per_run=1e6, per_token=0.01, per_slot=0.0)  # the larger a batch, the better
+LONG = Budget(tokens=16_384, size=64, area=2**25)  # B * S * S
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "batch"),
+    [
+        (8192, [128] * 63, [8192]),
+        (128, [8192] + [128] * 62, [128] * 63),
+        (8192, [8192], [8192]),
+        (4096, [128, 4096], [4096, 4096]),
+        (1021, [1017] * 63, [1021] + [1017] * 15),
+        (128, [128] * 63, [128] * 64),
+    ],
+)
+def test_plan_bounds_the_pairs_of_slots(first: int, others: list[int], batch: list[int]) -> None:
+    """Where attention stores a number for all pairs of slots, a long text has no short ones beside it."""
+    entries = [text(first), *map(text, others)]
+    assert batch == lengths(plan(entries, STEEP, LONG, 0.0))
+
+
+def test_pairs_of_slots_are_counted_as_they_are_laid_out() -> None:
+    """Two sequences of up to nine tokens have 16 slots each, on a GPU."""
+    assert 2 * 16 * 16 == area(2, 9)
+    entries = [text(9), text(8)]
+    assert [9, 8] == lengths(plan(entries, FIXED, Budget(100, 9, area=512), 0.0))
+    assert [9] == lengths(plan(entries, FIXED, Budget(100, 9, area=511), 0.0))
+
+
+async def test_pairs_of_slots_are_bounded_by_bundle() -> None:
+    """A bundle's batches, and the rate at which its queue drains, keep to its own bound."""
+    gate = Gate()
+    async with serving(gate, bundles=["m@1"]) as batcher:
+        batcher.add_bundle("biased@1", costing(FIXED), area=2 * 64 * 64)
+        for bundle, size in (("biased@1", 2), ("m@1", 4)):
+            waiting = await submitted(batcher, texts(4, 64, bundle=bundle))
+            for _ in range(4 // size):
+                assert size == len((await gate.batch()).numbers)
+                gate.let()
+            await waiting
+        assert FIXED.tokens_per_second([64] * 2) == batcher.load().rates["biased@1"]
 
 
 def test_plan_keeps_to_the_largest_size() -> None:

@@ -148,6 +148,18 @@ class TestLoad:
         """A directory without a manifest is no bundle."""
         assert refusal(tmp_path) == "not a bundle: it has no manifest.json"
 
+    @pytest.mark.parametrize("stated", [None, False, True])
+    def test_format_2(self, tmp_path: Path, stated: bool | None) -> None:
+        """Since format 2 a graph may state whether its attention has a bias; nothing else has changed."""
+        manifest = write(tmp_path)
+        manifest["format_version"] = 2
+        manifest["graphs"][0]["attention_bias"] = stated
+
+        graphs = bundle.load(save(tmp_path, manifest)).manifest.graphs
+
+        assert [stated, None, None] == [graph.attention_bias for graph in graphs]
+        assert (1 if stated is None else 2) == bundle.format_version(manifest["graphs"])
+
     def test_unreadable_manifest(self, tmp_path: Path) -> None:
         """A manifest that is no file is refused."""
         (tmp_path / "manifest.json").mkdir()
@@ -160,7 +172,8 @@ def loaded_text(folder: Path) -> bytes:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=2), "format_version: Input should be 1"),
+    ("later format", lambda m: m.update(format_version=3), "format_version: Input should be 1 or 2"),
+    ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
     ("no name", lambda m: m.pop("name"), "name: Field required"),
     ("odd name", lambda m: m.update(name="a b"), "name: String should match pattern"),
     ("path as name", lambda m: m.update(name="../a"), "name: String should match pattern"),

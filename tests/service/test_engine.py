@@ -297,17 +297,17 @@ async def test_many_dimensions(tiny: Engine) -> None:
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
 
-def device(submit: Any) -> Device:
+def device(submit: Any, max_queue_tokens: int = 10_000) -> Device:
     """A device that does with entries what a test says."""
-    return cast(Device, SimpleNamespace(submit=submit))
+    return cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=max_queue_tokens))
 
 
-def engine_of(path: Path, device: Device, max_tokens: int = 10_000) -> Engine:
+def engine_of(path: Path, device: Device) -> Engine:
     """A bundle's engine in front of some device."""
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
     model = Model("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
-    return Engine(texts, encoder, model, device, max_tokens)
+    return Engine(texts, encoder, model, device)
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -452,7 +452,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
-        await engine_of(tiny_bundle, device(None), 20).embed(["!!!!!!!"] * 9, asked, **EMBED)
+        await engine_of(tiny_bundle, device(None, 20)).embed(["!!!!!!!"] * 9, asked, **EMBED)
     assert 3 == len(encoded)
 
 

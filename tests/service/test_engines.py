@@ -154,7 +154,7 @@ class Shelf:
 
     def __init__(self, texts: Texts) -> None:
         device = SimpleNamespace(load=Load, alive=lambda: True)
-        self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None), 10_000)
+        self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None))
         self.texts = texts
 
     async def adopt(self, **states: State) -> None:

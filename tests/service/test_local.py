@@ -3,20 +3,28 @@
 import asyncio
 import hashlib
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from structlog.typing import EventDict
 
-from service import bundle, local
+from service import bundle, local, session
+from service.bundle import BundleError
+from service.cuda import Gpu
 from service.encode import Window
 from service.entries import Entry
 from service.errors import InferenceFailed
-from service.local import LocalDevice, Runner
+from service.load import MAX_QUEUE_TOKENS
+from service.local import LocalDevice, Runner, full_shapes
 from service.metrics import Metrics
-from service.session import SessionOptions, open_session
+from service.packing import Packed
+from service.session import CPU, CUDA, Outputs, Session, SessionOptions, open_session
 from service.settings import Settings, Slots
 from service.slots import BatchStats, Running
 
@@ -122,3 +130,142 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     assert estimator.cost.padded is padded
     assert runner.unbatched is (layout == "alone")
     assert set(ran) == sizes
+
+
+@pytest.mark.parametrize(
+    ("precision", "bias", "given", "area"),
+    [
+        ("fp16", True, None, 16 * 2**30 // (2 * 2 * 64 * 2)),
+        ("fp32", None, None, 16 * 2**30 // (2 * 2 * 64 * 4)),
+        ("fp16", True, 5000, 5000),
+        ("fp16", False, 5000, math.inf),
+    ],
+)
+def test_attention_of_a_batch_is_bounded_by_the_memory(
+    precision: Any,
+    bias: bool | None,
+    given: int | None,
+    area: float,
+    gpu_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scores of the batches that run at once take half of the GPU, unless the limit is set."""
+    monkeypatch.setattr(local, "find_gpu", lambda: Gpu("T4", (7, 5), 16 * 2**30, (13, 0)))
+    opened = bundle.load(gpu_bundle)
+    graph = next(g for g in opened.manifest.graphs if g.precision == precision)
+    graph = graph.model_copy(update={"attention_bias": bias})
+    monkeypatch.setattr(Session, "__init__", lambda self: None)
+    session = Session()  # type: ignore[call-arg]
+    session.graph, session.provider = graph, CUDA
+    device = LocalDevice(Settings(max_batch_attention=given), Slots(2, {1: 1}), Metrics())
+    assert area == device._area(session)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "tokens", "size", "area", "shapes"),
+    [
+        (512, 16_384, 256, math.inf, [(32, 512)]),
+        (32, 16_384, 256, math.inf, [(256, 32)]),
+        (512, 16_384, 1, math.inf, [(1, 512)]),
+        (8192, 1000, 64, math.inf, [(1, 8192)]),
+        (8192, 16_384, 256, 2**25, [(8, 2048), (1, 8192)]),
+        (250, 16_384, 256, 1000, [(256, 8), (1, 250)]),
+        (512, 16_384, 256, 16_384 * 512, [(32, 512)]),
+    ],
+)
+def test_full_shapes(
+    max_length: int, tokens: int, size: int, area: float, shapes: list[tuple[int, int]]
+) -> None:
+    """The longest texts that fill a batch within its limits and, where that excludes it, the longest text alone."""
+    assert shapes == full_shapes(max_length, tokens, size, area)
+
+
+class OnTheGpu:
+    """A session of the tiny bundle on the CPU that reports to run on CUDA, and records the batches that it runs."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.graph, self.provider, self.stores_scores = session.graph, CUDA, False
+        self.ran: list[tuple[int, int]] = []
+        self.most = math.inf  # tokens for which there is memory
+
+    def run(self, packed: Packed) -> Outputs:
+        self.ran.append((len(packed.lengths), packed.layout.longest))
+        if len(packed.input_ids) > self.most:
+            raise RuntimeError("Failed to allocate memory\n for requested buffer")
+        return self.session.run(packed)
+
+
+@pytest.fixture
+def on_the_gpu(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> OnTheGpu:
+    session = open_session(
+        bundle.load(tiny_bundle), provider="cpu", options=SessionOptions(threads=1)
+    )
+    made = OnTheGpu(session)
+    monkeypatch.setattr(local, "open_session", lambda *_, **__: made)
+    return made
+
+
+def gpu_device(**settings: Any) -> LocalDevice:
+    chosen = Settings(**{"max_batch_tokens": 1024, **settings})
+    return LocalDevice(chosen, Slots(2, {1: 1}), Metrics(), on_cpu=False)
+
+
+async def test_a_gpu_runs_full_batches_first(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+    """All slots run one at the same time, twice, before anything else; by their rate the queue is limited."""
+    device = gpu_device()
+    assert MAX_QUEUE_TOKENS == device.max_queue_tokens
+    opened = bundle.load(tiny_bundle)
+    found = device.open(opened)
+    length = opened.manifest.max_length
+    assert [(1024 // length, length)] * 4 == on_the_gpu.ran[:4]
+    assert found.gpu_rate > 0
+    assert math.inf == found.area
+    device.add(replace(found, gpu_rate=1e6))
+    assert 3_000_000 == device.max_queue_tokens == device.load().max_queue_tokens
+    device.add(replace(found, gpu_rate=1e9))
+    assert 2**23 == device.max_queue_tokens
+    device.add(replace(found, gpu_rate=10.0))
+    assert MAX_QUEUE_TOKENS == device.max_queue_tokens
+    await device.drop("tiny@1")
+    assert MAX_QUEUE_TOKENS == device.max_queue_tokens
+
+
+def test_a_set_queue_limit_is_kept(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+    """Whatever the GPU's rate is."""
+    device = gpu_device(max_queue_tokens=1000)
+    device.add(replace(device.open(bundle.load(tiny_bundle)), gpu_rate=1e6))
+    assert 1000 == device.max_queue_tokens
+
+
+def test_a_gpu_without_the_memory_for_a_full_batch(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+    """The bundle is refused at start, and the settings to lower are named with their values."""
+    on_the_gpu.most = 900
+    reason = (
+        r"2 batches of \d+ x \d+ tokens at once failed on the GPU: lower max_batch_tokens \(1024\) or replicas \(2\):"
+        " Failed to allocate memory for requested buffer$"
+    )
+    with pytest.raises(BundleError, match=reason):
+        gpu_device().open(bundle.load(tiny_bundle))
+
+
+async def test_broken_gpu_under_auto(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """The CPU serves with its own number of slots, and the reason is logged and described."""
+    monkeypatch.setattr(session, "cuda_problem", lambda: "NVIDIA H100 failed a trial run: why")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(local, "usable_cores", lambda: 3)
+    async with local.open_device(Settings(bundles=(tiny_bundle,)), Metrics()) as device:
+        device.add(device.open(bundle.load(tiny_bundle)))
+        assert 3 == device.batcher.planner.slots
+        note = device.runs_on["tiny@1"].provider_note
+    assert "NVIDIA H100 failed a trial run: why" == note
+    assert [note] == [line["reason"] for line in lines if line["event"] == "the GPU is not used"]
+
+
+async def test_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches run at once, of up to 256 sequences."""
+    monkeypatch.setattr(session, "cuda_problem", lambda: None)
+    async with local.open_device(Settings(), Metrics()) as device:
+        assert (2, 256) == (device.batcher.planner.slots, device.batcher.planner.budget.size)

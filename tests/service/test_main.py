@@ -6,11 +6,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
 from structlog.typing import EventDict
 
+from service import __main__ as service_main
+from service import alone
 from service.__main__ import bind, main
 from service.listeners import url_of
 from service.server import Server
@@ -32,6 +35,41 @@ def test_flags_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^bundles +bundles/a, bundles/b +arguments$", said, re.M)
     assert re.search(r"^port +3 +--port$", said, re.M)
     assert re.search(r"^spin +true +--spin$", said, re.M)
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+@pytest.mark.parametrize(
+    ("flags", "gpu", "workers"),
+    [
+        ([], False, 1),
+        ([], True, 4),
+        (["--provider", "cpu"], True, 1),
+        (["--http-workers", "2"], True, 2),
+        (["--http-workers", "0"], True, 0),
+    ],
+)
+def test_http_workers_follow_the_gpu(
+    flags: list[str], gpu: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they are set, there are more of them where a GPU computes."""
+    served: list[int | None] = []
+
+    class Started:
+        def __init__(self, settings: Settings, _: object) -> None:
+            served.append(settings.http_workers)
+
+        async def run(self) -> int:
+            return 0
+
+    listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1))
+    monkeypatch.setattr(service_main, "bind", lambda *_: listener)
+    monkeypatch.setattr(service_main, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
+    monkeypatch.setattr(service_main, "Processes", Started)
+    monkeypatch.setattr(alone, "serve_alone", lambda settings, _: Started(settings, None))
+    with suppress(SystemExit):
+        main(["bundles/a", "--port", "0", *flags])
+    assert [workers] == served
 
 
 @pytest.mark.parametrize("more", [[], ["--check-config"]])

@@ -61,15 +61,20 @@ def test_a_batch_is_observed() -> None:
 
 def test_the_device_is_asked_when_read() -> None:
     """The gauges follow the queue, readiness and what is served without being told."""
-    metrics, loads, models = Metrics(), [Load(problem="it hangs")], {"tiny@1": dict(FACTS)}
-    metrics.watch(lambda: loads[-1], lambda: models, 1000)
+    metrics, loads, models = (
+        Metrics(),
+        [Load(problem="it hangs", max_queue_tokens=1000)],
+        {"tiny@1": dict(FACTS)},
+    )
+    metrics.watch(lambda: loads[-1], lambda: models)
     first = samples(metrics.render().decode())
-    loads.append(Load(waiting={Flow("tiny@1"): Backlog.of(Left(30, 2), Left(12, 1))}))
+    waiting = {Flow("tiny@1"): Backlog.of(Left(30, 2), Left(12, 1))}
+    loads.append(Load(waiting=waiting, max_queue_tokens=2000))
     models["tiny@2"] = models.pop("tiny@1") | {"precision": "fp32"}
     then = samples(metrics.render().decode())
     gauges = ["quartet_ready", "quartet_queue_tokens", "quartet_max_queue_tokens"]
     assert [first[name, ()] for name in gauges] == [0.0, 0.0, 1000.0]
-    assert [then[name, ()] for name in gauges] == [1.0, 42.0, 1000.0]
+    assert [then[name, ()] for name in gauges] == [1.0, 42.0, 2000.0]
     info = [labels for name, labels in then if name == "quartet_model_info"]
     assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
 

@@ -1,5 +1,6 @@
 """A packed batch holds every token once, and its layout says where each stands in a rectangle."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,17 +64,19 @@ class TestLayout:
         for row, length in enumerate(lengths):
             assert set(layout.unpack[row, length:].tolist()) <= {layout.cu_seqlens[row]}
 
-    @given(LENGTHS)
-    def test_token_offset(self, lengths: list[int]) -> None:
-        """`token_offset` lists the slots of all real tokens in order, then those of the padding."""
-        layout = make_layout(lengths)
+    @given(LENGTHS, st.sampled_from([1, 3, 8]))
+    def test_token_offset(self, lengths: list[int], multiple: int) -> None:
+        """`token_offset` lists the slots of all real tokens in order, then those of the padding; S is a multiple."""
+        columns = next(n for n in itertools.count(max(lengths)) if n % multiple == 0)
 
-        found = layout.token_offset()
+        found = make_layout(lengths).token_offset(multiple)
 
-        assert found.shape == (len(lengths), max(lengths))
-        flat = found.reshape(-1).tolist()
-        padding = sorted(set(range(found.size)) - set(layout.pack.tolist()))
-        assert flat == layout.pack.tolist() + padding
+        assert (len(lengths), columns) == found.shape
+        real = [
+            columns * row + place for row, length in enumerate(lengths) for place in range(length)
+        ]
+        padding = sorted(set(range(found.size)) - set(real))
+        assert real + padding == found.reshape(-1).tolist()
 
     def test_types(self) -> None:
         """Indices are int64, but for the two that the GPU's kernels take."""

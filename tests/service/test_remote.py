@@ -26,7 +26,11 @@ from service.orders import PEER, Link, Orders
 from service.remote import RemoteDevice, RemoteMetrics
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-LOAD = Load({"m@1": 1000.0, "tiny@1": 1000.0}, {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))})
+LOAD = Load(
+    {"m@1": 1000.0, "tiny@1": 1000.0},
+    {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))},
+    max_queue_tokens=5000,
+)
 
 
 class FakeDevice:
@@ -516,6 +520,7 @@ async def test_a_device_that_falls_silent_is_not_ready() -> None:
         await until(lambda: not both.remote.load().ready)
         assert "has said nothing for 0.8 s" in both.remote.load().problem
         assert LOAD.rates == both.remote.load().rates
+        assert 5000 == both.remote.max_queue_tokens
         for front in both.fronts._there:
             front.tell(LOAD)
         await until(lambda: both.remote.load().ready)

@@ -3,9 +3,8 @@
 import ctypes
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,18 +22,19 @@ from service.session import (
     CPU,
     CUDA,
     RUNTIME,
+    TRIAL,
     ProviderError,
     Session,
     SessionOptions,
     cuda_problem,
     find_provider,
+    open_graph,
     open_session,
     packed_feeds,
     padded_feeds,
-    run_bound,
-    run_plain,
     unused_gpu,
 )
+from tests.service.fakes import FakeDriver
 
 ONE_THREAD = SessionOptions(threads=1)
 RUNTIME_SESSION = ort.InferenceSession
@@ -82,8 +82,6 @@ class Pretended:
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def disable_fallback(self) -> None: ...
-
     def get_providers(self) -> list[str]:
         return [CPU]
 
@@ -98,6 +96,14 @@ def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
+
+
+@pytest.fixture(autouse=True)
+def unknown_device() -> Iterator[None]:
+    """The device is queried anew in every test, and after the last one."""
+    cuda_problem.cache_clear()
+    yield
+    cuda_problem.cache_clear()
 
 
 # -- what is opened -------------------------------------------------------------------------------
@@ -148,12 +154,13 @@ def test_runs_of_a_batch(
     change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
     session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
     shapes: list[tuple[int, ...]] = []
+    run = session._session.run
 
-    def spy(given: Any, outputs: Any, feeds: dict[str, Any]) -> Any:
+    def spy(outputs: Any, feeds: dict[str, Any]) -> Any:
         shapes.append(feeds["input_ids"].shape)
-        return run_plain(given, outputs, feeds)
+        return run(outputs, feeds)
 
-    monkeypatch.setattr(session, "_compute", spy)
+    monkeypatch.setattr(session._session, "run", spy)
     session.run(packed)
     assert sizes == [batch for batch, _ in shapes]
     longest = [packed.layout.longest] if layout == "padded" else packed.lengths.tolist()
@@ -230,10 +237,13 @@ def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatc
     assert (CPU, None) == (session.provider, unused_gpu(session))
 
 
-def test_cpu_is_never_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for the CPU, nobody looks for a GPU."""
-    monkeypatch.setattr("service.session.cuda_problem", lambda: pytest.fail("asked for a GPU"))
+def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `provider = cpu` no GPU is queried, also where the runtime is a GPU build."""
+    monkeypatch.setattr("service.session.cuda_problem", lambda: pytest.fail("queried a GPU"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     assert CPU == find_provider("cpu")
+    session = open_session(opened, provider="cpu", options=ONE_THREAD)
+    assert "provider is cpu" == unused_gpu(session)
 
 
 def test_auto_with_a_gpu_that_does_not_work(
@@ -255,21 +265,149 @@ def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.M
         open_session(opened, provider="cuda", options=ONE_THREAD)
 
 
+# -- the device -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A GPU build with all its libraries, and a driver with an H100."""
+    driver = FakeDriver()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
+    monkeypatch.setattr(ort, "__version__", "1.31.1")
+    monkeypatch.setattr(ort, "cuda_version", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(ort, "InferenceSession", OnTheGpu)
+    return driver
+
+
+class OnTheGpu:
+    """A runtime's session of the trial graph that runs, as it reports, on the GPU."""
+
+    def __init__(
+        self, model: bytes, settings: Any, providers: list[Any], enable_fallback: int
+    ) -> None:
+        assert (TRIAL, 0) == (model, enable_fallback)
+        assert (1, CUDA) == (settings.intra_op_num_threads, providers[0][0])
+        self.session = RUNTIME_SESSION(model, settings, providers=[CPU])
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def run(self, outputs: Any, feeds: dict[str, Any]) -> Any:
+        return self.session.run(outputs, feeds)
+
+
+def refuse(*_: Any, enable_fallback: int = 1, **__: Any) -> Any:
+    """A session factory that fails; the runtime's own moves to the CPU unless that is disabled."""
+    assert not enable_fallback
+    raise RuntimeError("CUDA failure 46:\n all CUDA-capable devices are busy or unavailable")
+
+
+@pytest.mark.usefixtures("gpu_driver")
+def test_gpu_that_works() -> None:
+    """Driver, card and a trial run agree: CUDA is the provider, by default and by name."""
+    assert cuda_problem() is None
+    assert [CUDA, CUDA] == [find_provider("auto"), find_provider("cuda")]
+
+
+def test_trial_graph() -> None:
+    """The graph of the trial run is valid ONNX: a matrix product and an exponential."""
+    model = onnx.load_from_string(TRIAL)
+    onnx.checker.check_model(model, full_check=True)
+    assert ["MatMul", "Exp"] == [node.op_type for node in model.graph.node]
+    (value,) = open_graph(TRIAL, CPU, ONE_THREAD).run(None, {"x": np.full((1, 1), 2, "f4")})
+    np.testing.assert_allclose(value, [[np.exp(4)]], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("gpu_driver")
+def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no session can be made on the device, CUDA by name is refused and `auto` takes the CPU, with the reason."""
+    monkeypatch.setattr(ort, "InferenceSession", refuse)
+    reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
+    assert reason == cuda_problem()
+    assert CPU == find_provider("auto")
+    with pytest.raises(ProviderError, match=f"CUDA was asked for, but {reason}"):
+        find_provider("cuda")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"cuda": 12080},
+            "the NVIDIA driver supports CUDA 12.8, and onnxruntime-gpu 1.31.1 needs CUDA 13: install NVIDIA driver 580",
+        ),
+        (
+            {"name": b"NVIDIA B200", "capability": (10, 0)},
+            "NVIDIA B200 has compute capability 10.0, and onnxruntime-gpu 1.31.1 has code for 7.5, 8.0, ",
+        ),
+        ({"count": 0}, "the NVIDIA driver has no visible GPU"),
+        ({"failing": "cuInit"}, "the NVIDIA driver failed: cuInit returned 999, what failed"),
+    ],
+)
+def test_gpu_that_cannot_be_used(
+    facts: dict[str, Any], reason: str, gpu_driver: FakeDriver, opened: Bundle
+) -> None:
+    """An old driver, a card without code and a broken driver are named; `auto` serves on the CPU with the reason."""
+    vars(gpu_driver).update(facts)
+    with pytest.raises(ProviderError) as raised:
+        find_provider("cuda")
+    assert str(raised.value).startswith(f"CUDA was asked for, but {reason}")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
+        session = open_session(opened, options=ONE_THREAD)
+    assert CPU == session.provider
+    assert (unused_gpu(session) or "").startswith(reason)
+
+
+def test_device_is_queried_once(
+    gpu_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries are loaded and the driver is called once in a process, and what the runtime prints is dropped."""
+    loads: list[None] = []
+
+    def preload() -> None:
+        print("Failed to load libcublas.so.13")
+        loads.append(None)
+
+    monkeypatch.setattr(ort, "preload_dlls", preload)
+    assert [None] * 3 == [cuda_problem() for _ in range(3)]
+    assert (1, 1) == (len(loads), gpu_driver.calls["cuInit"])
+    assert ("", "") == tuple(capsys.readouterr())
+
+
+def test_threads_on_a_gpu(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session on CUDA has one thread, one on the CPU as many as it is given."""
+    threads: list[int] = []
+
+    def open_on(_: Any, settings: Any, providers: list[Any], **__: Any) -> Any:
+        threads.append(settings.intra_op_num_threads)
+        names = [one if isinstance(one, str) else one[0] for one in providers]
+        return SimpleNamespace(get_providers=lambda: names)
+
+    monkeypatch.setattr(ort, "InferenceSession", open_on)
+    for provider in (CUDA, CPU):
+        open_graph(gpu_bundle / "fp32.onnx", provider, SessionOptions(threads=8))
+    assert [1, 8] == threads
+
+
 # -- a GPU's graph --------------------------------------------------------------------------------
 
 
 class Emulated:
-    """A runtime's session on a GPU, of any graph: it computes on the CPU what was bound to it."""
+    """A runtime's session on a GPU, of any graph: it computes on the CPU."""
 
     opened: ClassVar[list[tuple[str, Any]]] = []  # each file with the provider's options
 
-    def __init__(self, path: str, _: object, providers: list[Any]) -> None:
+    def __init__(
+        self, path: str, _: object, providers: list[Any], enable_fallback: int = 1
+    ) -> None:
         from export.emulate import evaluator
 
+        assert not enable_fallback, "a session that fails on the GPU would move to the CPU"
         self.opened.append((Path(path).name, providers[0]))
         self.evaluator = evaluator(Path(path))
-
-    def disable_fallback(self) -> None: ...
 
     def get_providers(self) -> list[str]:
         return [CUDA, CPU]
@@ -283,33 +421,13 @@ class Emulated:
         named = zip(self.evaluator.output_names, types, strict=True)
         return [SimpleNamespace(name=name, type=kind) for name, kind in named]
 
-    def io_binding(self) -> "Binding":
-        return Binding({}, [])
-
-    def run_with_iobinding(self, binding: "Binding") -> None:
+    def run(self, outputs: list[str], feeds: dict[str, Any]) -> Any:
         kinds = dict(zip(self.evaluator.input_names, self.evaluator.input_types, strict=True))
-        assert kinds.keys() == binding.feeds.keys()
-        for name, value in binding.feeds.items():
+        assert kinds.keys() == feeds.keys()
+        for name, value in feeds.items():
             expected = onnx.helper.tensor_dtype_to_np_dtype(kinds[name].tensor_type.elem_type)
             assert expected == value.dtype, name
-        binding.found = self.evaluator.run(binding.names, binding.feeds)
-
-
-@dataclass
-class Binding:
-    feeds: dict[str, Any]
-    names: list[str]
-    found: Any = None
-
-    def bind_cpu_input(self, name: str, value: Any) -> None:
-        self.feeds[name] = value
-
-    def bind_output(self, name: str, device: str) -> None:
-        assert device == "cpu"
-        self.names.append(name)
-
-    def copy_outputs_to_cpu(self) -> Any:
-        return self.found
+        return self.evaluator.run(outputs, feeds)
 
 
 @pytest.fixture
@@ -412,26 +530,49 @@ def test_half_asked_for_on_a_cpu(
         )
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("precision", "change", "stores"),
+    [
+        ("fp16", {}, False),
+        ("fp16", {"attention_bias": True}, True),
+        ("fp16", {"attention_bias": None}, True),  # of a bundle from before the field
+        ("fp32", {}, True),
+    ],
+)
+def test_scores_that_attention_stores(
+    precision: str, change: dict[str, Any], stores: bool, gpu_bundle: Path
+) -> None:
+    """On a GPU only a packed graph for CUDA that states to have no attention bias stores no scores."""
+    opened = bundle.load(gpu_bundle)
+    (*_, graph) = [g for g in opened.manifest.graphs if g.precision == precision]
+    session = Session(opened, graph.model_copy(update=change), CUDA, ONE_THREAD)
+    assert stores is session.stores_scores
+
+
+def test_scores_on_a_cpu(opened: Bundle) -> None:
+    """On a CPU nothing is bounded by them."""
+    assert not open_session(opened, options=ONE_THREAD, provider="cpu").stores_scores
+
+
 def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
     """The slots of `token_offset` are made for a graph that takes them, and for no other."""
     fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
-    np.testing.assert_array_equal(packed.layout.token_offset(), fed)
+    np.testing.assert_array_equal(packed.layout.token_offset(8), fed)
+    assert 0 == fed.shape[1] % 8 < packed.layout.longest % 8
     assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
 
 
-def test_bound_is_plain(opened: Bundle, packed: Packed) -> None:
-    """Through IO binding a session gives exactly what it gives without, from several threads at once, too."""
-    path = opened.file(opened.manifest.graphs[0].file)
-    session = ort.InferenceSession(path, providers=[CPU])
-    inputs = {value.name for value in session.get_inputs()}
-    feeds = {n: v for n, v in packed_feeds(packed, inputs).items() if n in inputs}
-    outputs = [*opened.manifest.heads]
-    expected = run_plain(session, outputs, feeds)
+def test_concurrent_runs(opened: Bundle, packed: Packed) -> None:
+    """Several threads may run one session at once: each gets exactly the answers of a run without others."""
+    session = open_session(opened, options=ONE_THREAD, provider="cpu")
+    parts = [*packing.each(packed)]
+    expected = [session.run(part) for part in parts]
     with ThreadPoolExecutor(4) as threads:
-        runs = [threads.submit(run_bound, session, outputs, feeds) for _ in range(16)]
-    for run in runs:
-        for name, want, found in zip(outputs, expected, run.result(), strict=True):
-            np.testing.assert_array_equal(found, want, err_msg=name)
+        found = [*threads.map(session.run, 4 * parts)]
+    for want, got in zip(4 * expected, found, strict=True):
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
 @pytest.mark.gpu

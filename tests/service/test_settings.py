@@ -116,10 +116,34 @@ def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int])
 
 
 def test_slots_on_one_core_and_on_a_gpu() -> None:
-    """There is one, and nothing to choose."""
+    """One core has one slot. A GPU has two, so that one batch is prepared while the other one runs."""
     assert Settings().slots(on_cpu=True, cores=1) == (1, {1: 1})
-    assert Settings().slots(on_cpu=False, cores=8) == (1, {1: 8})
-    assert Settings(replicas=2).slots(on_cpu=False, cores=8) == (2, {1: 8})
+    assert Settings().slots(on_cpu=False, cores=8) == (2, {1: 8})
+    assert Settings(replicas=1).slots(on_cpu=False, cores=8) == (1, {1: 8})
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "cores", "workers"),
+    [
+        (None, False, 64, 1),
+        (None, True, 64, 4),
+        (None, True, 6, 3),
+        (None, True, 1, 1),
+        (2, True, 64, 2),
+        (0, True, 64, 0),
+    ],
+)
+def test_http_workers(given: int | None, on_gpu: bool, cores: int, workers: int) -> None:
+    """One on a CPU; on a GPU half of the cores, up to four; or as set."""
+    assert workers == Settings(http_workers=given).workers(on_gpu, cores)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "size"), [(None, True, 64), (None, False, 256), (9, False, 9)]
+)
+def test_sequences_of_a_batch(given: int | None, on_cpu: bool, size: int) -> None:
+    """64 on a CPU and 256 on a GPU, or as set."""
+    assert size == Settings(max_batch_size=given).batch_size(on_cpu)
 
 
 @pytest.mark.parametrize(
