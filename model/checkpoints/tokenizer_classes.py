@@ -129,6 +129,9 @@ def _camembert(parts: Parts) -> Tokenizer:
 
 def _albert(parts: Parts) -> Tokenizer:
     tokenizer = _words(parts, 1)
+    for name in ("cls_token", "sep_token"):
+        if tokenizer.token_to_id(parts.token(name)) is None:
+            raise ValueError(f"{name} {parts.token(name)!r} is not in the vocabulary")
     steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if not parts.switches.boolean("keep_accents", False):
         steps += [normalizers.NFKD(), normalizers.StripAccents()]

@@ -100,7 +100,7 @@ class TokenizerSettings:
         marked = {
             name: value
             for name, value in self.values.items()
-            if name not in NAMED and name.endswith("_token") and isinstance(value, AddedToken)
+            if name not in NAMED and name.endswith("_token") and isinstance(value, str | AddedToken)
         }
         return {**marked, **self.values.get("model_specific_special_tokens", {})}
 
@@ -157,7 +157,7 @@ def _put(settings: TokenizerSettings, name: str, value: Any, path: Path) -> None
 def _check(path: Path, values: Mapping[str, Any]) -> None:
     mapped = values.get("auto_map")
     if isinstance(mapped, dict):  # code for other parts of a model is of no interest here
-        values = {**values, "auto_map": mapped.get("AutoTokenizer")}
+        values = {**values, "auto_map": mapped.get("AutoTokenizer") or {}}
     TOKENIZER_CONFIG.check(path, values)
 
 

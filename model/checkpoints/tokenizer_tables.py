@@ -69,12 +69,12 @@ TOKENIZER_CONFIG = SettingsFile(
         _refused("truncation_side", ("right",), SIDE),
         _refused(
             "split_special_tokens",
-            (False, None),
+            (False,),
             "special tokens in a text are one token each; set false",
         ),
         _refused(
             "auto_map",
-            (None,),
+            ({},),
             "code in a checkpoint is not run; save the tokenizer with PreTrainedTokenizerFast",
         ),
         _refused(
