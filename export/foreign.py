@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from model.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
+from model.checkpoints.tokenizer_files import check_rows
+from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.family import SUFFIXES
 from model.names import CheckpointError
-from model.source import LONGEST, SENTENCE, read_modules, read_tokenizer, said_length
+from model.source import SENTENCE, read_modules, read_tokenizer, said_length
 from service.bundle import Head, cosine
 from service.encode import Encoding
 from service.packing import pack
@@ -104,10 +106,7 @@ def read_foreign(name: str | Path) -> Foreign:
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} does not say vocab_size")
-    if tokenizer.get_vocab_size() > rows:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {rows}"
-        )
+    check_rows(folder, tokenizer, rows)
     return Foreign(folder, graph, config, task, tokenizer, _length(folder, config))
 
 
@@ -139,7 +138,9 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
         config.get("max_position_embeddings"),
         config.get("n_positions"),
     )
-    return min((int(figure) for figure in figures if figure and 0 < figure < LONGEST), default=None)
+    return min(
+        (int(figure) for figure in figures if figure and 0 < figure < MAX_LENGTH), default=None
+    )
 
 
 # -- running ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import nn
 
 from model.bert import Bert
@@ -424,6 +425,7 @@ def _write(
     files: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
+    known = Tokenizer.from_file(str(tokenizer)).get_vocab()
     special_tokens = family_of(shape).special_tokens
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -438,7 +440,8 @@ def _write(
                 *(["token_type_ids"] if shape.type_vocab_size > 1 else []),
                 "attention_mask",
             ],
-            **{f"{kind}_token": token for kind, token in special_tokens.items()},
+            # A reader adds those without an id, and the model has no rows for them.
+            **{f"{kind}_token": token for kind, token in special_tokens.items() if token in known},
         },
         **(files or {}),
     }

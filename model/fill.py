@@ -12,6 +12,7 @@ from rich.text import Text
 
 from model import checkpoint
 from model.attention import Layout
+from model.checkpoints.tokenizer_files import read_tokenizer
 from model.families import family_of
 from model.heads import Pretraining
 from service import packing
@@ -36,11 +37,8 @@ def find_checkpoint(name: str | None) -> Path:
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """What cuts text for a checkpoint."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise checkpoint.CheckpointError(f"{path} is missing")
-    return Encoder.from_file(path, checkpoint.read_config(folder).max_length)
+    """Return the encoder of texts for a checkpoint. Raises CheckpointError for a tokenizer that is refused."""
+    return Encoder(read_tokenizer(folder), checkpoint.read_config(folder).max_length)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from model import checkpoint, config, corpus, optim, samples
 from model.bert import BERT
+from model.checkpoints.tokenizer_files import has_tokenizer
 from model.families import FAMILIES, family_of
 from model.family import Family
 from model.heads import make_pretraining
@@ -28,7 +29,7 @@ from model.matching import begin_matching
 from model.ranks import Ranks
 from model.run import Run, command
 from model.samples import Batch, Sampler, Samples, Specials
-from model.source import has_tokenizer, read_tokenizer
+from model.source import read_tokenizer
 from service.encode import load_tokenizer
 
 

@@ -24,11 +24,12 @@ from model.checkpoint import (
     read_pooling,
     read_weights,
 )
+from model.checkpoints import tokenizer_files
+from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
+from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
 from model.heads import Model, SentenceEmbedding
 from model.names import CheckpointError, from_hub
-from model.tokenizer import wordpiece
 from service.bundle import Head
-from service.encode import load_tokenizer
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
 ST = "sentence_transformers."
@@ -36,7 +37,6 @@ MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
 ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
 SENTENCE = "sentence_embedding"  # the pooled vector's name there
-LONGEST = 1_000_000  # tokenizer_config.json says "no limit" by absurdly large numbers
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ def read_source(name: str | Path) -> Source:
     folder = locate(name)
     model = _read_model(folder)
     tokenizer = read_tokenizer(folder)
-    rows = model.config.vocab_size
-    if tokenizer.get_vocab_size() > rows:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model {rows}"
-        )
+    check_rows(folder, tokenizer, model.config.vocab_size)
     return Source(folder, model, tokenizer, read_max_length(folder))
 
 
@@ -68,46 +64,16 @@ def _read_model(folder: Path) -> Model:
     return _cross_encoder(folder) if is_cross_encoder(folder) else _sentence_transformer(folder)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one for `read_tokenizer`."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-
-
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """`tokenizer.json`, or the WordPiece tokenizer that an older checkpoint's `vocab.txt` stands for."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return _old_tokenizer(folder)
-    try:
-        return _as_configured(load_tokenizer(path), folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-
-
-def tokenizer_file(folder: Path, output: Path) -> Path:
-    """A `tokenizer.json` that cuts as `read_tokenizer` does: the checkpoint's, or else one in `output`."""
-    path, tokenizer = folder / "tokenizer.json", read_tokenizer(folder)
-    if path.is_file() and tokenizer.to_str() == load_tokenizer(path).to_str():
-        return path
-    output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output / "tokenizer.json"))
-    return output / "tokenizer.json"
-
-
-def _as_configured(tokenizer: tokenizers.Tokenizer, folder: Path) -> tokenizers.Tokenizer:
-    """With the case that the checkpoint's configuration asks for: in other libraries it wins.
+    """Read a directory's tokenizer, as sentence-transformers uses it if it has that library's files.
 
     Raises CheckpointError for what is done to texts there and cannot be done here.
     """
-    config = _optional(folder / "tokenizer_config.json")
-    lowercase = config.get("do_lower_case", True) if _is_bert(config) else None
-    normalizer = tokenizer.normalizer
-    if isinstance(normalizer, normalizers.BertNormalizer) and lowercase is not None:
-        normalizer.lowercase = lowercase
-        tokenizer.normalizer = normalizer
+    tokenizer = tokenizer_files.read_tokenizer(folder)
     prompts = _optional(folder / "config_sentence_transformers.json")
     if (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")):
         raise CheckpointError(f"{folder}: cannot serve a default prompt before every text")
+    normalizer = tokenizer.normalizer
     if _optional(folder / "sentence_bert_config.json").get("do_lower_case") and not (
         isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase
     ):
@@ -115,21 +81,9 @@ def _as_configured(tokenizer: tokenizers.Tokenizer, folder: Path) -> tokenizers.
     return tokenizer
 
 
-def _is_bert(config: Mapping[str, Any]) -> bool:
-    return str(config.get("tokenizer_class", "")).startswith("BertTokenizer")
-
-
-def _old_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    if not (folder / "vocab.txt").is_file():
-        raise CheckpointError(f"{folder} has neither tokenizer.json nor vocab.txt")
-    config = _optional(folder / "tokenizer_config.json")
-    tokenizer = wordpiece(str(folder / "vocab.txt"))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
-    )
-    return tokenizer
+def tokenizer_file(folder: Path, output: Path) -> Path:
+    """Return a `tokenizer.json` that splits as `read_tokenizer` does: the checkpoint's, or one written to `output`."""
+    return write_tokenizer(folder, read_tokenizer(folder), output)
 
 
 def read_max_length(folder: Path) -> int:
@@ -143,8 +97,8 @@ def said_length(folder: Path) -> int | None:
     """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
     said = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
     if said is None:
-        said = _optional(folder / "tokenizer_config.json").get("model_max_length")
-    return None if said is None or said > LONGEST else int(said)
+        return read_model_max_length(folder)
+    return None if said > MAX_LENGTH else int(said)
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -93,13 +93,6 @@ def _with_pieces(
     return tokenizer
 
 
-def wordpiece(vocabulary: str, lowercase: bool = True) -> tokenizers.Tokenizer:
-    """The tokenizer that an older checkpoint's `vocab.txt` stands for: one token a line, in order of their ids."""
-    tokenizer = _with_pieces(models.WordPiece.read_file(vocabulary), BERT, lowercase)
-    _frame(tokenizer, BERT)
-    return tokenizer
-
-
 def _specials(family: Family) -> list[str]:
     return list(dict.fromkeys(family.special_tokens.values()))
 

@@ -8,10 +8,13 @@ Each file has one `SettingsFile`. A setting that is in no table is unknown to th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from model.names import CheckpointError
+
+LONGEST_SHOWN = 80  # characters of a value in a message
 
 
 class Handling(StrEnum):
@@ -28,8 +31,9 @@ class Handling(StrEnum):
 class Setting:
     """One setting of a file.
 
+    name: or a pattern of names, such as `*_token`
     harmless: for REFUSED, the values with which the reference library computes what Quartet computes
-    note: for readers of the table in the docs
+    note: for readers of the table in the docs and, for REFUSED, of the message: the reason, and what to do
     """
 
     name: str
@@ -55,12 +59,21 @@ class SettingsFile:
             if not any(_is_same(value, harmless) for harmless in setting.harmless):
                 reason = f" ({setting.note})" if setting.note else ""
                 raise CheckpointError(
-                    f"{path}: {setting.name} = {value!r} is not supported{reason}"
+                    f"{path}: {setting.name} = {shown(value)} is not supported{reason}"
                 )
 
     def unknown_settings(self, document: Mapping[str, Any]) -> list[str]:
         """Return the names in a file's content that are in no table, sorted."""
-        return sorted(document.keys() - {setting.name for setting in self.settings})
+        patterns = [setting.name for setting in self.settings]
+        return sorted(
+            name for name in document if not any(fnmatchcase(name, known) for known in patterns)
+        )
+
+
+def shown(value: Any) -> str:
+    """Return a value for a one-line message, shortened."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "embedding": "LookupModel",
 }
 LABELS = {"0": "sea", "1": "sky", "2": "trade"}
+AS_SAVED = {"tokenizer_class": "PreTrainedTokenizerFast"}
 Spoil = Callable[[Path], object]
 
 
@@ -51,6 +52,7 @@ def folder(tmp_path: Path) -> Path:
     """A directory of everything but a graph."""
     (tmp_path / "given").mkdir()
     TOKENIZER.save(str(tmp_path / "given" / "tokenizer.json"))
+    write_json(tmp_path / "given" / "tokenizer_config.json", AS_SAVED)
     return tmp_path / "given"
 
 
@@ -235,10 +237,10 @@ def test_places(place: str, folder: Path, out: Path) -> None:
 
 def test_the_longest_input(folder: Path, out: Path, tmp_path: Path) -> None:
     """The least of what is said of it; less by --max-length; by that alone where nothing is said."""
-    write_json(folder / "tokenizer_config.json", {"model_max_length": 32})
+    write_json(folder / "tokenizer_config.json", {**AS_SAVED, "model_max_length": 32})
     assert 32 == export(write(folder, "ner"), out).manifest.max_length
     assert 16 == export(folder, tmp_path / "b", "--max-length", "16").manifest.max_length
-    write_json(folder / "tokenizer_config.json", {"model_max_length": 10**30})
+    write_json(folder / "tokenizer_config.json", {**AS_SAVED, "model_max_length": 10**30})
     write(folder, "ner", max_position_embeddings=None)
     assert 40 == export(folder, tmp_path / "c", "--max-length", "40").manifest.max_length
 

@@ -472,13 +472,18 @@ def test_vocabulary_file_beside_weights(encoder: Path) -> None:
     names = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).get_vocab()
     (encoder / "vocab.txt").write_text("\n".join(sorted(names, key=names.__getitem__)) + "\n")
     (encoder / "tokenizer.json").unlink()
+    (encoder / "tokenizer_config.json").unlink()  # which names a class that reads no vocab.txt
     assert names == read_source(encoder).tokenizer.get_vocab()
 
 
 REFUSED_TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "no tokenizer": (lambda f: None, "has neither tokenizer.json nor vocab.txt"),
-    "broken tokenizer": (
+    "no JSON": (
         lambda f: (f / "tokenizer.json").write_text("{"),
+        "tokenizer.json is not JSON: ",
+    ),
+    "broken tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
         "tokenizer.json cannot be read: ",
     ),
     "more tokens than the model": (
@@ -493,6 +498,7 @@ def test_refused_tokenizers(case: str, encoder: Path) -> None:
     """A tokenizer that is not there, not readable or not the model's is refused by its file."""
     spoil, reason = REFUSED_TOKENIZERS[case]
     (encoder / "tokenizer.json").unlink()
+    (encoder / "tokenizer_config.json").unlink()
     spoil(encoder)
     with pytest.raises(CheckpointError) as caught:
         read_source(encoder)

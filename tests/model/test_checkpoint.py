@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model import checkpoint, names
 from model.bert import BERT, Bert
+from model.checkpoints.tokenizer_files import read_tokenizer
 from model.heads import Model, Pretraining
 from model.names import CheckpointError
 from service import packing
@@ -187,6 +188,19 @@ class TestWhatWeSave:
             assert [one.input_ids.tolist() for one in found] == expected["input_ids"]
             assert [one.token_type_ids.tolist() for one in found] == expected["token_type_ids"]
         assert (peer.mask_token_id, peer.pad_token_id, peer.model_max_length) == (4, 0, 64)
+
+    def test_tokenizer_with_other_special_tokens(
+        self, tmp_path: Path, tokenizer_file: Path
+    ) -> None:
+        """A tokenizer without the family's usual special tokens gets no further tokens, here and there."""
+        text = tokenizer_file.read_text(encoding="utf-8").replace("[MASK]", "<mask>")
+        other = tmp_path / "other.json"
+        other.write_text(text, encoding="utf-8")
+        checkpoint.save_encoder(tmp_path / "saved", Bert(shape()), other)
+        expected = Tokenizer.from_file(str(other)).get_vocab()
+        assert expected == read_tokenizer(tmp_path / "saved").get_vocab()
+        peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+        assert expected == peer.get_vocab()
 
     @torch.no_grad()
     def test_pairs_end_to_end(self, tmp_path: Path, tokenizer_file: Path) -> None:

@@ -178,4 +178,4 @@ def test_no_masked_lm(
 
     checkpoint.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
     (tmp_path / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing" in refusal(monkeypatch, capsys, *arguments)
+    assert "needs tokenizer.json, which is missing" in refusal(monkeypatch, capsys, *arguments)

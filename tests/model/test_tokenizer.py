@@ -132,22 +132,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert again.padding is None
 
 
-def test_vocabulary_file(minilm: Path) -> None:
-    """An older checkpoint's `vocab.txt` cuts as the `tokenizer.json` beside it does."""
-    theirs = Tokenizer.from_file(str(minilm / "tokenizer.json"))
-    theirs.no_truncation()
-    theirs.no_padding()
-    texts = ["It's Ünaffable, 漢字 & 😀.", "[CLS] the [MASK]", "", "x" * 200]
-    pairs = list(zip(texts, texts[::-1], strict=True))
-
-    ours = tokenizer.wordpiece(str(minilm / "vocab.txt"))
-
-    for inputs in (texts, pairs):
-        found, expected = ours.encode_batch(inputs), theirs.encode_batch(inputs)
-        assert [e.ids for e in found] == [e.ids for e in expected]
-        assert [e.type_ids for e in found] == [e.type_ids for e in expected]
-
-
 @pytest.mark.parametrize(("flags", "cased"), [([], False), (["--cased"], True)])
 def test_command(
     monkeypatch: pytest.MonkeyPatch,

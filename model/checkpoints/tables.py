@@ -1,0 +1,56 @@
+"""All settings of checkpoints that are read: `python -m model.checkpoints.tables [--write FILE]`.
+
+The table goes to standard output or, with --write, between the two marks of a Markdown file.
+"""
+
+import argparse
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from model.checkpoints.settings_table import SettingsFile, render_table
+from model.checkpoints.tokenizer_tables import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+)
+
+TABLES: tuple[SettingsFile, ...] = (
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
+)
+MARKS = "<!-- settings: begin -->", "<!-- settings: end -->"
+
+
+def versions() -> Mapping[str, str]:
+    """Return the installed version of each reference library. Raises PackageNotFoundError."""
+    return {name: version(name) for name in sorted({file.reference for file in TABLES})}
+
+
+def insert(text: str, table: str) -> str:
+    """Return a Markdown text with this table between the marks. Raises ValueError unless each mark occurs once."""
+    for mark in MARKS:
+        if text.count(mark) != 1:
+            raise ValueError(f"{mark} occurs {text.count(mark)} times, not once")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m model.checkpoints.tables", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a Markdown file with the marks")
+    arguments = parser.parse_args()
+    table = render_table(TABLES, versions())
+    if arguments.write is None:
+        print(table)
+        return
+    text = arguments.write.read_text(encoding="utf-8")
+    arguments.write.write_text(insert(text, table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

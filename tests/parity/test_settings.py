@@ -1,0 +1,767 @@
+"""Every setting of a checkpoint's files has the meaning that it has in the library that defines it, or is refused."""
+
+import inspect
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers.models.auto import tokenization_auto
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from model.checkpoints import tables, tokenizer_classes
+from model.checkpoints.settings_table import Handling, Setting, SettingsFile, render_table
+from model.checkpoints.tokenizer_files import read_tokenizer
+from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
+from model.checkpoints.tokenizer_tables import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+)
+from model.names import CheckpointError
+from service.encode import Encoder
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """How the settings of one file are tried.
+
+    values: the values to try of a setting, each with the base directory that it is written to
+    write: put one value into a copy of the base directory
+    agree: assert that the directory is read as the library reads it, or refused where the library fails
+    read: read the directory; raises CheckpointError where it is refused
+    """
+
+    values: Callable[[Setting], Iterable[tuple[Path, Any]]]
+    write: Callable[[Path, str, Any], None]
+    agree: Callable[[Path], None]
+    read: Callable[[Path], object]
+
+
+GENERATORS: dict[str, Callable[[Path], Generator]] = {}  # by file; each is made once, for a folder
+
+
+@pytest.fixture(scope="module")
+def generators(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Generator]:
+    return {name: make(tmp_path_factory.mktemp("base")) for name, make in GENERATORS.items()}
+
+
+@pytest.mark.parametrize(
+    ("file", "setting"),
+    [
+        pytest.param(file, setting, id=f"{file.file}-{setting.name}")
+        for file in tables.TABLES
+        for setting in file.settings
+    ],
+)
+def test_setting(
+    file: SettingsFile, setting: Setting, generators: Mapping[str, Generator], tmp_path: Path
+) -> None:
+    """A setting is honored, has no effect, or is refused with file, name and value, as the table says."""
+    generator = generators[file.file]
+    tried = 0
+    for base, value in generator.values(setting):
+        folder = shutil.copytree(base, tmp_path / str(tried))
+        generator.write(folder, setting.name, value)
+        tried += 1
+        if is_refused(setting, value):
+            with pytest.raises(CheckpointError) as caught:
+                generator.read(folder)
+            assert_message(str(caught.value), folder, file.file, setting.name)
+        else:
+            generator.agree(folder)
+    assert tried
+
+
+def is_refused(setting: Setting, value: Any) -> bool:
+    """Whether the table refuses a value; of `auto_map`, only code of a tokenizer counts."""
+    if setting.name == "auto_map":
+        return "AutoTokenizer" in value
+    return setting.handling is Handling.REFUSED and value not in setting.harmless
+
+
+def assert_message(message: str, *parts: object) -> None:
+    """One line that names these parts."""
+    assert "\n" not in message
+    assert not [part for part in map(str, parts) if part not in message]
+
+
+def write_json(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def change_json(path: Path, change: Callable[[Document], object]) -> None:
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    change(document)
+    write_json(path, document)
+
+
+def test_documented() -> None:
+    """docs/compat.md has the tables of the code."""
+    path = Path(__file__).parents[2] / "docs/compat.md"
+    text = path.read_text(encoding="utf-8")
+    table = render_table(tables.TABLES, tables.versions())
+    assert tables.insert(text, table) == text, (
+        "run python -m model.checkpoints.tables --write docs/compat.md"
+    )
+
+
+# -- tokenizers -----------------------------------------------------------------------------------
+
+
+TEXTS = [
+    "The CAT sat on a Café, naïve café.",
+    "中文 is 中文字",
+    "[CLS] cat [SEP]<s>cat </s> <mask> [MASK]cat <unk> [UNK] <pad>",
+    "new1 xnew1y  new1. NEW1 new2 cat new2cat new3",
+    "  leading  blanks\tand\nlines ",
+    "''quoted`` \"text\" can't",
+    "e\u0301 ﬁ ① ☃ \U0001f600",
+    "",
+    "a",
+]
+WORDS = [
+    "cat",
+    "café",
+    "Café",
+    "cafe",
+    "CAT",
+    "naïve",
+    "the",
+    "The",
+    "中文",
+    "中",
+    "文",
+    "new",
+    "a",
+]
+LINES = [*(text for text in TEXTS if "new1" not in text), *(f" {word}" for word in WORDS)] * 4
+MODEL_TYPES = {  # a model type of each class
+    "BertTokenizer": "bert",
+    "DistilBertTokenizer": "distilbert",
+    "MPNetTokenizer": "mpnet",
+    "RobertaTokenizer": "roberta",
+    "DebertaTokenizer": "deberta",
+    "XLMRobertaTokenizer": "xlm-roberta",
+    "CamembertTokenizer": "camembert",
+    "AlbertTokenizer": "albert",
+    "DebertaV2Tokenizer": "deberta-v2",
+}
+
+
+def make_wordpiece(special: list[str]) -> Tokenizer:
+    letters = sorted({letter for text in [*TEXTS, *WORDS] for letter in text if letter.strip()})
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *WORDS]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def make_byte_level(special: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    return tokenizer
+
+
+def make_unigram(special: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    unknown = next(token for token in special if "unk" in token.lower())
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=special, unk_token=unknown, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    return tokenizer
+
+
+def make_base(folder: Path, name: str) -> Path:
+    """Write a directory that transformers reads with a class, by its model type alone."""
+    kind = tokenizer_classes.CLASSES[name]
+    special = [*dict.fromkeys([*kind.named.values(), *kind.extra])]
+    if name == "XLMRobertaTokenizer":  # whose unknown token is the fourth
+        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    if name == "AlbertTokenizer":  # the second
+        special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+    makers = {"WordPiece": make_wordpiece, "BPE": make_byte_level, "Unigram": make_unigram}
+    tokenizer = makers[kind.model](special)
+    tokenizer.add_special_tokens(special)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "config.json", {"model_type": MODEL_TYPES[name]})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": name})
+    return folder
+
+
+def make_older(folder: Path, base: Path, name: str) -> Path:
+    """Copy a directory with older files instead of `tokenizer.json`."""
+    shutil.copytree(base, folder)
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokenizer.model.save(str(folder))
+    (folder / "tokenizer.json").unlink()
+    assert {*tokenizer_classes.CLASSES[name].files} < {path.name for path in folder.iterdir()}
+    return folder
+
+
+def make_saved(folder: Path, base: Path) -> Path:
+    """Copy a directory whose `tokenizer.json` is read as it is."""
+    shutil.copytree(base, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base).backend_tokenizer
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "cls_token": "[CLS]", "pad_token": "[PAD]"},
+    )
+    return folder
+
+
+def make_bases(folder: Path) -> dict[str, Path]:
+    """Write a directory for each class, with each kind of files."""
+    bases = {name: make_base(folder / name, name) for name in tokenizer_classes.CLASSES}
+    for name, kind in tokenizer_classes.CLASSES.items():
+        if kind.files:
+            bases[f"{name}, older"] = make_older(folder / f"{name}-older", bases[name], name)
+    bases["as saved"] = make_saved(folder / "saved", bases["BertTokenizer"])
+    return bases
+
+
+def agree(folder: Path) -> None:
+    """Assert equal ids and token types, of texts and pairs, and the same length limit."""
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception:  # of any kind
+        with pytest.raises(CheckpointError) as caught:
+            read_tokenizer(folder)
+        assert_message(str(caught.value), folder)
+        return
+    ours = read_tokenizer(folder)
+    segments = "token_type_ids" in theirs.model_input_names
+    limit = theirs.model_max_length
+    assert (limit if limit <= MAX_LENGTH else None) == read_model_max_length(folder)
+    rows = [*TEXTS, *zip(TEXTS, TEXTS[::-1], strict=True)]
+    rows = [row for row in rows if isinstance(row, str) or all(row)]
+    found = ours.encode_batch(rows)
+    for row, encoding in zip(rows, found, strict=True):
+        pair = (row,) if isinstance(row, str) else row
+        expected = theirs(*pair, return_offsets_mapping=True)
+        types = expected["token_type_ids"] if segments else [0] * len(encoding.ids)
+        assert expected["input_ids"] == encoding.ids, row
+        assert types == encoding.type_ids, row
+        assert expected["offset_mapping"] == encoding.offsets, row
+    encoder = Encoder(ours, 64)
+    for text, encoded in zip(TEXTS, encoder.texts(TEXTS), strict=True):
+        assert (
+            theirs(text)["input_ids"][:64] == encoded.windows[0].input_ids.tolist()
+            or encoded.truncated
+        )
+
+
+def token(content: str, **flags: bool) -> Document:
+    return {"__type": "AddedToken", "content": content, **flags}
+
+
+BOOLEANS = (True, False)
+NEW = [token("new1", lstrip=True, rstrip=True), token("new2", single_word=True, special=True)]
+CONFIG_VALUES: dict[str, tuple[Any, ...]] = {
+    "do_lower_case": BOOLEANS,
+    "strip_accents": (*BOOLEANS, None),
+    "tokenize_chinese_chars": BOOLEANS,
+    "keep_accents": BOOLEANS,
+    "split_by_punct": BOOLEANS,
+    "add_prefix_space": BOOLEANS,
+    "trim_offsets": BOOLEANS,
+    "unk_id": (1, 2),
+    **{
+        name: ("cat", "new1", token("new2", lstrip=True, normalized=True), token("cat"))
+        for name in tokenizer_classes.ANGLES
+    },
+    "*_token": ("new1", token("new1", rstrip=True)),
+    "extra_special_tokens": ([], ["new1", "cat"], NEW, {"image_token": "new1"}, {}),
+    "additional_special_tokens": ([], ["new1", "cat"], NEW),
+    "model_specific_special_tokens": ({"image_token": "new1", "x": token("new2")},),
+    "model_input_names": (
+        ["input_ids", "attention_mask"],
+        ["input_ids", "token_type_ids", "attention_mask"],
+    ),
+    "model_max_length": (16, 10**30, 1e30, None),
+    "max_len": (16, None),
+    "truncation_side": ("right", "left"),
+    "padding_side": ("right", "left"),
+    "split_special_tokens": BOOLEANS,
+    "auto_map": ({}, {"AutoTokenizer": ["code.Tokenizer", None]}, {"AutoModel": "code.Model"}),
+    "fast_tokenizer_files": ([], ["tokenizer.json"], ["tokenizer.json", "tokenizer.4.0.json"]),
+    "init_inputs": ([], ["vocab.txt"]),
+    "fix_mistral_regex": (*BOOLEANS, None),
+    "chat_template": ("{{ x }}",),
+    "chat_control_tokens": (["x"],),
+    "processor_class": ("BertProcessor",),
+    "files_loaded": ([],),
+}
+FLAGS = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": False}
+
+
+def next_id(base: Path) -> int:
+    return len(transformers.AutoTokenizer.from_pretrained(base))
+
+
+def tokenizer_generator(
+    folder: Path,
+    values: Callable[[Setting, Path], Iterable[Any]],
+    write: Callable[[Path, str, Any], None],
+) -> Generator:
+    """Try honored settings on all base directories, and others on a few."""
+    bases = make_bases(folder)
+    few = [bases["BertTokenizer"], bases["RobertaTokenizer"], bases["as saved"]]
+
+    def each(setting: Setting) -> Iterable[tuple[Path, Any]]:
+        wide = setting.handling is Handling.HONORED
+        for base in bases.values() if wide else few:
+            for value in values(setting, base):
+                yield base, value
+
+    return Generator(each, write, agree, read_tokenizer)
+
+
+def config_values(setting: Setting, base: Path) -> Iterable[Any]:
+    if setting.name == "tokenizer_class":
+        declared = json.loads((base / "tokenizer_config.json").read_text())["tokenizer_class"]
+        stem = declared.removesuffix("Fast")
+        return (stem, f"{stem}Fast")
+    if setting.name == "added_tokens_decoder":
+        backend = transformers.AutoTokenizer.from_pretrained(base).backend_tokenizer
+        first, cat = next_id(base), backend.token_to_id("cat")
+        new = {str(first): {"content": "new1", **FLAGS, "special": True}}
+        plain = {
+            str(first): {"content": "new1", **FLAGS},
+            str(first + 1): {"content": "new3", "normalized": True},
+        }
+        known = {str(cat): {"content": "cat", **FLAGS}} if cat else {}
+        return ({}, new, plain, known)
+    if setting.name == "unk_token":  # WordPiece fails there on a text with a token without an id
+        return ("cat", token("cat"))
+    if setting.handling is Handling.HONORED:
+        return CONFIG_VALUES[setting.name]
+    return CONFIG_VALUES.get(setting.name, (None, "some text", 5, True))
+
+
+def write_config(folder: Path, name: str, value: Any) -> None:
+    name = name.replace("*", "image")
+    change_json(folder / "tokenizer_config.json", lambda document: document.update({name: value}))
+
+
+def map_values(setting: Setting, base: Path) -> Iterable[Any]:
+    if setting.name == "extra_special_tokens":
+        return (["new1", {"content": "new2", **FLAGS}], {"image_token": "new1"})
+    if setting.name == "additional_special_tokens":
+        return (["new1", "cat"],)
+    if setting.name == "unk_token":
+        return ("cat", {"content": "cat", **FLAGS})
+    return ("cat", "new1", {"content": "new2", **FLAGS})
+
+
+def write_map(folder: Path, name: str, value: Any) -> None:
+    write_json(folder / "special_tokens_map.json", {name.replace("*", "image"): value})
+
+
+def added_values(setting: Setting, base: Path) -> Iterable[Any]:
+    first = next_id(base)
+    return ({"new1": first, "New2": first + 1}, {"[X]": first})
+
+
+def write_added(folder: Path, name: str, value: Any) -> None:
+    write_json(folder / "added_tokens.json", value)
+
+
+Change = Callable[[Document], object]
+
+
+def saved_values(setting: Setting, base: Path) -> Iterable[Any]:
+    """Return changes of one part of `tokenizer.json`, or directions of truncation."""
+    if not (base / "tokenizer.json").is_file():
+        return ()
+    first = next_id(base)
+    entry = {"id": first, "content": "new1", "special": True, **FLAGS}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "[X]", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 1}},
+        ],
+        "pair": [
+            {"SpecialToken": {"id": "[X]", "type_id": 1}},
+            {"Sequence": {"id": "A", "type_id": 1}},
+            {"Sequence": {"id": "B", "type_id": 0}},
+        ],
+        "special_tokens": {"[X]": {"id": "[X]", "ids": [2], "tokens": ["[X]"]}},
+    }
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "cat",
+    }
+    parts: dict[str, tuple[Any, ...]] = {
+        "model": (),
+        "added_tokens": (),
+        "normalizer": (None, {"type": "Lowercase"}),
+        "pre_tokenizer": ({"type": "WhitespaceSplit"},),
+        "post_processor": (
+            template,
+            {"type": "BertProcessing", "sep": ["[X]", 2], "cls": ["[Y]", 3]},
+        ),
+        "padding": (None, padding),
+        "decoder": (None, {"type": "Fuse"}),
+        "version": ("1.0",),
+    }
+    name = setting.name
+    if name == "truncation.direction":
+        return ("right", "left")
+    changes: list[Any] = [
+        lambda document, value=value: document.update({name: value})
+        for value in parts[setting.name]
+    ]
+    if name == "added_tokens":
+        changes = [lambda document: document["added_tokens"].append(entry)]
+    if name == "model":
+        changes = [lambda document: document["model"].pop("type")]
+        if "WordPiece" in (base / "tokenizer.json").read_text():
+            changes.append(lambda document: document["model"].update(max_input_chars_per_word=3))
+    return changes
+
+
+def write_saved(folder: Path, name: str, value: Any) -> None:
+    truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    if name == "truncation.direction":
+        truncation["direction"] = value.title()
+        change_json(
+            folder / "tokenizer.json", lambda document: document.update(truncation=truncation)
+        )
+    else:
+        change_json(folder / "tokenizer.json", value)
+
+
+GENERATORS |= {
+    TOKENIZER_CONFIG.file: lambda folder: tokenizer_generator(folder, config_values, write_config),
+    SPECIAL_TOKENS_MAP.file: lambda folder: tokenizer_generator(folder, map_values, write_map),
+    ADDED_TOKENS.file: lambda folder: tokenizer_generator(folder, added_values, write_added),
+    TOKENIZER_JSON.file: lambda folder: tokenizer_generator(folder, saved_values, write_saved),
+}
+
+
+# What transformers' own code gives to these functions; no file does.
+CALLS = {
+    *("_commit_hash", "_from_auto", "_from_pipeline", "args", "cache_dir", "code_revision"),
+    *("config", "kwargs", "mistral_format", "proxies", "revision", "self", "subfolder", "token"),
+    *("tokenizer_type", "trust_remote_code", "type", "normalizers"),
+}
+READS = re.compile(
+    r'(?:kwargs|config)(?:\.(?:pop|get|setdefault)\(|\[)"(\w+)"'
+    r'|"(\w+)" (?:not )?in (?:\w+_)?(?:kwargs|config)'
+)
+
+
+def test_all_that_transformers_reads() -> None:
+    """Every setting that transformers' code reads of a tokenizer is in the table."""
+    names = {"tokenizer_class"}
+    for name in tokenizer_classes.CLASSES:
+        names |= {*inspect.signature(getattr(transformers, name).__init__).parameters}
+    backend = transformers.PreTrainedTokenizerFast
+    for function in (
+        PreTrainedTokenizerBase.__init__,
+        PreTrainedTokenizerBase._from_pretrained,
+        PreTrainedTokenizerBase.from_pretrained,
+        backend.__init__,
+        backend.convert_to_native_format,
+        tokenization_auto.AutoTokenizer.from_pretrained,
+    ):
+        found = {one or other for one, other in READS.findall(inspect.getsource(function))}
+        assert found
+        names |= found
+    names |= {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
+    assert [] == TOKENIZER_CONFIG.unknown_settings(dict.fromkeys(names - CALLS))
+
+
+def reference_class(name: str) -> Any:
+    return tokenization_auto.tokenizer_class_from_name(name)
+
+
+@pytest.mark.parametrize("name", tokenizer_classes.CLASSES)
+def test_defaults_of_classes(name: str) -> None:
+    """A class has the special tokens, token types and files that it has in transformers."""
+    kind, reference = tokenizer_classes.CLASSES[name], reference_class(name)
+    source = transformers.BertTokenizer if name == "DistilBertTokenizer" else reference
+    defaults = {
+        key: parameter.default
+        for key, parameter in inspect.signature(source.__init__).parameters.items()
+        if key.endswith("_token")
+    }
+    assert defaults == {**kind.named}
+    assert ("token_type_ids" in reference.model_input_names) == kind.segments
+    files = {file for key, file in reference.vocab_files_names.items() if key != "tokenizer_file"}
+    assert {*kind.files} == (files if kind.files else set())
+    assert kind.files or all(file.endswith(".model") for file in files)
+
+
+def test_names_of_classes() -> None:
+    """Names, with and without "Fast", and model types mean the classes that they mean in transformers."""
+    backend = transformers.PreTrainedTokenizerFast
+    for name in [*tokenizer_classes.CLASSES, *tokenizer_classes.ALIASES]:
+        for spelled in (name, name if name == "TokenizersBackend" else f"{name}Fast"):
+            if name.startswith("PreTrained"):
+                continue  # AutoTokenizer replaces the Python class
+            expected = reference_class(spelled)
+            found = tokenizer_classes.canonical(spelled)
+            ours = backend if found == tokenizer_classes.AS_SAVED else reference_class(found)
+            assert expected is ours or expected.__init__ is ours.__init__, spelled
+    for model_type, name in tokenizer_classes.MODEL_TYPES.items():
+        expected = reference_class(tokenization_auto.TOKENIZER_MAPPING_NAMES[model_type])
+        ours = backend if name == tokenizer_classes.AS_SAVED else reference_class(name)
+        assert expected is ours or expected.__init__ is ours.__init__, model_type
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "deberta-v2", "unheard-of"])
+@pytest.mark.parametrize(
+    "name", ["PreTrainedTokenizerFast", "TokenizersBackend", "BertTokenizer", "MPNetTokenizer"]
+)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_declared_class(
+    file: str, name: str, model_type: str, bases: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Either file can declare the class; a ModernBERT's tokenizer.json is read as it is, whatever they declare."""
+    folder = shutil.copytree(bases["as saved"], tmp_path / "given")
+    (folder / "tokenizer_config.json").unlink()
+    change_json(folder / "tokenizer.json", lambda document: document.update(normalizer=None))
+    write_json(folder / "config.json", {"model_type": model_type})
+    change_json(folder / file, lambda document: document.update(tokenizer_class=name))
+    if file == "config.json" and model_type == "unheard-of":
+        assert read_tokenizer(
+            folder
+        )  # transformers does not read the file of a model it does not know
+    else:
+        agree(folder)
+
+
+def test_one_token_type(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    """A model with one token type gets type 0 for both texts of a pair."""
+    folder = shutil.copytree(bases["BertTokenizer"], tmp_path / "given")
+    assert {0, 1} == {*read_tokenizer(folder).encode("a", "cat").type_ids}
+    change_json(folder / "config.json", lambda document: document.update(type_vocab_size=1))
+    assert {0} == {*read_tokenizer(folder).encode("a", "cat").type_ids}
+
+
+def spoil_config(**values: Any) -> Callable[[Path], object]:
+    return lambda folder: change_json(
+        folder / "tokenizer_config.json", lambda document: document.update(values)
+    )
+
+
+def spoil_saved(**values: Any) -> Callable[[Path], object]:
+    return lambda folder: change_json(
+        folder / "tokenizer.json", lambda document: document.update(values)
+    )
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
+    "another class": (
+        "BertTokenizer",
+        spoil_config(tokenizer_class="BertJapaneseTokenizer"),
+        ("tokenizer_config.json", "tokenizer_class = 'BertJapaneseTokenizer'"),
+    ),
+    "no class": (
+        "BertTokenizer",
+        lambda folder: [
+            (folder / "tokenizer_config.json").unlink(),
+            write_json(folder / "config.json", {"model_type": "funnel"}),
+        ],
+        ("tokenizer_class is missing", "'funnel'", "PreTrainedTokenizerFast"),
+    ),
+    "SentencePiece": ("XLMRobertaTokenizer", remove("tokenizer.json"), ("save_pretrained",)),
+    "SentencePiece next to words": (
+        "BertTokenizer, older",
+        lambda folder: (folder / "tokenizer.model").write_text(""),
+        ("tokenizer.model", "save_pretrained"),
+    ),
+    "no merges": ("RobertaTokenizer, older", remove("merges.txt"), ("vocab.json with merges.txt",)),
+    "another model": (
+        "BertTokenizer",
+        spoil_config(tokenizer_class="RobertaTokenizer"),
+        ("tokenizer.json: model.type = 'WordPiece'", "RobertaTokenizer reads BPE"),
+    ),
+    "no special tokens": (
+        "as saved",
+        spoil_saved(post_processor=None),
+        ("tokenizer.json: post_processor",),
+    ),
+    "another id": (
+        "BertTokenizer",
+        lambda folder: write_json(folder / "added_tokens.json", {"new1": 999}),
+        ("added_tokens.json: token 'new1' has id 999",),
+    ),
+    "no name of its own": (
+        "BertTokenizer",
+        spoil_config(extra_special_tokens={"cls_token": "cat"}),
+        ("tokenizer_config.json: 'cls_token' = 'cat'",),
+    ),
+    "a setting among special tokens": (
+        "BertTokenizer",
+        lambda folder: write_json(folder / "special_tokens_map.json", {"do_lower_case": False}),
+        ("special_tokens_map.json: 'do_lower_case' is not a special token",),
+    ),
+    "no token": (
+        "BertTokenizer",
+        spoil_config(sep_token=None),
+        ("tokenizer_config.json: sep_token = None", "BertTokenizer needs"),
+    ),
+    "text for a switch": (
+        "BertTokenizer",
+        spoil_config(do_lower_case="false"),
+        ("tokenizer_config.json: do_lower_case = 'false' is not true or false",),
+    ),
+    "no object": (
+        "BertTokenizer",
+        lambda folder: write_json(folder / "tokenizer_config.json", [1]),
+        ("tokenizer_config.json: [1] is not a JSON object",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_tokenizer(case: str, bases: Mapping[str, Path], tmp_path: Path) -> None:
+    """What would be split otherwise is refused by file, setting and value, in one line."""
+    base, spoil, parts = REFUSED[case]
+    folder = shutil.copytree(bases[base], tmp_path / "given")
+    spoil(folder)
+    with pytest.raises(CheckpointError) as caught:
+        read_tokenizer(folder)
+    assert_message(str(caught.value), folder, *parts)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(64, 64), (64.0, 64), (10**30, None), (1e30, None), (float("inf"), None), (None, None)],
+)
+def test_length_limit(value: Any, expected: int | None, tmp_path: Path) -> None:
+    """A limit is a whole number of tokens; a huge number is none."""
+    write_json(tmp_path / "tokenizer_config.json", {"model_max_length": value})
+    assert expected == read_model_max_length(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["64", 64.5, 0, -1, True, [64], float("nan"), float("-inf")])
+def test_no_length_limit(value: Any, tmp_path: Path) -> None:
+    """Other values are refused by file, setting and value."""
+    path = tmp_path / "tokenizer_config.json"
+    write_json(path, {"model_max_length": value})
+    with pytest.raises(CheckpointError) as caught:
+        read_model_max_length(tmp_path)
+    assert_message(str(caught.value), path, f"model_max_length = {value!r}")
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 10**12)
+    | st.floats()
+    | st.sampled_from(["cat", "new1", "[CLS]", "", "a b", "\x00", "\ud7ff", "BertTokenizer"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "content",
+                    "special",
+                    "lstrip",
+                    "normalized",
+                    "__type",
+                    "id",
+                    "type",
+                    "0",
+                    "200",
+                    "x_token",
+                ]
+            ),
+            inner | st.just("AddedToken"),
+            max_size=4,
+        )
+    ),
+    max_leaves=6,
+)
+CONFIG_NAMES = [setting.name.replace("*", "x") for setting in TOKENIZER_CONFIG.settings]
+PLACES = [
+    *(("tokenizer_config.json", name) for name in CONFIG_NAMES),
+    *(
+        ("special_tokens_map.json", setting.name.replace("*", "x"))
+        for setting in SPECIAL_TOKENS_MAP.settings
+    ),
+    *(("added_tokens.json", name) for name in ("new1", "cat", "[CLS]", "")),
+    *(
+        ("tokenizer.json", name)
+        for name in (
+            "added_tokens",
+            "truncation",
+            "padding",
+            "normalizer",
+            "post_processor",
+            "model",
+        )
+    ),
+    *(("config.json", name) for name in ("tokenizer_class", "model_type", "type_vocab_size")),
+]
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    place=st.sampled_from(PLACES),
+    value=JSON,
+    base=st.sampled_from(["BertTokenizer", "RobertaTokenizer", "AlbertTokenizer", "as saved"]),
+)
+def test_any_json(
+    place: tuple[str, str], value: Any, base: str, bases: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Any JSON in any place is read as transformers reads it, or refused in one line that names the directory."""
+    file, name = place
+    folder = tmp_path / "any"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(bases[base], folder)
+    change_json(folder / file, lambda document: document.update({name: value}))
+    try:
+        ours = read_tokenizer(folder)
+    except CheckpointError as error:
+        assert_message(str(error), folder)
+        return
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        expected = theirs(TEXTS[:5])["input_ids"]
+    except BaseException:  # a panic of Rust's is no Exception
+        return
+    assert expected == [encoding.ids for encoding in ours.encode_batch(TEXTS[:5])]
