@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from model.bert import Bert
+from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families import family_named, family_of
 from model.family import SUFFIXES
@@ -95,6 +95,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_config(folder: Path) -> BertConfig:
+    refuse_adapter(folder)
     document = read_json(folder / "config.json")
     try:
         family = family_named(document.get("model_type", "bert"))
@@ -104,15 +105,8 @@ def read_config(folder: Path) -> BertConfig:
 
 
 def read_weights(folder: Path) -> State:
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing (pickled weights are not read: they can run code)"
-        )
-    try:
-        return modern_names(load_file(path))
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    """Return a checkpoint's tensors under the names of today. Raises CheckpointError naming the file."""
+    return modern_names(read_tensors(folder))
 
 
 def read_heads(folder: Path) -> dict[str, bundle.Head]:

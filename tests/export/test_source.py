@@ -338,7 +338,7 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
     ),
     "dense without weights": (
         lambda f: (f / "2_Dense/model.safetensors").unlink(),
-        "model.safetensors is missing (pickled weights are not read: they can run code)",
+        "model.safetensors is missing, and so are",
     ),
     "prompt": (
         lambda f: write_json(

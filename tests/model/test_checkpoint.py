@@ -492,11 +492,11 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match=r"config\.json: problem_type: .*'regression'"):
             checkpoint.load_model(saved)
 
-    def test_pickled_weights(self, saved: Path) -> None:
-        """Weights are never unpickled."""
-        (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    def test_no_weights(self, saved: Path) -> None:
+        """A directory without weights is refused by the file it lacks."""
+        (saved / "model.safetensors").unlink()
 
-        with pytest.raises(CheckpointError, match="pickled weights are not read"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
             checkpoint.load_model(saved)
 
     def test_broken_weights(self, saved: Path) -> None:
