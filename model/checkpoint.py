@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from model.bert import Bert
+from model.checkpoints.config_table import check_config
+from model.checkpoints.labels import read_labels
 from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families import family_named, family_of
@@ -97,6 +99,7 @@ def read_json(path: Path) -> Any:
 def read_config(folder: Path) -> BertConfig:
     refuse_adapter(folder)
     document = read_json(folder / "config.json")
+    check_config(folder / "config.json", document)
     try:
         family = family_named(document.get("model_type", "bert"))
         return family.config.from_dict(document)
@@ -159,10 +162,7 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: An
     where = folder / "config.json"
     ours = {key: config[key] for key in OURS & set(config)}
     if task in ("classification", "ner"):
-        named = config.get("id2label") or {
-            i: f"LABEL_{i}" for i in range(config.get("num_labels", 2))
-        }
-        labels = tuple(named[key] for key in sorted(named, key=int))
+        labels = read_labels(where, config)
         problem_type = config.get("problem_type")
         if task == "classification":
             problem_type = _cross_encoded(folder, config, len(labels)) or problem_type
