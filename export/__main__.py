@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import onnx
 from pydantic import ValidationError
@@ -69,6 +69,7 @@ class Request:
     max_changed: float
     told: Mapping[str, Any]
     replace: bool
+    task: bundle.Task | None = None
 
     @property
     def default_precision(self) -> str:
@@ -124,6 +125,12 @@ def read_request(argv: Sequence[str] | None) -> Request:
         help="the largest share of answers that int8 may change where --eval gives data",
     )
     parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
+    parser.add_argument(
+        "--task",
+        choices=get_args(bundle.Task),
+        help="the head to read, where architectures in config.json does not name it; "
+        "embedding reads the encoder alone of any checkpoint",
+    )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     given = parser.parse_args(argv)
     if given.onnx and given.precisions:
@@ -144,6 +151,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
         max_changed=given.max_changed,
         told=provenance.read_told(given.provenance) if given.provenance else {},
         replace=given.replace,
+        task=given.task,
     )
 
 
@@ -167,7 +175,7 @@ def export(asked: Request) -> None:
 
 def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Trace, quantise and check: the full bundle of a model that is written here."""
-    source = read_source(asked.checkpoint)
+    source = read_source(asked.checkpoint, asked.task)
     asked = replace(asked, told=provenance.with_teachers(asked.told, source.folder))
     encoder = Encoder(source.tokenizer, _max_length(asked, source.max_length))
     heads = source.model.described
@@ -190,7 +198,7 @@ def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Rep
 
 def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
-    given = foreign.read_foreign(asked.checkpoint)
+    given = foreign.read_foreign(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
     encodings = goldens.golden_encodings(encoder)
     answers = foreign.run_foreign(given, encodings)

@@ -20,6 +20,7 @@ from torch import nn
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
 from model.checkpoints.labels import read_labels
+from model.checkpoints.unused_tensors import check_unused
 from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families import family_named, family_of
@@ -32,6 +33,7 @@ from model.names import (
     from_hub,
     joint_names,
     modern_names,
+    names_on_hub,
     pooler_names,
     pretraining_names,
     single_names,
@@ -112,23 +114,36 @@ def read_weights(folder: Path) -> State:
     return modern_names(read_tensors(folder))
 
 
-def read_heads(folder: Path) -> dict[str, bundle.Head]:
+def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
     """The heads of a checkpoint: `heads.json` when present, else what `architectures` says.
 
-    Raises CheckpointError naming an architecture that is none of ours.
+    task: the head to read where `architectures` names none; `embedding` for the encoder alone of any checkpoint
+    Raises CheckpointError naming an architecture that is none of ours, and one that contradicts the task.
     """
     if (folder / "heads.json").is_file():
+        if task is not None:
+            raise CheckpointError(
+                f"{folder / 'heads.json'} names the heads of this checkpoint: leave out --task"
+            )
         described = read_json(folder / "heads.json")
         return {name: _describe(folder / "heads.json", **head) for name, head in described.items()}
     config = read_json(folder / "config.json")
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
-    if architecture not in tasks:
+    if task is None and architecture not in tasks:
         raise CheckpointError(
-            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}"
+            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "
+            "--task names the head to read"
         )
-    return {tasks[architecture]: _head(tasks[architecture], config, folder)}
+    named = tasks.get(architecture)
+    if task is not None and task != "embedding" and named not in (task, None, "embedding"):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: architectures names {architecture}, a {named} head, and --task {task}: "
+            "leave out --task, or change architectures"
+        )
+    task = task or named
+    return {task: _head(task, config, folder)}
 
 
 def read_teachers(source: str | Path) -> list[str]:
@@ -220,12 +235,29 @@ def read_pooling(path: Path) -> str:
     return str(names[0])
 
 
-def load_model(source: str | Path) -> Model:
-    """The encoder and heads of a checkpoint, joint or of one of the hub's architectures."""
+def load_model(source: str | Path, task: bundle.Task | None = None) -> Model:
+    """The encoder and heads of a checkpoint, joint or of one of the hub's architectures.
+
+    task: as in `read_heads`
+    Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
+    """
     folder = locate(source)
-    model = Model(read_config(folder), read_heads(folder))
-    fill(model, read_weights(folder), model_names(model, folder), folder)
+    model = Model(read_config(folder), read_heads(folder, task))
+    weights, names = read_weights(folder), model_names(model, folder)
+    fill(model, weights, names, folder)
+    _check_unused(weights, model, names, folder, heads=task is not None)
     return model.eval()
+
+
+def _check_unused(
+    weights: State, module: nn.Module, names: Names, folder: Path, heads: bool = True
+) -> None:
+    """Raise CheckpointError for a tensor that is neither in the module nor known to be without effect.
+
+    heads: whether the heads of other tasks are left out knowingly
+    """
+    used, family = names_on_hub(module, names), family_of(read_config(folder))
+    check_unused(weights, used, family, str(folder), heads=heads)
 
 
 def model_names(model: Model, folder: Path) -> Names:
@@ -246,7 +278,9 @@ def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
     folder = locate(source)
     config = read_config(folder)
     encoder = family_of(config).encoder(config, pooler=pooler)
-    fill(encoder, read_weights(folder), trunk_names(family_of(config)), folder)
+    weights, names = read_weights(folder), trunk_names(family_of(config))
+    fill(encoder, weights, names, folder)
+    _check_unused(weights, encoder, names, folder)
     return encoder.eval()
 
 
@@ -267,6 +301,7 @@ def init_from(model: Model, source: str | Path) -> None:
     weights = read_weights(folder)
     family = family_of(model.config)
     fill(model.encoder, weights, trunk_names(family), folder)
+    _check_unused(weights, model.encoder, trunk_names(family), folder)
     if not family.encoder.has_pooler:
         return
     (dense,) = pooler_names(family)("dense.weight")
@@ -301,6 +336,7 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, State]]) -> None:
             if name != "next_sentence" or has >= wanted:
                 fill(child, weights, names, folder)
     for folder, (part, weights) in parts.items():
+        _check_unused(weights, part, pretraining_names(family_of(part.config)), folder)
         _check_tied(part, weights, folder)
 
 

@@ -91,6 +91,11 @@ def to_hub(module: nn.Module, names: Names) -> State:
     return hub
 
 
+def names_on_hub(module: nn.Module, names: Names) -> set[str]:
+    """Return the hub's names for a module's parameters."""
+    return {theirs for ours in module.state_dict() for theirs in names(ours)}
+
+
 def from_hub(
     module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str, prefix: str = ""
 ) -> None:

@@ -27,7 +27,7 @@ from model.checkpoint import (
 from model.heads import Model, SentenceEmbedding
 from model.names import CheckpointError, from_hub
 from model.tokenizer import wordpiece
-from service.bundle import Head
+from service.bundle import Head, Task
 from service.encode import load_tokenizer
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
@@ -49,10 +49,13 @@ class Source:
     max_length: int
 
 
-def read_source(name: str | Path) -> Source:
-    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served."""
+def read_source(name: str | Path, task: Task | None = None) -> Source:
+    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served.
+
+    task: the head to read where `architectures` in `config.json` names none
+    """
     folder = locate(name)
-    model = _read_model(folder)
+    model = _read_model(folder, task)
     tokenizer = read_tokenizer(folder)
     rows = model.config.vocab_size
     if tokenizer.get_vocab_size() > rows:
@@ -62,10 +65,16 @@ def read_source(name: str | Path) -> Source:
     return Source(folder, model, tokenizer, read_max_length(folder))
 
 
-def _read_model(folder: Path) -> Model:
+def _read_model(folder: Path, task: Task | None) -> Model:
     if not (folder / "modules.json").is_file():
-        return load_model(folder)
-    return _cross_encoder(folder) if is_cross_encoder(folder) else _sentence_transformer(folder)
+        return load_model(folder, task)
+    own: Task = "classification" if is_cross_encoder(folder) else "embedding"
+    if task not in (None, own):
+        raise CheckpointError(
+            f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
+            "leave out --task, or remove modules.json"
+        )
+    return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
 
 
 def has_tokenizer(folder: Path) -> bool:
