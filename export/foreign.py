@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from model.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
+from model.checkpoints.sentence_config import SENTENCE
 from model.family import SUFFIXES
 from model.names import CheckpointError
-from model.source import LONGEST, SENTENCE, read_modules, read_tokenizer, said_length
+from model.source import LONGEST, read_modules, read_tokenizer, said_length
 from service.bundle import Head, Task, cosine
 from service.encode import Encoding
 from service.packing import pack

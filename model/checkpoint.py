@@ -20,6 +20,12 @@ from torch import nn
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
 from model.checkpoints.labels import read_labels
+from model.checkpoints.sentence_config import (
+    encoder_folder,
+    read_kind,
+    read_pooling_mode,
+    read_root_config,
+)
 from model.checkpoints.unused_tensors import check_unused
 from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
@@ -99,19 +105,25 @@ def read_json(path: Path) -> Any:
 
 
 def read_config(folder: Path) -> BertConfig:
-    refuse_adapter(folder)
-    document = read_json(folder / "config.json")
-    check_config(folder / "config.json", document)
+    refuse_adapter(encoder_folder(folder))
+    path = config_file(folder)
+    document = read_json(path)
+    check_config(path, document)
     try:
         family = family_named(document.get("model_type", "bert"))
         return family.config.from_dict(document)
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def config_file(folder: Path) -> Path:
+    """The `config.json` of a checkpoint, which may lie in a folder that `modules.json` names."""
+    return encoder_folder(folder) / "config.json"
 
 
 def read_weights(folder: Path) -> State:
     """Return a checkpoint's tensors under the names of today. Raises CheckpointError naming the file."""
-    return modern_names(read_tensors(folder))
+    return modern_names(read_tensors(encoder_folder(folder)))
 
 
 def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
@@ -127,7 +139,7 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             )
         described = read_json(folder / "heads.json")
         return {name: _describe(folder / "heads.json", **head) for name, head in described.items()}
-    config = read_json(folder / "config.json")
+    config = read_json(config_file(folder))
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
@@ -139,7 +151,7 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
     named = tasks.get(architecture)
     if task is not None and task != "embedding" and named not in (task, None, "embedding"):
         raise CheckpointError(
-            f"{folder / 'config.json'}: architectures names {architecture}, a {named} head, and --task {task}: "
+            f"{config_file(folder)}: architectures names {architecture}, a {named} head, and --task {task}: "
             "leave out --task, or change architectures"
         )
     task = task or named
@@ -161,7 +173,7 @@ def has_heads(folder: Path) -> bool:
         return True
     family = family_of(read_config(folder))
     ours = {family.architecture_of(task) for task in SUFFIXES if task != "embedding"}
-    return bool(ours & {*(read_json(folder / "config.json").get("architectures") or [])})
+    return bool(ours & {*(read_json(config_file(folder)).get("architectures") or [])})
 
 
 def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
@@ -174,7 +186,7 @@ def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
 
 def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: Any) -> bundle.Head:
     """A head as `config.json` describes it, in any family's words, and what is told beside. Raises CheckpointError."""
-    where = folder / "config.json"
+    where = config_file(folder)
     ours = {key: config[key] for key in OURS & set(config)}
     if task in ("classification", "ner"):
         labels = read_labels(where, config)
@@ -187,8 +199,7 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: An
 
 def is_cross_encoder(folder: Path) -> bool:
     """Is this what today's sentence-transformers writes for a CrossEncoder?"""
-    path = folder / "config_sentence_transformers.json"
-    return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
+    return read_kind(folder) == "CrossEncoder"
 
 
 def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
@@ -201,7 +212,7 @@ def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str 
     activation = (config.get("sentence_transformers") or {}).get("activation_fn")
     activation = activation or config.get("sbert_ce_default_activation_function")
     if is_cross_encoder(folder):
-        said = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
+        said = read_root_config(folder).get("activation_fn")
         activation = said or activation or (SIGMOID if labels == 1 else IDENTITY)
     several = activation == SIGMOID and config.get("problem_type") == SEVERAL[SIGMOID]
     known = ALONE if labels == 1 and not several else SEVERAL
@@ -219,20 +230,11 @@ def _describe(where: Path, **head: Any) -> bundle.Head:
 
 
 def read_pooling(path: Path) -> str:
-    """How a sentence-transformers Pooling module pools: it has a name for it, or a switch for each way.
-
-    Raises CheckpointError naming a way that is not ours, or several at once.
-    """
-    config = read_json(path / "config.json")
-    said = config.get("pooling_mode", [])
-    modes = [said] if isinstance(said, str) else list(said)
-    modes += [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
-    names = [POOLING.get(mode, mode) for mode in modes]
-    if len(names) != 1 or names[0] not in POOLING.values():
-        raise CheckpointError(
-            f"{path}: cannot serve pooling {', '.join(names) or 'none'}: mean or cls only"
-        )
-    return str(names[0])
+    """How a sentence-transformers Pooling module pools. Raises CheckpointError for another way, and for several."""
+    modes = read_pooling_mode(path / "config.json")
+    if len(modes) != 1 or modes[0] not in POOLING.values():
+        raise CheckpointError(f"{path}: cannot serve pooling {', '.join(modes)}: mean or cls only")
+    return modes[0]
 
 
 def load_model(source: str | Path, task: bundle.Task | None = None) -> Model:

@@ -15,6 +15,7 @@ from tokenizers import normalizers
 from torch import nn
 
 from model.checkpoint import (
+    config_file,
     is_cross_encoder,
     load_encoder,
     load_model,
@@ -24,18 +25,27 @@ from model.checkpoint import (
     read_pooling,
     read_weights,
 )
+from model.checkpoints.sentence_config import (
+    DENSE_TABLE,
+    NORMALIZE_TABLE,
+    encoder_folder,
+    lower_case,
+    read_module_list,
+    read_root_config,
+    read_sentence_config,
+    read_settings,
+)
 from model.heads import Model, SentenceEmbedding
 from model.names import CheckpointError, from_hub
 from model.tokenizer import wordpiece
 from service.bundle import Head, Task
 from service.encode import load_tokenizer
 
+TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
-ST = "sentence_transformers."
 MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
 ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
-SENTENCE = "sentence_embedding"  # the pooled vector's name there
 LONGEST = 1_000_000  # tokenizer_config.json says "no limit" by absurdly large numbers
 
 
@@ -79,23 +89,28 @@ def _read_model(folder: Path, task: Task | None) -> Model:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether there is one for `read_tokenizer`."""
+    folder = encoder_folder(folder)
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """`tokenizer.json`, or the WordPiece tokenizer that an older checkpoint's `vocab.txt` stands for."""
-    path = folder / "tokenizer.json"
+    inner = encoder_folder(folder)
+    path = inner / "tokenizer.json"
     if not path.is_file():
-        return _old_tokenizer(folder)
-    try:
-        return _as_configured(load_tokenizer(path), folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        tokenizer = _old_tokenizer(inner)
+    else:
+        try:
+            tokenizer = _as_configured(load_tokenizer(path), inner)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+    lower_case(tokenizer, read_sentence_config(folder))
+    return tokenizer
 
 
 def tokenizer_file(folder: Path, output: Path) -> Path:
     """A `tokenizer.json` that cuts as `read_tokenizer` does: the checkpoint's, or else one in `output`."""
-    path, tokenizer = folder / "tokenizer.json", read_tokenizer(folder)
+    path, tokenizer = encoder_folder(folder) / "tokenizer.json", read_tokenizer(folder)
     if path.is_file() and tokenizer.to_str() == load_tokenizer(path).to_str():
         return path
     output.mkdir(parents=True, exist_ok=True)
@@ -104,23 +119,13 @@ def tokenizer_file(folder: Path, output: Path) -> Path:
 
 
 def _as_configured(tokenizer: tokenizers.Tokenizer, folder: Path) -> tokenizers.Tokenizer:
-    """With the case that the checkpoint's configuration asks for: in other libraries it wins.
-
-    Raises CheckpointError for what is done to texts there and cannot be done here.
-    """
+    """With the case that the checkpoint's configuration asks for: in other libraries it wins."""
     config = _optional(folder / "tokenizer_config.json")
     lowercase = config.get("do_lower_case", True) if _is_bert(config) else None
     normalizer = tokenizer.normalizer
     if isinstance(normalizer, normalizers.BertNormalizer) and lowercase is not None:
         normalizer.lowercase = lowercase
         tokenizer.normalizer = normalizer
-    prompts = _optional(folder / "config_sentence_transformers.json")
-    if (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")):
-        raise CheckpointError(f"{folder}: cannot serve a default prompt before every text")
-    if _optional(folder / "sentence_bert_config.json").get("do_lower_case") and not (
-        isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase
-    ):
-        raise CheckpointError(f"{folder}: cannot lower the case for a tokenizer that keeps it")
     return tokenizer
 
 
@@ -150,9 +155,10 @@ def read_max_length(folder: Path) -> int:
 
 def said_length(folder: Path) -> int | None:
     """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
-    said = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    said = read_sentence_config(folder).get("max_seq_length")
     if said is None:
-        said = _optional(folder / "tokenizer_config.json").get("model_max_length")
+        inner = encoder_folder(folder)
+        said = _optional(inner / "tokenizer_config.json").get("model_max_length")
     return None if said is None or said > LONGEST else int(said)
 
 
@@ -191,19 +197,18 @@ def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
 
 def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str, Path]]:
     """Each module's kind and folder. Raises CheckpointError, with what they must be, unless they are in this order."""
-    path = folder / "modules.json"
-    modules = []
-    for module in read_json(path):
-        whole, place = _get(path, module, "type", "path")
-        kind = whole.rpartition(".")[2]
-        if kind not in MODULES or not whole.startswith(ST):
-            raise CheckpointError(
-                f"{folder}: cannot serve the sentence-transformers module {whole}"
-            )
-        modules.append((kind, folder / place))
+    read_root_config(folder)
+    modules = read_module_list(folder)
+    for kind, _ in modules:
+        if kind not in MODULES:
+            raise CheckpointError(f"{folder}: cannot serve the sentence-transformers module {kind}")
     kinds = ", ".join(kind for kind, _ in modules)
     if not order.fullmatch(kinds):
+        path = folder / "modules.json"
         raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
+    for kind, place in modules:
+        if kind == "Normalize" and (place / "config.json").is_file():
+            NORMALIZE_TABLE.check(place / "config.json", read_settings(place / "config.json"))
     return modules
 
 
@@ -225,7 +230,7 @@ def _embedding_model(
             "pooling": pooling,
             "dimensions": [encoder.config.hidden_size, *outputs][-1],
             "normalize": normalize,
-            "demo": read_json(folder / "config.json").get("demo", False),
+            "demo": read_json(config_file(folder)).get("demo", False),
         }
     )
     model = Model(encoder.config, {"embedding": head})
@@ -235,16 +240,24 @@ def _embedding_model(
 
 
 def _dense(path: Path) -> list[nn.Module]:
-    config = read_json(path / "config.json")
-    names = ("in_features", "out_features", "bias", "activation_function")
-    inputs, outputs, bias, activation = _get(path / "config.json", config, *names)
-    activation = activation.rpartition(".")[2]
-    if activation not in ACTIVATIONS:
+    file = path / "config.json"
+    config = read_settings(file)
+    DENSE_TABLE.check(file, config)
+    inputs, outputs = _get(file, config, "in_features", "out_features")
+    bias, activation = config.get("bias", True), config.get("activation_function", TANH)
+    for name, size in (("in_features", inputs), ("out_features", outputs)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"{file}: {name} = {size!r} must be a positive integer")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{file}: bias = {bias!r} must be true or false")
+    kind = str(activation).rpartition(".")[2]
+    if not str(activation).startswith("torch.") or kind not in ACTIVATIONS:
         raise CheckpointError(
-            f"{path}: cannot serve activation {activation}: {', '.join(ACTIVATIONS)} only"
+            f"{path}: cannot serve activation {activation}: torch's {', '.join(ACTIVATIONS)} only"
         )
-    if config.get("use_residual") or config.get("module_input_name", SENTENCE) != SENTENCE:
-        raise CheckpointError(f"{path}: cannot serve a Dense of tokens, or with a residual")
     linear = nn.Linear(inputs, outputs, bias=bias)
-    from_hub(linear, read_weights(path), lambda name: [f"linear.{name}"], str(path))
-    return [linear, ACTIVATIONS[activation]()]
+    weights = read_weights(path)
+    if unused := sorted(weights.keys() - {"linear.weight", "linear.bias"}):
+        raise CheckpointError(f"{path}: a Dense layer has no tensor {unused[0]}")
+    from_hub(linear, weights, lambda name: [f"linear.{name}"], str(path))
+    return [linear, ACTIVATIONS[kind]()]
