@@ -33,6 +33,8 @@ from export import (
     quantize,
     verify,
 )
+from model.checkpoints.hub_download import join_name
+from model.checkpoints.unread import unread_settings
 from model.names import CheckpointError
 from model.source import Source, read_source
 from service import bundle
@@ -98,7 +100,10 @@ def one_line(error: Exception) -> str:
 
 def read_request(argv: Sequence[str] | None) -> Request:
     parser = argparse.ArgumentParser("python -m export", description=__doc__)
-    parser.add_argument("checkpoint", help="a local directory or a hub name")
+    parser.add_argument(
+        "checkpoint", help="a local directory, or a hub name: NAME or NAME@REVISION"
+    )
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub name")
     parser.add_argument(
         "--onnx",
         action="store_true",
@@ -133,6 +138,8 @@ def read_request(argv: Sequence[str] | None) -> Request:
     )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     given = parser.parse_args(argv)
+    if given.onnx and given.revision:
+        parser.error("--revision: with --onnx, CHECKPOINT is a local directory")
     if given.onnx and given.precisions:
         parser.error("--onnx: the graph has the precision that it has; leave --precision out")
     precisions = () if given.onnx else given.precisions or ("fp32", "int8")
@@ -140,7 +147,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
     if len(evaluations) != len(given.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
     return Request(
-        checkpoint=given.checkpoint,
+        checkpoint=join_name(given.checkpoint, given.revision),
         onnx=given.onnx,
         out=given.out,
         precisions=tuple(dict.fromkeys(precisions)),
@@ -176,10 +183,13 @@ def export(asked: Request) -> None:
 def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Trace, quantise and check: the full bundle of a model that is written here."""
     source = read_source(asked.checkpoint, asked.task)
-    asked = replace(asked, told=provenance.with_teachers(asked.told, source.folder))
+    told = provenance.with_commit(asked.told, asked.checkpoint, source.folder)
+    asked = replace(asked, told=provenance.with_teachers(told, source.folder))
     encoder = Encoder(source.tokenizer, _max_length(asked, source.max_length))
     heads = source.model.described
     announce(asked, source.folder, heads, encoder)
+    if unread := unread_settings(source.folder):
+        print(f"settings that no library reads, and Quartet neither: {unread}")
     write_graphs(source, folder, asked.precisions)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = _describe(

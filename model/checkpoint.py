@@ -19,6 +19,7 @@ from torch import nn
 
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
+from model.checkpoints.hub_download import download
 from model.checkpoints.labels import read_labels
 from model.checkpoints.sentence_config import (
     encoder_folder,
@@ -69,21 +70,15 @@ SEVERAL = {
 
 
 def locate(source: str | Path) -> Path:
-    """A checkpoint's directory: a local one, `package:NAME/FOLDER` of an installed package, or the hub's by name."""
+    """A checkpoint's directory: a local one, `package:NAME/FOLDER` of an installed package, or the hub's by name.
+
+    A name on the hub may have a revision: `NAME@REVISION`. Raises CheckpointError.
+    """
     if Path(source).is_dir():
         return Path(source)
     if str(source).startswith("package:"):
         return _in_package(str(source))
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "vocab.txt"])
-        )
-    except Exception as error:  # the hub client's many errors mean one thing here
-        raise CheckpointError(
-            f"{source}: not a local directory, and not to be had from the hub: {error}"
-        ) from error
+    return download(str(source))
 
 
 def _in_package(source: str) -> Path:
