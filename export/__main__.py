@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import onnx
 from pydantic import ValidationError
@@ -33,6 +33,8 @@ from export import (
     quantize,
     verify,
 )
+from model.checkpoints.hub_download import join_name
+from model.checkpoints.unread import unread_settings
 from model.names import CheckpointError
 from model.source import Source, read_source
 from service import bundle
@@ -69,6 +71,7 @@ class Request:
     max_changed: float
     told: Mapping[str, Any]
     replace: bool
+    task: bundle.Task | None = None
 
     @property
     def default_precision(self) -> str:
@@ -97,7 +100,10 @@ def one_line(error: Exception) -> str:
 
 def read_request(argv: Sequence[str] | None) -> Request:
     parser = argparse.ArgumentParser("python -m export", description=__doc__)
-    parser.add_argument("checkpoint", help="a local directory or a hub name")
+    parser.add_argument(
+        "checkpoint", help="a local directory, or a hub name: NAME or NAME@REVISION"
+    )
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub name")
     parser.add_argument(
         "--onnx",
         action="store_true",
@@ -124,8 +130,16 @@ def read_request(argv: Sequence[str] | None) -> Request:
         help="the largest share of answers that int8 may change where --eval gives data",
     )
     parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
+    parser.add_argument(
+        "--task",
+        choices=get_args(bundle.Task),
+        help="the head to read, where architectures in config.json does not name it; "
+        "embedding reads the encoder alone of any checkpoint",
+    )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     given = parser.parse_args(argv)
+    if given.onnx and given.revision:
+        parser.error("--revision: with --onnx, CHECKPOINT is a local directory")
     if given.onnx and given.precisions:
         parser.error("--onnx: the graph has the precision that it has; leave --precision out")
     precisions = () if given.onnx else given.precisions or ("fp32", "int8")
@@ -133,7 +147,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
     if len(evaluations) != len(given.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
     return Request(
-        checkpoint=given.checkpoint,
+        checkpoint=join_name(given.checkpoint, given.revision),
         onnx=given.onnx,
         out=given.out,
         precisions=tuple(dict.fromkeys(precisions)),
@@ -144,6 +158,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
         max_changed=given.max_changed,
         told=provenance.read_told(given.provenance) if given.provenance else {},
         replace=given.replace,
+        task=given.task,
     )
 
 
@@ -167,11 +182,14 @@ def export(asked: Request) -> None:
 
 def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Trace, quantise and check: the full bundle of a model that is written here."""
-    source = read_source(asked.checkpoint)
-    asked = replace(asked, told=provenance.with_teachers(asked.told, source.folder))
+    source = read_source(asked.checkpoint, asked.task)
+    told = provenance.with_commit(asked.told, asked.checkpoint, source.folder)
+    asked = replace(asked, told=provenance.with_teachers(told, source.folder))
     encoder = Encoder(source.tokenizer, _max_length(asked, source.max_length))
     heads = source.model.described
     announce(asked, source.folder, heads, encoder)
+    if unread := unread_settings(source.folder):
+        print(f"settings that no library reads, and Quartet neither: {unread}")
     write_graphs(source, folder, asked.precisions)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = _describe(
@@ -190,7 +208,7 @@ def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Rep
 
 def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
-    given = foreign.read_foreign(asked.checkpoint)
+    given = foreign.read_foreign(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
     encodings = goldens.golden_encodings(encoder)
     answers = foreign.run_foreign(given, encodings)

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from model.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
+from model.checkpoints.sentence_config import SENTENCE
 from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.family import SUFFIXES
 from model.names import CheckpointError
-from model.source import SENTENCE, read_modules, read_tokenizer, said_length
-from service.bundle import Head, cosine
+from model.source import read_modules, read_tokenizer, said_length
+from service.bundle import Head, Task, cosine
 from service.encode import Encoding
 from service.packing import pack
 from service.session import CPU, SessionOptions, open_graph, padded_feeds
@@ -95,19 +96,22 @@ def pool(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_foreign(name: str | Path) -> Foreign:
-    """Read a directory, or the one that a graph lies in. Raises CheckpointError naming what cannot be served."""
+def read_foreign(name: str | Path, task: Task | None = None) -> Foreign:
+    """Read a directory, or the one that a graph lies in. Raises CheckpointError naming what cannot be served.
+
+    task: the graph's, where `architectures` in `config.json` does not name it
+    """
     folder, graph = _find(Path(name))
     config = read_json(folder / "config.json")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(f"{folder}: a decoder cannot be served")
-    task = _task(folder, config)
+    own = _task(folder, config, task)
     tokenizer = read_tokenizer(folder)
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} does not say vocab_size")
     check_rows(folder, tokenizer, rows)
-    return Foreign(folder, graph, config, task, tokenizer, _length(folder, config))
+    return Foreign(folder, graph, config, own, tokenizer, _length(folder, config))
 
 
 def _find(given: Path) -> tuple[Path, Path]:
@@ -121,13 +125,15 @@ def _find(given: Path) -> tuple[Path, Path]:
     raise CheckpointError(f"{given} has neither {' nor '.join(PLACES)}")
 
 
-def _task(folder: Path, config: Mapping[str, Any]) -> str:
+def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
+    if task is not None:
+        return task  # the graph's outputs have to be those of the task
     if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
         return "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]
-    for task, suffix in SUFFIXES.items():
+    for own, suffix in SUFFIXES.items():
         if architecture.endswith(suffix):
-            return task
+            return own
     known = ", ".join(f"...{suffix}" for suffix in SUFFIXES.values())
     raise CheckpointError(f"{folder}: architecture {architecture} is none of {known}")
 

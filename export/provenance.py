@@ -7,6 +7,7 @@ from typing import Any
 
 from model import lock
 from model.checkpoint import read_teachers
+from model.checkpoints.hub_download import commit_of, split_name
 
 # `card.render` tells of all but the manifest's.
 TOLD = ("description", "training", "limits", "weights_license", "provenance")
@@ -33,6 +34,17 @@ def with_teachers(told: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     teachers = read_teachers(folder)
     return {**told, "provenance": {"teachers": teachers, **told.get("provenance", {})}}
+
+
+def with_commit(told: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    """Add the checkpoint's name on the hub and its commit, for a folder in the hub's cache."""
+    commit = commit_of(folder)
+    own = (
+        {"checkpoint": f"{split_name(name)[0]}@{commit}"}
+        if commit and not Path(name).exists()
+        else {}
+    )
+    return {**told, "provenance": {**own, **told.get("provenance", {})}}
 
 
 def _in_full(table: Any) -> Any:

@@ -6,9 +6,9 @@ A group of layers is shared by several depths. What follows a text is told from 
 T tokens, H hidden, E embedding
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -26,6 +26,11 @@ class AlbertConfig(BertConfig):
     """
 
     model_type: ClassVar[str] = "albert"
+    absent: ClassVar[Mapping[str, Any]] = {
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 16384,
+    }
     activations: ClassVar[tuple[str, ...]] = ("gelu_new", "gelu")
 
     vocab_size: int = 30000

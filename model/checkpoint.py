@@ -14,12 +14,22 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
 from model.bert import Bert
+from model.checkpoints.config_table import check_config
+from model.checkpoints.hub_download import download
+from model.checkpoints.labels import read_labels
+from model.checkpoints.sentence_config import (
+    encoder_folder,
+    read_kind,
+    read_pooling_mode,
+    read_root_config,
+)
+from model.checkpoints.unused_tensors import check_unused
+from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families import family_named, family_of
 from model.family import SUFFIXES
@@ -31,6 +41,7 @@ from model.names import (
     from_hub,
     joint_names,
     modern_names,
+    names_on_hub,
     pooler_names,
     pretraining_names,
     single_names,
@@ -60,21 +71,15 @@ SEVERAL = {
 
 
 def locate(source: str | Path) -> Path:
-    """A checkpoint's directory: a local one, `package:NAME/FOLDER` of an installed package, or the hub's by name."""
+    """A checkpoint's directory: a local one, `package:NAME/FOLDER` of an installed package, or the hub's by name.
+
+    A name on the hub may have a revision: `NAME@REVISION`. Raises CheckpointError.
+    """
     if Path(source).is_dir():
         return Path(source)
     if str(source).startswith("package:"):
         return _in_package(str(source))
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "vocab.txt"])
-        )
-    except Exception as error:  # the hub client's many errors mean one thing here
-        raise CheckpointError(
-            f"{source}: not a local directory, and not to be had from the hub: {error}"
-        ) from error
+    return download(str(source))
 
 
 def _in_package(source: str) -> Path:
@@ -96,43 +101,57 @@ def read_json(path: Path) -> Any:
 
 
 def read_config(folder: Path) -> BertConfig:
-    document = read_json(folder / "config.json")
+    refuse_adapter(encoder_folder(folder))
+    path = config_file(folder)
+    document = read_json(path)
+    check_config(path, document)
     try:
         family = family_named(document.get("model_type", "bert"))
         return family.config.from_dict(document)
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def config_file(folder: Path) -> Path:
+    """The `config.json` of a checkpoint, which may lie in a folder that `modules.json` names."""
+    return encoder_folder(folder) / "config.json"
 
 
 def read_weights(folder: Path) -> State:
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing (pickled weights are not read: they can run code)"
-        )
-    try:
-        return modern_names(load_file(path))
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    """Return a checkpoint's tensors under the names of today. Raises CheckpointError naming the file."""
+    return modern_names(read_tensors(encoder_folder(folder)))
 
 
-def read_heads(folder: Path) -> dict[str, bundle.Head]:
+def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
     """The heads of a checkpoint: `heads.json` when present, else what `architectures` says.
 
-    Raises CheckpointError naming an architecture that is none of ours.
+    task: the head to read where `architectures` names none; `embedding` for the encoder alone of any checkpoint
+    Raises CheckpointError naming an architecture that is none of ours, and one that contradicts the task.
     """
     if (folder / "heads.json").is_file():
+        if task is not None:
+            raise CheckpointError(
+                f"{folder / 'heads.json'} names the heads of this checkpoint: leave out --task"
+            )
         described = read_json(folder / "heads.json")
         return {name: _describe(folder / "heads.json", **head) for name, head in described.items()}
-    config = read_json(folder / "config.json")
+    config = read_json(config_file(folder))
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
-    if architecture not in tasks:
+    if task is None and architecture not in tasks:
         raise CheckpointError(
-            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}"
+            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "
+            "--task names the head to read"
         )
-    return {tasks[architecture]: _head(tasks[architecture], config, folder)}
+    named = tasks.get(architecture)
+    if task is not None and task != "embedding" and named not in (task, None, "embedding"):
+        raise CheckpointError(
+            f"{config_file(folder)}: architectures names {architecture}, a {named} head, and --task {task}: "
+            "leave out --task, or change architectures"
+        )
+    task = task or named
+    return {task: _head(task, config, folder)}
 
 
 def read_teachers(source: str | Path) -> list[str]:
@@ -150,7 +169,7 @@ def has_heads(folder: Path) -> bool:
         return True
     family = family_of(read_config(folder))
     ours = {family.architecture_of(task) for task in SUFFIXES if task != "embedding"}
-    return bool(ours & {*(read_json(folder / "config.json").get("architectures") or [])})
+    return bool(ours & {*(read_json(config_file(folder)).get("architectures") or [])})
 
 
 def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
@@ -163,13 +182,10 @@ def _head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
 
 def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: Any) -> bundle.Head:
     """A head as `config.json` describes it, in any family's words, and what is told beside. Raises CheckpointError."""
-    where = folder / "config.json"
+    where = config_file(folder)
     ours = {key: config[key] for key in OURS & set(config)}
     if task in ("classification", "ner"):
-        named = config.get("id2label") or {
-            i: f"LABEL_{i}" for i in range(config.get("num_labels", 2))
-        }
-        labels = tuple(named[key] for key in sorted(named, key=int))
+        labels = read_labels(where, config)
         problem_type = config.get("problem_type")
         if task == "classification":
             problem_type = _cross_encoded(folder, config, len(labels)) or problem_type
@@ -179,8 +195,7 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **told: An
 
 def is_cross_encoder(folder: Path) -> bool:
     """Is this what today's sentence-transformers writes for a CrossEncoder?"""
-    path = folder / "config_sentence_transformers.json"
-    return path.is_file() and read_json(path).get("model_type") == "CrossEncoder"
+    return read_kind(folder) == "CrossEncoder"
 
 
 def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
@@ -193,7 +208,7 @@ def _cross_encoded(folder: Path, config: Mapping[str, Any], labels: int) -> str 
     activation = (config.get("sentence_transformers") or {}).get("activation_fn")
     activation = activation or config.get("sbert_ce_default_activation_function")
     if is_cross_encoder(folder):
-        said = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
+        said = read_root_config(folder).get("activation_fn")
         activation = said or activation or (SIGMOID if labels == 1 else IDENTITY)
     several = activation == SIGMOID and config.get("problem_type") == SEVERAL[SIGMOID]
     known = ALONE if labels == 1 and not several else SEVERAL
@@ -211,28 +226,36 @@ def _describe(where: Path, **head: Any) -> bundle.Head:
 
 
 def read_pooling(path: Path) -> str:
-    """How a sentence-transformers Pooling module pools: it has a name for it, or a switch for each way.
+    """How a sentence-transformers Pooling module pools. Raises CheckpointError for another way, and for several."""
+    modes = read_pooling_mode(path / "config.json")
+    if len(modes) != 1 or modes[0] not in POOLING.values():
+        raise CheckpointError(f"{path}: cannot serve pooling {', '.join(modes)}: mean or cls only")
+    return modes[0]
 
-    Raises CheckpointError naming a way that is not ours, or several at once.
+
+def load_model(source: str | Path, task: bundle.Task | None = None) -> Model:
+    """The encoder and heads of a checkpoint, joint or of one of the hub's architectures.
+
+    task: as in `read_heads`
+    Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
     """
-    config = read_json(path / "config.json")
-    said = config.get("pooling_mode", [])
-    modes = [said] if isinstance(said, str) else list(said)
-    modes += [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
-    names = [POOLING.get(mode, mode) for mode in modes]
-    if len(names) != 1 or names[0] not in POOLING.values():
-        raise CheckpointError(
-            f"{path}: cannot serve pooling {', '.join(names) or 'none'}: mean or cls only"
-        )
-    return str(names[0])
-
-
-def load_model(source: str | Path) -> Model:
-    """The encoder and heads of a checkpoint, joint or of one of the hub's architectures."""
     folder = locate(source)
-    model = Model(read_config(folder), read_heads(folder))
-    fill(model, read_weights(folder), model_names(model, folder), folder)
+    model = Model(read_config(folder), read_heads(folder, task))
+    weights, names = read_weights(folder), model_names(model, folder)
+    fill(model, weights, names, folder)
+    _check_unused(weights, model, names, folder, heads=task is not None)
     return model.eval()
+
+
+def _check_unused(
+    weights: State, module: nn.Module, names: Names, folder: Path, heads: bool = True
+) -> None:
+    """Raise CheckpointError for a tensor that is neither in the module nor known to be without effect.
+
+    heads: whether the heads of other tasks are left out knowingly
+    """
+    used, family = names_on_hub(module, names), family_of(read_config(folder))
+    check_unused(weights, used, family, str(folder), heads=heads)
 
 
 def model_names(model: Model, folder: Path) -> Names:
@@ -253,7 +276,9 @@ def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
     folder = locate(source)
     config = read_config(folder)
     encoder = family_of(config).encoder(config, pooler=pooler)
-    fill(encoder, read_weights(folder), trunk_names(family_of(config)), folder)
+    weights, names = read_weights(folder), trunk_names(family_of(config))
+    fill(encoder, weights, names, folder)
+    _check_unused(weights, encoder, names, folder)
     return encoder.eval()
 
 
@@ -274,6 +299,7 @@ def init_from(model: Model, source: str | Path) -> None:
     weights = read_weights(folder)
     family = family_of(model.config)
     fill(model.encoder, weights, trunk_names(family), folder)
+    _check_unused(weights, model.encoder, trunk_names(family), folder)
     if not family.encoder.has_pooler:
         return
     (dense,) = pooler_names(family)("dense.weight")
@@ -308,6 +334,7 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, State]]) -> None:
             if name != "next_sentence" or has >= wanted:
                 fill(child, weights, names, folder)
     for folder, (part, weights) in parts.items():
+        _check_unused(weights, part, pretraining_names(family_of(part.config)), folder)
         _check_tied(part, weights, folder)
 
 

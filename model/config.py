@@ -3,9 +3,10 @@
 Other families' configurations derive from it, each in its own file: they differ in defaults and in some words.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,18 @@ class BertConfig:
     widening: how many times as wide as its hidden states a preset's feed-forward is
     released: what all releases say, and so every preset, and what is not the default
     words: fields that it has another word for, or none
+    absent: the values of fields that `config.json` leaves out, in transformers, where these are not the defaults here
+    may_be_zero, may_be_negative: integers that need not be positive
     activations: what it may compute between the halves of its feed-forward
     """
 
     model_type: ClassVar[str] = "bert"
     words: ClassVar[Mapping[str, str | None]] = {}
+    absent: ClassVar[Mapping[str, Any]] = {}
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"type_vocab_size", "conv_kernel_size"})
+    may_be_negative: ClassVar[frozenset[str]] = frozenset(
+        {"pad_token_id", "max_relative_positions", "position_buckets"}
+    )
     activations: ClassVar[tuple[str, ...]] = ("gelu",)
     widening: ClassVar[float] = 4
     released: ClassVar[Mapping[str, Any]] = {}
@@ -40,13 +48,48 @@ class BertConfig:
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
+        self._check_values()
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
         if self.hidden_act not in self.activations:
             known = " or ".join(map(repr, self.activations))
-            raise ValueError(f"hidden_act {self.hidden_act!r}: only {known} is {self.model_type}'s")
+            word = self.words.get("hidden_act", "hidden_act")
+            raise ValueError(f"{word} {self.hidden_act!r}: only {known} is {self.model_type}'s")
+        if self.max_length < 1:
+            raise ValueError(
+                f"max_position_embeddings {self.max_position_embeddings} leaves no position for a token"
+            )
+
+    def _check_values(self) -> None:
+        """Raise ValueError naming a field, in the words of `config.json`, whose value has another type or range."""
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            word = self.words.get(field.name, field.name) or field.name
+            value, hint = getattr(self, field.name), hints[field.name]
+            if expected := self._expected(field.name, value, hint):
+                raise ValueError(f"{word} = {value!r} must be {expected}")
+
+    def _expected(self, name: str, value: Any, hint: Any) -> str | None:
+        """Return what a field's value must be where it is something else."""
+        if hint is bool:
+            return None if isinstance(value, bool) else "true or false"
+        if hint is str:
+            return None if isinstance(value, str) else "text"
+        if hint is float:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name.endswith(("_eps", "_theta")):
+                is_valid = is_number and math.isfinite(value) and value > 0
+                return None if is_valid else "a positive number"
+            return None if is_number and math.isfinite(value) and value >= 0 else "a number from 0"
+        if hint is int or (hint == int | None and value is not None):
+            least = 0 if name in self.may_be_zero else 1
+            if not isinstance(value, int) or isinstance(value, bool):
+                return "an integer"
+            if name not in self.may_be_negative and value < least:
+                return f"at least {least}"
+        return None
 
     @property
     def max_length(self) -> int:
@@ -76,18 +119,11 @@ class BertConfig:
         """Read a hub `config.json`. Raises ValueError for what this encoder would compute differently."""
         if config.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(f"model_type {config['model_type']!r} is not {cls.model_type!r}")
-        if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ValueError(
-                f"position_embedding_type {config['position_embedding_type']!r} is not 'absolute'"
-            )
-        if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise ValueError(
-                "a decoder is not an encoder: is_decoder and add_cross_attention must be false"
-            )
         said = {
             field.name: config.get(cls.words.get(field.name, field.name)) for field in fields(cls)
         }
-        return cls(**{name: value for name, value in said.items() if value is not None})
+        found = {name: value for name, value in said.items() if value is not None}
+        return cls(**{**cls.absent, **found})
 
     def to_dict(self) -> dict[str, Any]:
         named = {self.words.get(name, name): value for name, value in asdict(self).items()}

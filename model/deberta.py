@@ -86,15 +86,13 @@ class DebertaConfig(BertConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
         terms = config.get("pos_att_type") or ()
-        terms = terms.split("|") if isinstance(terms, str) else terms
+        terms = terms.lower().split("|") if isinstance(terms, str) else terms
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
         for field, ours in (
-            ("talking_head", False),
-            ("pooler_hidden_act", "gelu"),
             ("pooler_hidden_size", hidden),
             ("attention_head_size", hidden and heads and hidden // heads),
         ):
-            if config.get(field, ours) != ours:
+            if config.get(field) not in (None, ours):
                 raise ValueError(f"{field} {config[field]!r} is not {ours!r}")
         return super().from_dict({**config, "pos_att_type": tuple(term.strip() for term in terms)})
 

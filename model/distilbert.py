@@ -5,7 +5,7 @@ T tokens, H hidden
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +33,13 @@ class DistilBertConfig(BertConfig):
 
     num_hidden_layers: int = 6
     type_vocab_size: int = 0
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        """Read a hub `config.json`, in which BERT's names for sizes win over the family's own, as in transformers."""
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        sizes = {cls.words[name]: config[name] for name in names if config.get(name) is not None}
+        return super().from_dict({**config, **sizes})
 
 
 class Embeddings(nn.Module):

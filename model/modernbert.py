@@ -94,8 +94,11 @@ class ModernBertConfig(BertConfig):
         if every and not said.get("layer_types"):
             layers = range(said.get("num_hidden_layers", cls.num_hidden_layers))
             said["layer_types"] = tuple(LOCAL if i % every else GLOBAL for i in layers)
+        ropes = said.get("rope_parameters") or {}
+        if unknown := sorted(ropes.keys() - {GLOBAL, LOCAL}):
+            raise ValueError(f"rope_parameters: {unknown[0]!r} is none of {GLOBAL}, {LOCAL}")
         for kind, field in ((GLOBAL, "global_rope_theta"), (LOCAL, "local_rope_theta")):
-            rope = (said.get("rope_parameters") or {}).get(kind) or {}
+            rope = ropes.get(kind) or {}
             said[field] = read_theta(rope, said.get(field))
         return super().from_dict(said)
 
@@ -116,9 +119,16 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, 1, D / 2]
 
 def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None:
     """Of a configuration's `rope_parameters`. Raises ValueError for rotations that change with the length."""
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters: {rope!r} is no object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"rope_type {kind!r} is not 'default'")
+        raise ValueError(
+            f"rope_parameters (or rope_scaling): rope_type {kind!r} is not 'default': "
+            "rotations that change with the length are not supported"
+        )
+    if unknown := sorted(rope.keys() - {"rope_type", "type", "rope_theta"}):
+        raise ValueError(f"rope_parameters: {unknown[0]} = {rope[unknown[0]]!r} is not supported")
     return rope.get("rope_theta", otherwise)
 
 

@@ -7,8 +7,9 @@ T tokens, H hidden, N heads, S longest sequence
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class MPNetConfig(RobertaConfig):
     """Defaults are those of `microsoft/mpnet-base`."""
 
     model_type: ClassVar[str] = "mpnet"
+    absent: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 512, "layer_norm_eps": 1e-12}
 
     vocab_size: int = 30527
     type_vocab_size: int = 0

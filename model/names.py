@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from model.family import Family
 
 State = dict[str, Tensor]
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # all are read as float32
 Names = Callable[[str], list[str]]
 
 
@@ -90,14 +91,24 @@ def to_hub(module: nn.Module, names: Names) -> State:
     return hub
 
 
+def names_on_hub(module: nn.Module, names: Names) -> set[str]:
+    """Return the hub's names for a module's parameters."""
+    return {theirs for ours in module.state_dict() for theirs in names(ours)}
+
+
 def from_hub(
     module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str, prefix: str = ""
 ) -> None:
     """Fill a module from a state under the hub's names; the encoder's prefix may be absent.
 
-    Raises CheckpointError naming missing and misshapen tensors.
+    Raises CheckpointError naming missing and misshapen tensors, and those that are not finite floating-point numbers.
     """
     found = {name.removeprefix(prefix): tensor for name, tensor in hub.items()}
+    if len(found) < len(hub):
+        twice = next(name for name in hub if prefix + name in hub)
+        raise CheckpointError(
+            f"{where}: {twice} and {prefix}{twice} are both there: remove one of the two"
+        )
     wanted = {name.removeprefix(prefix): tensor for name, tensor in to_hub(module, names).items()}
     missing = sorted(set(wanted) - set(found))
     if missing:
@@ -108,11 +119,24 @@ def from_hub(
         if found[name].shape != tensor.shape:
             shapes = f"{tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
             raise CheckpointError(f"{where}: {name} has shape {shapes}")
+        check_numbers(name, found[name], where)
     parts = {
         ours: [found[name.removeprefix(prefix)] for name in names(ours)]
         for ours in module.state_dict()
     }
     module.load_state_dict({ours: torch.cat(tensors) for ours, tensors in parts.items()})
+
+
+def check_numbers(name: str, tensor: Tensor, where: str) -> None:
+    """Raise CheckpointError naming a tensor that holds other than finite floating-point numbers of at least 16 bits."""
+    if tensor.dtype not in FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{where}: {name} has dtype {kind}: only {', '.join(str(f)[6:] for f in FLOATS)} are supported: "
+            "quantized weights must be saved in full precision first"
+        )
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{where}: {name} has numbers that are not finite (NaN or infinity)")
 
 
 def modern_names(state: Mapping[str, Tensor]) -> State:

@@ -56,7 +56,7 @@ class NomicBertConfig(BertConfig):
             longest = said.get("max_position_embeddings", cls.max_position_embeddings)
             trained = said.get("max_trained_positions") or cls.max_position_embeddings
             said["max_position_embeddings"] = min(longest, trained)
-        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+        rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
         said["rope_theta"] = read_theta(rope, said.get("rope_theta"))
         found = super().from_dict(said)
         if said.get("head_dim") not in (None, found.head_size):

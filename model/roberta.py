@@ -7,8 +7,9 @@ the next sentence.
 T tokens, H hidden
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ class RobertaConfig(BertConfig):
     """Defaults are those of `roberta-base`."""
 
     model_type: ClassVar[str] = "roberta"
+    absent: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+    }
 
     vocab_size: int = 50265
     max_position_embeddings: int = 514
@@ -96,6 +102,7 @@ class XlmRobertaConfig(RobertaConfig):
     """Defaults are those of `xlm-roberta-base`."""
 
     model_type: ClassVar[str] = "xlm-roberta"
+    absent: ClassVar[Mapping[str, Any]] = {**RobertaConfig.absent, "vocab_size": 30522}
 
     vocab_size: int = 250002
 
@@ -105,6 +112,7 @@ class CamembertConfig(RobertaConfig):
     """Defaults are those of `camembert-base`."""
 
     model_type: ClassVar[str] = "camembert"
+    absent: ClassVar[Mapping[str, Any]] = {**RobertaConfig.absent, "vocab_size": 30522}
 
     vocab_size: int = 32005
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import normalizers
 from torch import nn
 
 from model.checkpoint import (
+    config_file,
     is_cross_encoder,
     load_encoder,
     load_model,
@@ -25,18 +25,27 @@ from model.checkpoint import (
     read_weights,
 )
 from model.checkpoints import tokenizer_files
+from model.checkpoints.sentence_config import (
+    DENSE_TABLE,
+    NORMALIZE_TABLE,
+    encoder_folder,
+    lower_case,
+    read_module_list,
+    read_root_config,
+    read_sentence_config,
+    read_settings,
+)
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
 from model.heads import Model, SentenceEmbedding
 from model.names import CheckpointError, from_hub
-from service.bundle import Head
+from service.bundle import Head, Task
 
+TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
-ST = "sentence_transformers."
 MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
 ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
-SENTENCE = "sentence_embedding"  # the pooled vector's name there
 
 
 @dataclass(frozen=True)
@@ -49,41 +58,43 @@ class Source:
     max_length: int
 
 
-def read_source(name: str | Path) -> Source:
-    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served."""
+def read_source(name: str | Path, task: Task | None = None) -> Source:
+    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served.
+
+    task: the head to read where `architectures` in `config.json` names none
+    """
     folder = locate(name)
-    model = _read_model(folder)
+    model = _read_model(folder, task)
     tokenizer = read_tokenizer(folder)
     check_rows(folder, tokenizer, model.config.vocab_size)
     return Source(folder, model, tokenizer, read_max_length(folder))
 
 
-def _read_model(folder: Path) -> Model:
+def _read_model(folder: Path, task: Task | None) -> Model:
     if not (folder / "modules.json").is_file():
-        return load_model(folder)
-    return _cross_encoder(folder) if is_cross_encoder(folder) else _sentence_transformer(folder)
+        return load_model(folder, task)
+    own: Task = "classification" if is_cross_encoder(folder) else "embedding"
+    if task not in (None, own):
+        raise CheckpointError(
+            f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
+            "leave out --task, or remove modules.json"
+        )
+    return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """Read a directory's tokenizer, as sentence-transformers uses it if it has that library's files.
 
-    Raises CheckpointError for what is done to texts there and cannot be done here.
+    Raises CheckpointError naming a file or setting that is not supported.
     """
-    tokenizer = tokenizer_files.read_tokenizer(folder)
-    prompts = _optional(folder / "config_sentence_transformers.json")
-    if (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name")):
-        raise CheckpointError(f"{folder}: cannot serve a default prompt before every text")
-    normalizer = tokenizer.normalizer
-    if _optional(folder / "sentence_bert_config.json").get("do_lower_case") and not (
-        isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase
-    ):
-        raise CheckpointError(f"{folder}: cannot lower the case for a tokenizer that keeps it")
+    tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
+    lower_case(tokenizer, read_sentence_config(folder))
     return tokenizer
 
 
 def tokenizer_file(folder: Path, output: Path) -> Path:
     """Return a `tokenizer.json` that splits as `read_tokenizer` does: the checkpoint's, or one written to `output`."""
-    return write_tokenizer(folder, read_tokenizer(folder), output)
+    return write_tokenizer(encoder_folder(folder), read_tokenizer(folder), output)
 
 
 def read_max_length(folder: Path) -> int:
@@ -95,9 +106,9 @@ def read_max_length(folder: Path) -> int:
 
 def said_length(folder: Path) -> int | None:
     """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
-    said = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    said = read_sentence_config(folder).get("max_seq_length")
     if said is None:
-        return read_model_max_length(folder)
+        return read_model_max_length(encoder_folder(folder))
     return None if said > MAX_LENGTH else int(said)
 
 
@@ -136,19 +147,18 @@ def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
 
 def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str, Path]]:
     """Each module's kind and folder. Raises CheckpointError, with what they must be, unless they are in this order."""
-    path = folder / "modules.json"
-    modules = []
-    for module in read_json(path):
-        whole, place = _get(path, module, "type", "path")
-        kind = whole.rpartition(".")[2]
-        if kind not in MODULES or not whole.startswith(ST):
-            raise CheckpointError(
-                f"{folder}: cannot serve the sentence-transformers module {whole}"
-            )
-        modules.append((kind, folder / place))
+    read_root_config(folder)
+    modules = read_module_list(folder)
+    for kind, _ in modules:
+        if kind not in MODULES:
+            raise CheckpointError(f"{folder}: cannot serve the sentence-transformers module {kind}")
     kinds = ", ".join(kind for kind, _ in modules)
     if not order.fullmatch(kinds):
+        path = folder / "modules.json"
         raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
+    for kind, place in modules:
+        if kind == "Normalize" and (place / "config.json").is_file():
+            NORMALIZE_TABLE.check(place / "config.json", read_settings(place / "config.json"))
     return modules
 
 
@@ -170,7 +180,7 @@ def _embedding_model(
             "pooling": pooling,
             "dimensions": [encoder.config.hidden_size, *outputs][-1],
             "normalize": normalize,
-            "demo": read_json(folder / "config.json").get("demo", False),
+            "demo": read_json(config_file(folder)).get("demo", False),
         }
     )
     model = Model(encoder.config, {"embedding": head})
@@ -180,16 +190,24 @@ def _embedding_model(
 
 
 def _dense(path: Path) -> list[nn.Module]:
-    config = read_json(path / "config.json")
-    names = ("in_features", "out_features", "bias", "activation_function")
-    inputs, outputs, bias, activation = _get(path / "config.json", config, *names)
-    activation = activation.rpartition(".")[2]
-    if activation not in ACTIVATIONS:
+    file = path / "config.json"
+    config = read_settings(file)
+    DENSE_TABLE.check(file, config)
+    inputs, outputs = _get(file, config, "in_features", "out_features")
+    bias, activation = config.get("bias", True), config.get("activation_function", TANH)
+    for name, size in (("in_features", inputs), ("out_features", outputs)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"{file}: {name} = {size!r} must be a positive integer")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{file}: bias = {bias!r} must be true or false")
+    kind = str(activation).rpartition(".")[2]
+    if not str(activation).startswith("torch.") or kind not in ACTIVATIONS:
         raise CheckpointError(
-            f"{path}: cannot serve activation {activation}: {', '.join(ACTIVATIONS)} only"
+            f"{path}: cannot serve activation {activation}: torch's {', '.join(ACTIVATIONS)} only"
         )
-    if config.get("use_residual") or config.get("module_input_name", SENTENCE) != SENTENCE:
-        raise CheckpointError(f"{path}: cannot serve a Dense of tokens, or with a residual")
     linear = nn.Linear(inputs, outputs, bias=bias)
-    from_hub(linear, read_weights(path), lambda name: [f"linear.{name}"], str(path))
-    return [linear, ACTIVATIONS[activation]()]
+    weights = read_weights(path)
+    if unused := sorted(weights.keys() - {"linear.weight", "linear.bias"}):
+        raise CheckpointError(f"{path}: a Dense layer has no tensor {unused[0]}")
+    from_hub(linear, weights, lambda name: [f"linear.{name}"], str(path))
+    return [linear, ACTIVATIONS[kind]()]

@@ -145,6 +145,7 @@ class Provenance(_Record):
     teachers: tuple[str, ...] = ()  # models that it was distilled from
     recipe: str = ""
     commit: str = ""
+    checkpoint: str = ""  # on the hub, with the commit that was read: NAME@COMMIT
     seed: int | None = None
     runtime: str = ""  # what the goldens were verified with at export
 

@@ -42,6 +42,21 @@ class Setting:
     note: str = ""
 
 
+def honored(*names: str, note: str = "") -> tuple[Setting, ...]:
+    """Return settings that have the reference library's meaning."""
+    return tuple(Setting(name, Handling.HONORED, note=note) for name in names)
+
+
+def no_effect(*names: str, note: str = "") -> tuple[Setting, ...]:
+    """Return settings that change no answer."""
+    return tuple(Setting(name, Handling.NO_EFFECT, note=note) for name in names)
+
+
+def refused(name: str, *harmless: Any, note: str = "") -> Setting:
+    """Return a setting that is refused unless it is null or has a harmless value."""
+    return Setting(name, Handling.REFUSED, harmless=(None, *harmless), note=note)
+
+
 @dataclass(frozen=True)
 class SettingsFile:
     """The settings of one file, by the name of the file and the library that defines it."""

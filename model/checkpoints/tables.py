@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from model.checkpoints.config_table import CONFIG_TABLES
+from model.checkpoints.sentence_config import SENTENCE_TABLES
 from model.checkpoints.settings_table import SettingsFile, render_table
 from model.checkpoints.tokenizer_tables import (
     ADDED_TOKENS,
@@ -21,6 +23,8 @@ TABLES: tuple[SettingsFile, ...] = (
     TOKENIZER_JSON,
     SPECIAL_TOKENS_MAP,
     ADDED_TOKENS,
+    *CONFIG_TABLES,
+    *SENTENCE_TABLES,
 )
 MARKS = "<!-- settings: begin -->", "<!-- settings: end -->"
 

@@ -639,7 +639,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     "four bits": (regraph(four_bits), "cannot serve weights of 4 bits"),
     "weights in many files": (two_weight_files, "its weights lie in 2 files"),
     "pooled who knows how": (unpooled, "how sentence_embedding was pooled is neither said"),
-    "pooled another way": (max_pooled, "cannot serve pooling pooling_mode_max_tokens"),
+    "pooled another way": (max_pooled, "cannot serve pooling max"),
 }
 
 

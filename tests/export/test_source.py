@@ -286,7 +286,7 @@ def set_dense(activation: str = TANH, **fields: Any) -> Spoil:
 REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
     "unknown module": (
         lambda f: write_modules(f, "Transformer", "Pooling", "LSTM"),
-        "cannot serve the sentence-transformers module sentence_transformers.models.LSTM",
+        "cannot serve the sentence-transformers module LSTM",
     ),
     "someone's own module": (
         lambda f: write_json(f / "modules.json", [{"type": "custom_st.Pooling", "path": ""}]),
@@ -309,7 +309,7 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
     ),
     "unknown pooling": (
         lambda f: write_pooling(f, "max_tokens"),
-        "cannot serve pooling pooling_mode_max_tokens",
+        "cannot serve pooling max",
     ),
     "two poolings": (
         lambda f: write_pooling(f, "cls_token", "mean_tokens"),
@@ -319,26 +319,33 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
         lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}),
         "cannot serve pooling mean, max",
     ),
-    "no pooling mode": (write_pooling, "cannot serve pooling none"),
     "unknown activation": (
         set_dense(activation="torch.nn.modules.activation.GELU"),
-        "cannot serve activation GELU: Identity, Tanh only",
+        "cannot serve activation torch.nn.modules.activation.GELU: torch's Identity, Tanh only",
     ),
     "residual": (
         set_dense(use_residual=True),
-        "cannot serve a Dense of tokens, or with a residual",
+        "2_Dense/config.json: use_residual = True is not supported",
     ),
     "tokens": (
         set_dense(module_input_name="token_embeddings"),
-        "cannot serve a Dense of tokens, or with a residual",
+        "2_Dense/config.json: module_input_name = 'token_embeddings' is not supported",
+    ),
+    "another output": (
+        set_dense(module_output_name="scores"),
+        "2_Dense/config.json: module_output_name = 'scores' is not supported",
+    ),
+    "someone's own activation": (
+        set_dense(activation="custom.Identity"),
+        "cannot serve activation custom.Identity",
     ),
     "dense without a size": (
         lambda f: write_json(f / "2_Dense/config.json", {"bias": True}),
-        "config.json does not say in_features, out_features, activation_function",
+        "config.json does not say in_features, out_features",
     ),
     "dense without weights": (
         lambda f: (f / "2_Dense/model.safetensors").unlink(),
-        "model.safetensors is missing (pickled weights are not read: they can run code)",
+        "model.safetensors is missing, and so are",
     ),
     "prompt": (
         lambda f: write_json(
@@ -346,13 +353,6 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
             {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
         ),
         "cannot serve a default prompt before every text",
-    ),
-    "case": (
-        lambda f: [
-            set_lowercase(f / "tokenizer.json", False),
-            write_json(f / "sentence_bert_config.json", {"do_lower_case": True}),
-        ],
-        "cannot lower the case for a tokenizer that keeps it",
     ),
     "no pooling file": (
         lambda f: (f / "1_Pooling/config.json").unlink(),
@@ -403,6 +403,7 @@ def test_max_length(
         (encoder / name).unlink(missing_ok=True)
         if document is not None:
             write_json(encoder / name, document)
+    write_modules(encoder, "Transformer", "Pooling")
     assert expected == read_max_length(encoder)
 
 

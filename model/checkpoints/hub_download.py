@@ -1,0 +1,146 @@
+"""Checkpoints on the hub: their names and revisions, and which of their files are downloaded.
+
+The files are those that a reader opens: settings and tokenizers first, then weights of the folders that these name. A
+pickle is downloaded only for a folder without safetensors files.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from glob import escape
+from pathlib import Path
+
+from model.checkpoints.sentence_config import (
+    MODULES,
+    ROOT,
+    SENTENCE_FILES,
+    is_sentence_directory,
+    read_module_list,
+)
+from model.checkpoints.weight_files import (
+    ADAPTER,
+    INDEX,
+    PICKLE,
+    SAFETENSORS,
+)
+from model.names import CheckpointError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt"),
+    *("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model"),
+)
+# All files but weights that a reader opens, at the top or in a module's folder.
+SETTINGS_FILES = (
+    *CONFIG_FILES,
+    *TOKENIZER_FILES,
+    *(MODULES, ROOT, *SENTENCE_FILES),
+    *(SAFETENSORS + INDEX, PICKLE + INDEX),
+)
+OTHER_FRAMEWORKS = ("onnx/*", "openvino/*", "coreml/*", "flax/*")
+GENERATOR = "generator"  # of an ELECTRA that was pretrained here
+
+
+def split_name(source: str) -> tuple[str, str | None]:
+    """Return the name and the revision of `NAME@REVISION`; None for the hub's default.
+
+    Raises CheckpointError where one of the two is empty.
+    """
+    name, at, revision = source.partition("@")
+    if at and not (name and revision):
+        raise CheckpointError(
+            f"{source}: must be NAME or NAME@REVISION, with a branch, tag or commit"
+        )
+    return name, revision if at else None
+
+
+def join_name(source: str, revision: str | None) -> str:
+    """Return NAME@REVISION. Raises CheckpointError for a local path, and for a name that has a revision already."""
+    if revision is None:
+        return source
+    if Path(source).exists() or source.startswith("package:"):
+        raise CheckpointError(f"--revision: {source} is not on the hub: leave out --revision")
+    if "@" in source:
+        raise CheckpointError(
+            f"--revision: {source} has a revision already: leave out one of the two"
+        )
+    return f"{source}@{revision}"
+
+
+def download(source: str) -> Path:
+    """Download the files of NAME or NAME@REVISION that are not in the cache; returns their folder.
+
+    Raises CheckpointError with the hub client's reason.
+    """
+    name, revision = split_name(source)
+    folder = _fetch(source, name, revision, with_folders(SETTINGS_FILES))
+    commit = commit_of(folder) or revision
+    places = weight_folders(folder)
+    _fetch(source, name, commit, _weights(places, SAFETENSORS))
+    if without := [place for place in places if not _has_safetensors(folder / place)]:
+        _fetch(source, name, commit, _weights(without, PICKLE))
+    return folder
+
+
+def with_folders(names: Iterable[str]) -> list[str]:
+    """Return patterns for files of these names, at the top and in folders."""
+    return [pattern for name in names for pattern in (name, f"*/{name}")]
+
+
+def weight_folders(folder: Path) -> list[str]:
+    """Return the folders whose weights are read, relative to the checkpoint's: `""` is its own."""
+    places = [""]
+    if is_sentence_directory(folder):
+        modules = read_module_list(folder)
+        places = [
+            place.relative_to(folder).as_posix() for kind, place in modules if _has_weights(kind)
+        ]
+        places = ["" if place == "." else place for place in places]
+    if (folder / GENERATOR / "config.json").is_file():
+        places.append(GENERATOR)
+    return list(dict.fromkeys(places))
+
+
+def _has_weights(kind: str) -> bool:
+    return kind in ("Transformer", "Dense")
+
+
+def _weights(places: Iterable[str], file: str) -> list[str]:
+    """Return patterns of a weight file in folders, and of its shards."""
+    stem, _, suffix = file.partition(".")
+    prefixes = [f"{escape(place)}/" if place else "" for place in places]
+    return [
+        pattern
+        for prefix in prefixes
+        for pattern in (f"{prefix}{file}", f"{prefix}{stem}-*-of-*.{suffix}")
+    ]
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SAFETENSORS, SAFETENSORS + INDEX))
+
+
+def _fetch(source: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=[*patterns],
+                ignore_patterns=[*OTHER_FRAMEWORKS],
+            )
+        )
+    except Exception as error:  # the hub client's many errors mean one thing here
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{source}: not a local directory, and not to be had from the hub: {reason}"
+        ) from error
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a folder in the hub's cache; None for any other folder."""
+    is_snapshot = folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name)
+    return folder.name if is_snapshot else None

@@ -1,0 +1,306 @@
+"""The files of a sentence-transformers directory, which that library reads where there is a `modules.json`.
+
+The Transformer's folder is named there; it has `config.json`, weights, tokenizer, and one of SENTENCE_FILES.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from tokenizers import Tokenizer, normalizers
+
+from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused
+from model.names import CheckpointError
+
+MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
+PREFIX = "sentence_transformers."
+SENTENCE_FILES = (  # in the order of sentence-transformers: the first that is not empty counts
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+SENTENCE = "sentence_embedding"  # the name of a text's vector between modules
+PROMPTS = ("query", "document")  # names of prompts that are always there, without a text
+KINDS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
+REMOTE_CODE = ({}, {"trust_remote_code": True}, {"trust_remote_code": False})  # which is ignored
+
+
+def _text(output: str) -> dict[str, Any]:
+    return {"text": {"method": "forward", "method_output_name": output}}
+
+
+TRANSFORMER_TABLE = SettingsFile(
+    SENTENCE_FILES[0],
+    "sentence-transformers",
+    (
+        *honored("max_seq_length", note="no more than the model has positions"),
+        *honored("do_lower_case"),
+        refused("transformer_task", *KINDS.values()),
+        refused("modality_config", _text("last_hidden_state"), _text("logits"), note="text only"),
+        refused("module_output_name", "token_embeddings", "scores"),
+        refused("processing_kwargs", {}),
+        refused("query_length", note="another length for queries"),
+        refused("document_length", note="another length for documents"),
+        refused("query_expansion"),
+        *(
+            refused(name, *REMOTE_CODE, note="arguments of transformers")
+            for name in (
+                *("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs"),
+                *("config_args", "config_kwargs"),
+            )
+        ),
+        refused("tokenizer_name_or_path", note="a tokenizer of another directory"),
+        *no_effect("unpad_inputs", note="how it is computed, not what"),
+    ),
+)
+ROOT_TABLE = SettingsFile(
+    ROOT,
+    "sentence-transformers",
+    (
+        refused("model_type", *KINDS),
+        *honored("activation_fn", note="of a CrossEncoder"),
+        *honored("default_prompt_name", note="refused where the prompt has a text"),
+        *no_effect("prompts", note="of requests: write the prompt before the text"),
+        *no_effect("similarity_fn_name", note="of comparing vectors, not of vectors"),
+        refused("truncate_dim", note="remove it, and send `dimensions` in requests"),
+        *no_effect("keep_in_fp32_modules", note="the head of every precision is fp32 or checked"),
+        *no_effect("__version__", "requirements"),
+    ),
+)
+MODULES_TABLE = SettingsFile(
+    MODULES,
+    "sentence-transformers",
+    (
+        *honored("type", "path"),
+        *no_effect("idx", "name"),
+        *no_effect("kwargs", note="names of what `encode` may be called with"),
+    ),
+)
+POOLING_MODES = {  # the switch of each way to pool, in the order of sentence-transformers
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLING_TABLE = SettingsFile(
+    "1_Pooling/config.json",
+    "sentence-transformers",
+    (
+        *honored("pooling_mode", note="cls or mean; others are refused"),
+        *honored(*POOLING_MODES, note="where there is no pooling_mode; the mean where all are off"),
+        *no_effect("embedding_dimension", "word_embedding_dimension", note="the width of states"),
+        *no_effect("include_prompt", note="without a prompt"),
+    ),
+)
+DENSE_TABLE = SettingsFile(
+    "2_Dense/config.json",
+    "sentence-transformers",
+    (
+        *honored("in_features", "out_features"),
+        *honored("bias", note="true where it is left out"),
+        *honored("activation_function", note="Tanh (also where it is left out) or Identity"),
+        refused("module_input_name", SENTENCE, note="a layer for tokens"),
+        refused("module_output_name", SENTENCE, note="a layer beside the vector"),
+        refused("use_residual", False),
+    ),
+)
+NORMALIZE_TABLE = SettingsFile(
+    "3_Normalize/config.json",
+    "sentence-transformers",
+    (
+        refused("module_input_name", SENTENCE, note="vectors of tokens"),
+        refused("module_output_name", SENTENCE, note="vectors of tokens"),
+    ),
+)
+SENTENCE_TABLES = (
+    *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
+    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE),
+)
+
+
+def is_sentence_directory(folder: Path) -> bool:
+    return (folder / MODULES).is_file()
+
+
+def encoder_folder(folder: Path) -> Path:
+    """Return the folder of the Transformer that `modules.json` names; the folder itself where there is none."""
+    if not is_sentence_directory(folder):
+        return folder
+    for kind, place in read_module_list(folder):
+        if kind == "Transformer":
+            return place
+    return folder
+
+
+def read_module_list(folder: Path) -> list[tuple[str, Path]]:
+    """Return the class name and the folder of each module in `modules.json`, in order.
+
+    Raises CheckpointError for a module of another package, and for a folder outside the directory.
+    """
+    path, modules = folder / MODULES, []
+    document = _read_json(path)
+    if not isinstance(document, list):
+        raise CheckpointError(f"{path}: must be a list of modules, not {type(document).__name__}")
+    for module in document:
+        if not isinstance(module, Mapping):
+            raise CheckpointError(f"{path}: {module!r} is no module: it must be an object")
+        for name in ("type", "path"):
+            if not isinstance(module.get(name), str):
+                raise CheckpointError(f"{path} does not say {name} of a module, as text")
+        whole, place = module["type"], module["path"]
+        if not whole.startswith(PREFIX):
+            raise CheckpointError(
+                f"{folder}: cannot serve the sentence-transformers module {whole}"
+            )
+        if ".." in PurePosixPath(place).parts or _is_absolute(place):
+            raise CheckpointError(f"{path}: path {place!r} is outside the directory")
+        modules.append((whole.rpartition(".")[2], folder / place))
+    return modules
+
+
+def _is_absolute(place: str) -> bool:
+    windows = PureWindowsPath(place)
+    return PurePosixPath(place).is_absolute() or bool(windows.drive) or ".." in windows.parts
+
+
+def read_sentence_config(folder: Path) -> Mapping[str, Any]:
+    """Return the content of the Transformer's own file (SENTENCE_FILES); nothing without `modules.json` or the file.
+
+    folder: of the checkpoint
+    Raises CheckpointError naming a setting that is refused.
+    """
+    found = _find_sentence_config(folder)
+    if found is None:
+        return {}
+    path, document = found
+    TRANSFORMER_TABLE.check(path, document)
+    task = document.get("transformer_task")
+    if task is not None and task != KINDS[read_kind(folder)]:
+        raise CheckpointError(
+            f"{path}: transformer_task = {task!r} is not that of a {read_kind(folder)}"
+        )
+    length = document.get("max_seq_length")
+    if length is not None and (
+        isinstance(length, bool) or not isinstance(length, int) or length < 1
+    ):
+        raise CheckpointError(f"{path}: max_seq_length = {length!r} must be a positive integer")
+    if not isinstance(document.get("do_lower_case", False), bool | None):
+        raise CheckpointError(
+            f"{path}: do_lower_case = {document['do_lower_case']!r} must be true or false"
+        )
+    return document
+
+
+def _find_sentence_config(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    if not is_sentence_directory(folder):
+        return None
+    for name in SENTENCE_FILES:
+        path = encoder_folder(folder) / name
+        document = read_settings(path) if path.is_file() else {}
+        if document:
+            return path, document
+    return None
+
+
+def read_root_config(folder: Path) -> Mapping[str, Any]:
+    """Return `config_sentence_transformers.json`; nothing without `modules.json` or the file.
+
+    Raises CheckpointError naming a setting that is refused, and a default prompt that has a text.
+    """
+    path = folder / ROOT
+    if not is_sentence_directory(folder) or not path.is_file():
+        return {}
+    document = read_settings(path)
+    ROOT_TABLE.check(path, document)
+    prompts = document.get("prompts") or {}
+    if not isinstance(prompts, Mapping):
+        raise CheckpointError(f"{path}: prompts = {prompts!r} must be an object")
+    name = document.get("default_prompt_name")
+    if name is not None and (not isinstance(name, str) or name not in {*prompts, *PROMPTS}):
+        raise CheckpointError(f"{path}: default_prompt_name = {name!r} is none of the prompts")
+    if name is not None and prompts.get(name):
+        raise CheckpointError(
+            f"{path}: cannot serve a default prompt before every text: remove default_prompt_name, "
+            f"and write {prompts[name]!r} before the texts in requests"
+        )
+    return document
+
+
+def read_kind(folder: Path) -> str:
+    """Return `SentenceTransformer` or `CrossEncoder`: which class of sentence-transformers wrote a directory."""
+    return str(read_root_config(folder).get("model_type") or "SentenceTransformer")
+
+
+def read_pooling_mode(path: Path) -> tuple[str, ...]:
+    """Return the ways to pool in a Pooling module's `config.json`: one, or several that are concatenated.
+
+    Raises CheckpointError for what is no way to pool.
+    """
+    document = read_settings(path)
+    mode = document.get("pooling_mode")
+    if mode is None:
+        active = tuple(mode for switch, mode in POOLING_MODES.items() if document.get(switch))
+        return active or ("mean",)
+    modes = (mode,) if isinstance(mode, str) else mode
+    if (
+        not isinstance(modes, list | tuple)
+        or not modes
+        or not all(isinstance(m, str) for m in modes)
+    ):
+        raise CheckpointError(f"{path}: pooling_mode = {mode!r} must be a name or a list of names")
+    return tuple(modes)
+
+
+def lower_case(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Lower the case of texts before a tokenizer's own normalizer, where `do_lower_case` is set."""
+    if not config.get("do_lower_case"):
+        return
+    own = tokenizer.normalizer
+    if isinstance(own, normalizers.BertNormalizer) and own.lowercase:
+        return  # twice gives the same
+    first = [normalizers.Lowercase()]
+    tokenizer.normalizer = normalizers.Sequence(first if own is None else [*first, own])
+
+
+def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
+    """Return the names in the files of a directory that sentence-transformers does not read, by the file."""
+    if not is_sentence_directory(folder):
+        return {}
+    tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
+    documents = [
+        (place / "config.json", tables[kind])
+        for kind, place in read_module_list(folder)
+        if kind in tables
+    ]
+    documents.append((folder / ROOT, ROOT_TABLE))
+    if found := _find_sentence_config(folder):
+        documents.append((found[0], TRANSFORMER_TABLE))
+    return {
+        str(path.relative_to(folder)): unknown
+        for path, table in documents
+        if path.is_file() and (unknown := table.unknown_settings(read_settings(path)))
+    }
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Return a JSON object. Raises CheckpointError for another content, and for a missing file."""
+    document = _read_json(path)
+    if not isinstance(document, Mapping):
+        raise CheckpointError(f"{path}: must be a JSON object, not {type(document).__name__}")
+    return document
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None

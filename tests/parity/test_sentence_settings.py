@@ -1,0 +1,392 @@
+"""Each setting of a sentence-transformers directory has here the meaning that it has there, or is refused by name."""
+
+import inspect
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base import model as base_model
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+from export.goldens import run_torch
+from model.checkpoints import sentence_config
+from model.checkpoints.sentence_config import (
+    DENSE_TABLE,
+    NORMALIZE_TABLE,
+    POOLING_TABLE,
+    ROOT_TABLE,
+    SENTENCE_FILES,
+    TRANSFORMER_TABLE,
+    read_sentence_config,
+    unknown_sentence_settings,
+)
+from model.checkpoints.settings_table import Handling
+from model.names import CheckpointError
+from model.source import read_source
+from service import decode
+from service.encode import Encoder
+from tests import hub, samples
+
+TEXTS = [samples.text(words, seed=words) for words in (1, 9, 30, 200)]
+TEXTS += [TEXTS[1].upper(), "Ada  DREW a \u00c9t\u00e9."]
+SENTENCE, MODEL = SENTENCE_FILES[0], "config_sentence_transformers.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder, mean pooling, a dense layer and a norm, as sentence-transformers writes them."""
+    folder = tmp_path_factory.mktemp("sentence") / "model"
+    plain = hub.save(
+        "bert", folder.with_name("plain"), hub.transformers.AutoModel, num_hidden_layers=1
+    )
+    torch.manual_seed(1)
+    parts = [Transformer(str(plain)), Pooling(32, "mean"), Dense(32, 20), Normalize()]
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """The test's own copy."""
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def write(path: Path, document: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def edit(path: Path, **fields: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write(path, {**document, **fields})
+
+
+def vectors(folder: Path) -> np.ndarray:
+    source = read_source(folder)
+    head = source.model.described["embedding"]
+    encoded = Encoder(source.tokenizer, source.max_length).texts(TEXTS)
+    outputs = run_torch(source.model, [item.windows[0] for item in encoded])
+    made = (output["embedding"] for output in outputs)
+    return np.stack(
+        [decode.embed([v], [1], normalize=head.normalize, dimensions=None) for v in made]
+    )
+
+
+def assert_same_vectors(folder: Path) -> np.ndarray:
+    """The vectors of sentence-transformers for the directory are ours; returns them."""
+    reference = SentenceTransformer(str(folder), device="cpu")
+    expected = np.asarray(reference.encode(TEXTS, show_progress_bar=False))
+    np.testing.assert_allclose(vectors(folder), expected, rtol=0, atol=1e-5)
+    return expected
+
+
+def differs(found: np.ndarray, other: np.ndarray) -> bool:
+    return found.shape != other.shape or float(np.abs(found - other).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", SENTENCE_FILES)
+def test_sentence_files(name: str, folder: Path) -> None:
+    """Each name of the Transformer's own file is read."""
+    before = assert_same_vectors(folder)
+    (folder / SENTENCE).unlink()
+    write(folder / name, {"max_seq_length": 8, "do_lower_case": False})
+    assert differs(before, assert_same_vectors(folder))
+
+
+def test_first_file_counts(folder: Path) -> None:
+    """The first file that is not empty counts, as in sentence-transformers."""
+    write(folder / SENTENCE_FILES[0], {})
+    write(folder / SENTENCE_FILES[3], {"max_seq_length": 20})
+    write(folder / SENTENCE_FILES[2], {"max_seq_length": 8})
+    assert_same_vectors(folder)
+    assert {"max_seq_length": 8} == read_sentence_config(folder)
+
+
+def test_without_modules(folder: Path) -> None:
+    """Without `modules.json` none of these files is read, as in sentence-transformers."""
+    write(folder / SENTENCE, {"max_seq_length": 8})
+    edit(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    for name in ("modules.json", "1_Pooling/config.json"):
+        (folder / name).unlink()
+    (folder / "1_Pooling").rmdir()
+    source = read_source(folder)
+    assert 64 == source.max_length == SentenceTransformer(str(folder), device="cpu").max_seq_length
+    assert {} == read_sentence_config(folder)
+
+
+def test_transformer_in_its_folder(folder: Path) -> None:
+    """The encoder, its tokenizer and its settings are read from the folder that `modules.json` names."""
+    before = assert_same_vectors(folder)
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        (folder / name).rename(inner / name)
+    (folder / SENTENCE).unlink()
+    write(inner / SENTENCE, {"max_seq_length": 8})
+    write(folder / "config.json", {"__version__": "0.3.9"})
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    write(folder / "modules.json", modules)
+    assert differs(before, assert_same_vectors(folder))
+
+
+def test_lower_case(folder: Path) -> None:
+    """`do_lower_case` lowers the case for a tokenizer that keeps it."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["normalizer"] = {
+        **{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True},
+        **{"strip_accents": False, "lowercase": False},
+    }
+    write(folder / "tokenizer.json", state)
+    before = assert_same_vectors(folder)
+    edit(folder / SENTENCE, do_lower_case=True)
+    after = assert_same_vectors(folder)
+    assert differs(before, after)
+    np.testing.assert_allclose(after[1], after[4], atol=1e-6)
+
+
+POOLINGS: dict[str, dict[str, Any]] = {
+    "a name": {"pooling_mode": "cls"},
+    "a list": {"pooling_mode": ["cls"]},
+    "the mean": {"pooling_mode": "mean"},
+    "no mode": {},
+    "all off": {"pooling_mode_cls_token": False, "pooling_mode_max_tokens": False},
+    "a switch": {"pooling_mode_cls_token": True},
+    "a switch and a name": {"pooling_mode": "mean", "pooling_mode_max_tokens": True},
+    "a number": {"pooling_mode_cls_token": 1, "pooling_mode_mean_tokens": 0},
+    "without the prompt": {"pooling_mode": "cls", "include_prompt": False},
+}
+
+
+@pytest.mark.parametrize("word", ["embedding_dimension", "word_embedding_dimension"])
+@pytest.mark.parametrize("case", POOLINGS)
+def test_pooling(case: str, word: str, folder: Path) -> None:
+    """Every way to write the mean or the first token is read as sentence-transformers reads it."""
+    write(folder / "1_Pooling/config.json", {word: 32, **POOLINGS[case]})
+    assert_same_vectors(folder)
+
+
+@pytest.mark.parametrize("fields", [{}, {"bias": True}, {"use_residual": False}])
+def test_dense(fields: dict[str, Any], folder: Path) -> None:
+    """What a dense layer leaves out has sentence-transformers' value."""
+    write(folder / "2_Dense/config.json", {"in_features": 32, "out_features": 20, **fields})
+    assert_same_vectors(folder)
+
+
+def test_pickled_dense(folder: Path) -> None:
+    """A dense layer's weights may be pickled, as older releases wrote them."""
+    path = folder / "2_Dense/model.safetensors"
+    torch.save(load_file(path), folder / "2_Dense/pytorch_model.bin")
+    path.unlink()
+    assert_same_vectors(folder)
+
+
+HARMLESS: list[tuple[str, str, Any]] = [
+    (SENTENCE, "model_args", {}),
+    (SENTENCE, "config_args", {"trust_remote_code": True}),
+    (SENTENCE, "unpad_inputs", False),
+    (SENTENCE, "processing_kwargs", {}),
+    (SENTENCE, "query_length", None),
+    (MODEL, "prompts", {"query": "query: ", "passage": "passage: "}),
+    (MODEL, "default_prompt_name", "document"),
+    (MODEL, "similarity_fn_name", "dot"),
+    (MODEL, "truncate_dim", None),
+    (MODEL, "requirements", []),
+    (MODEL, "__version__", {"sentence_transformers": "2.0.0"}),
+    ("3_Normalize/config.json", "module_input_name", "sentence_embedding"),
+    ("2_Dense/config.json", "module_output_name", "sentence_embedding"),
+    ("2_Dense/config.json", "activation_function", "torch.nn.modules.linear.Identity"),
+]
+
+
+@pytest.mark.parametrize(("file", "name", "value"), HARMLESS)
+def test_harmless_values(file: str, name: str, value: Any, folder: Path) -> None:
+    """A value that is read or has no effect gives sentence-transformers' vectors."""
+    edit(folder / file, **{name: value})
+    assert_same_vectors(folder)
+
+
+REFUSED: list[tuple[str, str, Any]] = [
+    (SENTENCE, "transformer_task", "fill-mask"),
+    (SENTENCE, "transformer_task", "sequence-classification"),
+    (SENTENCE, "modality_config", {"text": {"method": "forward", "method_output_name": "other"}}),
+    (SENTENCE, "module_output_name", "causal_logits"),
+    (SENTENCE, "processing_kwargs", {"text": {"max_length": 4}}),
+    (SENTENCE, "query_length", 8),
+    (SENTENCE, "document_length", 8),
+    (SENTENCE, "query_expansion", {"strategy": "fixed", "length": 8}),
+    (SENTENCE, "model_args", {"attn_implementation": "eager"}),
+    (SENTENCE, "model_kwargs", {"dtype": "float16"}),
+    (SENTENCE, "tokenizer_args", {"do_lower_case": False}),
+    (SENTENCE, "processor_kwargs", {"model_max_length": 8}),
+    (SENTENCE, "config_args", {"num_hidden_layers": 1}),
+    (SENTENCE, "config_kwargs", {"num_hidden_layers": 1}),
+    (SENTENCE, "tokenizer_name_or_path", "bert-base-uncased"),
+    (SENTENCE, "max_seq_length", "64"),
+    (SENTENCE, "max_seq_length", 0),
+    (SENTENCE, "max_seq_length", True),
+    (SENTENCE, "do_lower_case", "yes"),
+    (MODEL, "model_type", "SparseEncoder"),
+    (MODEL, "truncate_dim", 8),
+    (MODEL, "default_prompt_name", "unknown"),
+    (MODEL, "prompts", ["query: "]),
+    ("1_Pooling/config.json", "pooling_mode", "max"),
+    ("1_Pooling/config.json", "pooling_mode", ["mean", "cls"]),
+    ("1_Pooling/config.json", "pooling_mode", []),
+    ("1_Pooling/config.json", "pooling_mode", 3),
+    ("2_Dense/config.json", "module_input_name", "token_embeddings"),
+    ("2_Dense/config.json", "module_output_name", "scores"),
+    ("2_Dense/config.json", "use_residual", True),
+    ("2_Dense/config.json", "activation_function", "torch.nn.modules.activation.ReLU"),
+    ("2_Dense/config.json", "activation_function", "own.Tanh"),
+    ("2_Dense/config.json", "activation_function", None),
+    ("2_Dense/config.json", "in_features", "32"),
+    ("2_Dense/config.json", "out_features", -1),
+    ("2_Dense/config.json", "bias", "yes"),
+    ("3_Normalize/config.json", "module_input_name", "token_embeddings"),
+    ("3_Normalize/config.json", "module_output_name", "other"),
+]
+
+
+@pytest.mark.parametrize(("file", "name", "value"), REFUSED)
+def test_refused(file: str, name: str, value: Any, folder: Path) -> None:
+    """A value that is not served is named in one line."""
+    edit(folder / file, **{name: value})
+    word = re.escape(name).replace("_mode", "").replace("activation_function", "activation")
+    with pytest.raises(CheckpointError, match=rf"^[^\n]*{word}[^\n]*$") as raised:
+        read_source(folder)
+    assert file.split("/")[0] in str(raised.value)
+
+
+def test_default_prompt(folder: Path) -> None:
+    """A prompt before every text is refused, with what to do."""
+    edit(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
+        read_source(folder)
+
+
+Change = Callable[[list[dict[str, Any]]], Any]
+BROKEN_MODULES: dict[str, tuple[Change, str]] = {
+    "an object": (lambda modules: {}, "must be a list of modules, not dict"),
+    "no object": (lambda modules: [7], "7 is no module"),
+    "no type": (lambda modules: [{"path": ""}], "does not say type"),
+    "a path that is a number": (lambda modules: [{**modules[0], "path": 3}], "does not say path"),
+    "a path outside": (lambda modules: [{**modules[0], "path": "../x"}], r"'\.\./x' is outside"),
+    "an absolute path": (lambda modules: [{**modules[0], "path": "/x"}], "'/x' is outside"),
+    "a drive": (lambda modules: [{**modules[0], "path": "C:\\x"}], "is outside"),
+    "a router": (
+        lambda modules: [{**modules[0], "type": "sentence_transformers.base.modules.Router"}],
+        "cannot serve the sentence-transformers module Router",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_MODULES)
+def test_broken_modules(case: str, folder: Path) -> None:
+    """A list of modules that is none, and a module that is not served, are refused in one line."""
+    change, message = BROKEN_MODULES[case]
+    write(folder / "modules.json", change(json.loads((folder / "modules.json").read_text())))
+    with pytest.raises(CheckpointError, match=message):
+        read_source(folder)
+
+
+def test_unused_tensor_of_a_dense(folder: Path) -> None:
+    """A tensor that a dense layer has no use for is refused by name."""
+    path = folder / "2_Dense/model.safetensors"
+    save_file({**load_file(path), "residual.weight": torch.ones(20, 32)}, path)
+    with pytest.raises(CheckpointError, match=r"2_Dense: .* residual\.weight"):
+        read_source(folder)
+
+
+@pytest.mark.parametrize("activation", [torch.nn.Sigmoid(), torch.nn.Identity()])
+def test_cross_encoder(activation: torch.nn.Module, tmp_path: Path) -> None:
+    """The files of a CrossEncoder are read with its own task and activation."""
+    hub.save_cross_encoder("bert", tmp_path / "cross", activation, num_hidden_layers=1)
+    reference = CrossEncoder(str(tmp_path / "cross"), device="cpu")
+    source = read_source(tmp_path / "cross")
+    head = source.model.described["classification"]
+    encoded = Encoder(source.tokenizer, source.max_length).pairs(["Ada drew."], ["A map."])
+    (output,) = run_torch(source.model, [encoded[0].windows[0]])
+    found = torch.as_tensor(output["classification"]).reshape(-1)
+    if head.problem_type != "regression":
+        found = found.sigmoid()
+    expected = reference.predict([("Ada drew.", "A map.")])
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-5)
+
+
+def parameters(*kinds: Any) -> set[str]:
+    """The settings that classes of sentence-transformers take from their files."""
+    found: set[str] = set()
+    for kind in kinds:
+        found |= {*inspect.signature(inspect.unwrap(kind.__init__)).parameters} | {
+            *kind.config_keys
+        }
+        found |= {*getattr(kind, "config_key_renames", {})}
+    return found - {"self", "model_name_or_path", "backend", "init_weight", "init_bias"}
+
+
+TABLES = [
+    (TRANSFORMER_TABLE, (Transformer,), {"model_args", "tokenizer_args", "config_args"}),
+    (POOLING_TABLE, (Pooling,), {*sentence_config.POOLING_MODES}),
+    (DENSE_TABLE, (Dense,), set()),
+    (NORMALIZE_TABLE, (Normalize,), set()),
+]
+
+
+@pytest.mark.parametrize(
+    ("table", "kinds", "more"), TABLES, ids=lambda value: getattr(value, "file", "")
+)
+def test_every_setting_is_in_a_table(table: Any, kinds: tuple[Any, ...], more: set[str]) -> None:
+    """No setting that sentence-transformers reads is unknown here, and none is here that it does not read."""
+    expected = parameters(*kinds) | more
+    assert expected == {setting.name for setting in table.settings}
+
+
+def test_every_setting_of_the_root_is_in_a_table() -> None:
+    """Also what the model classes look up in `config_sentence_transformers.json`."""
+    sources = [
+        inspect.getsource(inspect.getmodule(kind))
+        for kind in (base_model.BaseModel, SentenceTransformer, CrossEncoder)
+    ]
+    names = {
+        name
+        for source in sources
+        for name in re.findall(r'\bmodel_config(?:\.get\(|\[)"(\w+)"', source)
+    }
+    assert {"prompts", "truncate_dim", "activation_fn"} < names
+    assert names <= {setting.name for setting in ROOT_TABLE.settings}
+
+
+def test_files_of_the_transformer() -> None:
+    """The file names are those of sentence-transformers, in its order."""
+    source = inspect.getsource(Transformer.load_config)
+    assert [*SENTENCE_FILES] == re.findall(r'"(sentence_[\w-]+_config\.json)"', source)
+
+
+def test_every_refused_setting_is_compared() -> None:
+    """Each refused setting of a table has a value above."""
+    values = {name for _, name, _ in REFUSED}
+    tables = [TRANSFORMER_TABLE, ROOT_TABLE, DENSE_TABLE, NORMALIZE_TABLE]
+    names = {s.name for table in tables for s in table.settings if s.handling is Handling.REFUSED}
+    assert set() == names - values
+
+
+def test_unknown_settings(folder: Path) -> None:
+    """Names that sentence-transformers does not read are listed by their files."""
+    assert {} == unknown_sentence_settings(folder)
+    edit(folder / "1_Pooling/config.json", colour="red")
+    edit(folder / MODEL, author="Ada", b=1)
+    expected: Mapping[str, list[str]] = {
+        "1_Pooling/config.json": ["colour"],
+        MODEL: ["author", "b"],
+    }
+    assert expected == unknown_sentence_settings(folder)
