@@ -15,6 +15,10 @@ from service.config import ConfigError, configure, report
 from service.processes import Processes
 from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, variable
 
+TELEMETRY_OFF = (
+    "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.session sets it to 1 where it is unset
+)
+
 log = structlog.get_logger()
 
 
@@ -37,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(settings: Settings) -> None:
+    if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
+        os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
     listeners = [bind(settings.host, settings.port)]
     if settings.metrics_port is not None:
         listeners.append(bind(settings.host, settings.metrics_port))

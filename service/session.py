@@ -1,17 +1,27 @@
 """One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
 
 import ctypes
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from service.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
 from service.packing import Packed, each, make_layout, positions
+
+# ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". So no other module
+# imports the library. A value that the user has set is kept.
+TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
+if not os.environ.get(TELEMETRY_OFF):
+    os.environ[TELEMETRY_OFF] = "1"
+
+import onnxruntime  # noqa: E402
+
+ort = onnxruntime
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]

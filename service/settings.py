@@ -169,6 +169,10 @@ class Settings(BaseSettings):
         description="origins whose pages may ask from a browser; unset, only the service's own"
         " (the variable separates them with ',')",
     )
+    runtime_telemetry: bool = Field(
+        False,
+        description="let ONNX Runtime send its telemetry to Microsoft; set it only to help its developers",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe line to print; debug adds health checks and tracebacks"
     )

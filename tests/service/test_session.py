@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from service import bundle, packing
@@ -29,6 +28,7 @@ from service.session import (
     cuda_problem,
     find_provider,
     open_session,
+    ort,
     packed_feeds,
     padded_feeds,
     run_bound,
