@@ -18,6 +18,7 @@ from service.settings import Settings, did_you_mean, flag, variable
 FILE = Path("quartet.toml")  # read when no other is named
 BUNDLES = Path("bundles")  # looked in when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
+CANNOT_GO_ON = 4  # the exit status of a service in a state that it cannot leave by itself
 PATHS = frozenset({"api_keys", "bundles", "models_dir"})
 
 Given = Mapping[str, Any]
@@ -32,15 +33,28 @@ class Configuration:
     """Settings to serve with, in which all bundles and keys are that were found, and no plain key is.
 
     given: what they were made from; origins: where each setting is from that is not a default
+    key_files: the files that API keys are from
     """
 
     settings: Settings
     given: Settings
     origins: Mapping[str, str]
+    key_files: Sequence[Path]
 
 
 def configure(flags: Given) -> Configuration:
     """Settings from flags, by the fields' names, from the environment and from a file. Raises ConfigError."""
+    given, origins, path = gather(flags)
+    if given.models_dir is not None and not given.models_dir.is_dir():
+        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
+    bundles, keys = given.bundles or find_bundles(), find_keys(given)
+    found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
+    settings = given.model_copy(update=found)
+    return Configuration(settings, given, origins, key_files(given, origins, path))
+
+
+def gather(flags: Given) -> tuple[Settings, Mapping[str, str], Path | None]:
+    """Settings as they are given, the origin of each, and the file of settings. Raises ConfigError."""
     variables = EnvSettingsSource(Settings)()
     path = config_file({**variables, **flags})
     filed = read_file(path) if path else {}
@@ -56,12 +70,29 @@ def configure(flags: Given) -> Configuration:
         raise ConfigError("; ".join(faults)) from None
     if "keys" in origins and not given.keys:
         raise ConfigError(f"{origins['keys']}: there is no key in keys")
-    if given.models_dir is not None and not given.models_dir.is_dir():
-        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
-    bundles, keys = given.bundles or find_bundles(), find_keys(given)
-    found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
-    settings = given.model_copy(update=found)
-    return Configuration(settings, given, origins)
+    return given, origins, path
+
+
+def key_files(given: Settings, origins: Mapping[str, str], path: Path | None) -> Sequence[Path]:
+    in_file = path is not None and str(path) in (origins.get("keys"), origins.get("api_keys"))
+    return [*filter(None, (path if in_file else None, given.api_keys))]
+
+
+class KeySource:
+    """Where API keys come from, to read them again; `files`: those that the last reading found them in."""
+
+    def __init__(self, flags: Given, files: Sequence[Path]) -> None:
+        self._flags = flags
+        self.files = files
+
+    def read(self) -> Keys:
+        """All keys. Raises ConfigError, also where no key is left, for that would open the service to all."""
+        given, origins, path = gather(self._flags)
+        keys = find_keys(given)
+        self.files = key_files(given, origins, path)
+        if not keys:
+            raise ConfigError("no key is left")
+        return keys
 
 
 # -- the file of settings -----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from service.errors import (
     SlowHeaders,
     TooManyConnections,
 )
+from service.excess import Excess
 from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
 from service.logs import QUIET_ROUTES
 
@@ -60,12 +61,14 @@ class Protocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         admitted: set["Protocol"],
+        excess: Excess,
         max_connections: int,
         header_timeout_s: float,
         reception: Reception,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.admitted = admitted
+        self.excess = excess
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
         self.reception = reception
@@ -91,6 +94,7 @@ class Protocol(HttpToolsProtocol):
         self.leaving: asyncio.Future[None] = self.loop.create_future()
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
+            self.excess.add(transport)
             self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
             self.expect_request(CROWDED_S)
         else:
@@ -99,6 +103,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.admitted.discard(self)
+        self.excess.discard(self.wire)
         self.closing = True
         self.stop_timers()
         if self.running is not None and not self.running.response_complete:

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from service.exchange import Reception
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.protocol import Protocol
-from service.server import connections
+from service.server import FEW, connections
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -605,6 +605,17 @@ async def test_a_connection_too_many_is_not_waited_for(
             async with asyncio.timeout(10):
                 assert await silent.ended()
                 assert "slow_headers" == (await dripping.answer()).code
+
+
+async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
+    """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
+    async with listen(max_connections=1) as server, AsyncExitStack() as flood:
+        for _ in range(1 + FEW + 20):
+            await flood.enter_async_context(server.client())
+        await until(lambda: len(server.state.connections) == 1 + FEW)
+        async with server.client() as prober:
+            prober.send(GET)
+            assert 200 == (await prober.answer()).status
 
 
 async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
