@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import structlog
 from pydantic.fields import FieldInfo
 
 from service import __version__, logs
-from service.config import ConfigError, configure, report
+from service.config import ConfigError, KeySource, configure, report
 from service.processes import Processes
 from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, variable
 
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until told to stop. Exits: 1 port is busy, 2 bad settings, 3 bad bundle."""
+    """Serve until told to stop. Exits: 1 port is busy, 2 bad settings, 3 bad bundle, 4 cannot go on."""
     given = vars(parser().parse_args(argv))
     check = given.pop("check_config")
     try:
@@ -37,10 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if check:
         print(report(configuration))
     else:
-        serve(settings)
+        source = KeySource(given, configuration.key_files) if settings.keys else None
+        serve(settings, source)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, source: KeySource | None = None) -> None:
+    """Serve until a signal; source: where API keys are read again."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that it can do
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
     listeners = [bind(settings.host, settings.port)]
@@ -49,10 +53,10 @@ def serve(settings: Settings) -> None:
         bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
         settings = settings.model_copy(update=bound)
     if settings.http_workers:
-        sys.exit(asyncio.run(Processes(settings, listeners).run()))
+        sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
     from service.alone import serve_alone  # what the main process of several does not need
 
-    serve_alone(settings, listeners)
+    serve_alone(settings, listeners, source)
 
 
 def parser() -> argparse.ArgumentParser:

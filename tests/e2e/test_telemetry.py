@@ -57,7 +57,7 @@ def calls(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The environment of a user for whom nothing was set up: an empty home directory, and no switch."""
+    """The environment of a user with an empty home directory and no switch set."""
     home = tmp_path / "home"
     home.mkdir()
     kept = {
