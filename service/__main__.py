@@ -14,7 +14,14 @@ from pydantic.fields import FieldInfo
 from service import __version__, logs
 from service.config import ConfigError, KeySource, configure, report
 from service.processes import Processes
-from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, variable
+from service.settings import (
+    NOT_FLAGS,
+    Settings,
+    flag,
+    ignored_variables,
+    unknown_variables,
+    variable,
+)
 
 TELEMETRY_OFF = (
     "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.session sets it to 1 where it is unset
@@ -33,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise fail(str(error), 2) from None
     settings = configuration.settings
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    for line in unknown_variables(os.environ):
+    closed = bool(settings.keys)
+    for line in [*ignored_variables(os.environ, closed), *unknown_variables(os.environ)]:
         log.warning(line)
     if check:
         print(report(configuration))

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import SecretStr, ValidationError
-from pydantic_settings import EnvSettingsSource
 
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
-from service.settings import Settings, did_you_mean, flag, variable
+from service.settings import Settings, Variables, did_you_mean, flag, variable
 
 FILE = Path("quartet.toml")  # read when no other is named
 BUNDLES = Path("bundles")  # looked in when no bundle is named
@@ -55,9 +54,11 @@ def configure(flags: Given) -> Configuration:
 
 def gather(flags: Given) -> tuple[Settings, Mapping[str, str], Path | None]:
     """Settings as they are given, the origin of each, and the file of settings. Raises ConfigError."""
-    variables = EnvSettingsSource(Settings)()
+    variables = Variables(Settings)()
+    refuse_empty(flags, {name: flag(name) for name in flags} | {"bundles": "arguments"})
     path = config_file({**variables, **flags})
     filed = read_file(path) if path else {}
+    refuse_empty(filed, dict.fromkeys(filed, str(path)))
     origins = {
         **dict.fromkeys(filed, str(path)),
         **{name: variable(name) for name in variables},
@@ -112,7 +113,21 @@ def read_file(path: Path) -> Given:
         raise unreadable(path, error) from None
     if faults := [*strange(read)]:
         raise ConfigError("; ".join(f"{path}: {fault}" for fault in faults))
-    return {name: beside(path, value) if name in PATHS else value for name, value in read.items()}
+    return {
+        name: beside(path, value) if name in PATHS and not is_empty(value) else value
+        for name, value in read.items()
+    }
+
+
+def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for settings that are given and empty."""
+    if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
+        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
+
+
+def is_empty(value: object) -> bool:
+    """Whether a setting is an empty string, or a list that has one, which would name the working directory."""
+    return value == "" or (isinstance(value, list) and "" in value)
 
 
 def strange(read: Given) -> Iterator[str]:

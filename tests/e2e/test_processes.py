@@ -308,8 +308,9 @@ def test_a_flood_of_connections(tiny_bundle: Path) -> None:
         for connection in mine:
             connection.close()
 
+    few_files = ["sh", "-c", 'ulimit -n 330; exec "$@"', "sh"]
     with (
-        serving(tiny_bundle, "--max-connections", "20") as server,
+        serving(tiny_bundle, "--max-connections", "20", under=few_files) as server,
         ThreadPoolExecutor(2) as clients,
     ):
         (before,) = children(server)["inference"]
