@@ -327,3 +327,36 @@ def test_a_flood_of_connections(tiny_bundle: Path) -> None:
             each.result(60)
         wait_ready(server)
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+
+
+def get_ready(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("workers", "closed"),
+    [("1", "0<&-"), ("1", "1>&-"), ("1", "2>&-"), ("1", "0<&- 1>&- 2>&-"), ("0", "0<&- 1>&- 2>&-")],
+)
+def test_a_start_without_standard_descriptors(tiny_bundle: Path, closed: str, workers: str) -> None:
+    """A daemon may start the service with any of them closed: it serves, and drains."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh"]
+    arguments = (tiny_bundle, "--port", str(port), "--http-workers", workers)
+    process = start(*arguments, under=shell)
+    assert process.stderr is not None
+    try:
+        until(lambda: get_ready(port) == 200, 60)
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
