@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn._types import HTTPScope
 from uvicorn.protocols.http.httptools_impl import (
@@ -309,6 +309,11 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
         self.running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = (
+                False  # which is not for such clients: RFC 9110, 10.1.1
+            )
+            app = partial(send_unchunked, app, cycle)
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
@@ -342,6 +347,27 @@ class Protocol(HttpToolsProtocol):
         if cycle.scope["path"] not in QUIET_ROUTES:
             error = TooManyConnections("the service has as many connections as it can keep")
             cycle.scope["state"].setdefault(REFUSAL, error)
+
+
+async def send_unchunked(
+    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a request of HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
+    bare = False
+
+    async def send_bare(message: Message) -> None:
+        nonlocal bare
+        if message["type"] == "http.response.start":
+            bare = not any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            )
+            if bare:
+                cycle.chunked_encoding = False
+        elif bare:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_bare)
 
 
 class Alarm:
