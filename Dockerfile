@@ -69,7 +69,7 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # http.client rather than urllib: a proxy in the environment must not come between.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["/opt/quartet/bin/python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['QUARTET_PORT']), timeout=4); c.request('GET', '/health/ready'); raise SystemExit(c.getresponse().status != 200)"]
+    CMD ["/opt/quartet/bin/python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('QUARTET_PORT') or 8000), timeout=4); c.request('GET', '/health/ready'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["/opt/quartet/bin/python", "-m", "service"]
 CMD ["/bundles/default"]
 

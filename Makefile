@@ -1,10 +1,11 @@
 # Everything that a person or a CI machine does with Quartet; `make` alone lists it.
 
-PYTHON ?= python3
-BUNDLE ?= bundles/quartet-mini
-HOST    = $(or $(QUARTET_HOST),127.0.0.1)
-PORT   ?= $(or $(QUARTET_PORT),8000)
-REQUESTS ?= 10000
+# An empty variable is an unset one. HOST is taken from the command line alone, because shells set it to the machine's name.
+override PYTHON := $(or $(PYTHON),python3)
+override BUNDLE := $(or $(BUNDLE),bundles/quartet-mini)
+override HOST := $(or $(if $(filter command,$(origin HOST)),$(HOST)),$(QUARTET_HOST),127.0.0.1)
+override PORT := $(or $(PORT),$(QUARTET_PORT),8000)
+override REQUESTS := $(or $(REQUESTS),10000)
 
 VENV := .venv
 DEVICE := cpu

@@ -21,14 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from benchmarks import limit, machine, models, rounds, servers, traffic
 from service import bundle
 from service.bundle import Bundle
 from service.encode import Encoding
 from service.packing import pack
-from service.session import CUDA, Session, SessionOptions, cuda_problem
+from service.session import CUDA, Session, SessionOptions, cuda_problem, ort
 from service.settings import usable_cores
 
 SIDE = 8192  # of the square matrices whose product is the device's rate

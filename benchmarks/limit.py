@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import orjson
 
 from benchmarks import machine, models, rounds, servers, traffic
@@ -27,6 +26,7 @@ from export.verify import graph_runner
 from service import bundle, decode, schemas
 from service.encode import Encoder, Encoding
 from service.packing import pack
+from service.session import ort
 from service.settings import usable_cores
 
 SIDE = 1024  # of the square matrices whose product is the machine's rate

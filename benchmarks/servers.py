@@ -145,6 +145,7 @@ def shared_env() -> dict[str, str]:
         "RAYON_NUM_THREADS": cores,
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "ORT_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
     }
 

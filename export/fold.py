@@ -7,10 +7,10 @@ and which would be quantised as if they were tokens.
 from collections.abc import Iterable
 
 import onnx
-import onnxruntime as ort
 from onnx import NodeProto, helper, numpy_helper
 
 from export.nodes import drop_unused
+from service.session import ort
 
 
 def fold(model: onnx.ModelProto) -> None:

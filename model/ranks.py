@@ -33,7 +33,7 @@ class Ranks:
         Raises ConnectionError where another one is gone while this one waits for it.
         """
         device = optim.pick_device()
-        if "RANK" not in os.environ:
+        if not os.environ.get("RANK"):
             yield cls(0, 1, device)
             return
         if device.type == "cuda":

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -11,16 +12,28 @@ import structlog
 from pydantic.fields import FieldInfo
 
 from service import __version__, logs
-from service.config import ConfigError, configure, report
+from service.config import ConfigError, KeySource, configure, report
 from service.cuda import has_gpu
 from service.processes import Processes
-from service.settings import NOT_FLAGS, Settings, flag, unknown_variables, usable_cores, variable
+from service.settings import (
+    NOT_FLAGS,
+    Settings,
+    flag,
+    ignored_variables,
+    unknown_variables,
+    usable_cores,
+    variable,
+)
+
+TELEMETRY_OFF = (
+    "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.session sets it to 1 where it is unset
+)
 
 log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until told to stop. Exits: 1 port is busy, 2 bad settings, 3 bad bundle."""
+    """Serve until told to stop. Exits: 1 port is busy, 2 bad settings, 3 bad bundle, 4 cannot go on."""
     given = vars(parser().parse_args(argv))
     check = given.pop("check_config")
     try:
@@ -29,15 +42,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise fail(str(error), 2) from None
     settings = configuration.settings
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    for line in unknown_variables(os.environ):
+    closed = bool(settings.keys)
+    for line in [*ignored_variables(os.environ, closed), *unknown_variables(os.environ)]:
         log.warning(line)
     if check:
         print(report(configuration))
     else:
-        serve(settings)
+        source = KeySource(given, configuration.key_files) if settings.keys else None
+        serve(settings, source)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, source: KeySource | None = None) -> None:
+    """Serve until a signal; source: where API keys are read again."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that it can do
+    if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
+        os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
     listeners = [bind(settings.host, settings.port)]
     if settings.metrics_port is not None:
         listeners.append(bind(settings.host, settings.metrics_port))
@@ -47,10 +66,10 @@ def serve(settings: Settings) -> None:
     workers = settings.workers(on_gpu, usable_cores())
     settings = settings.model_copy(update={"http_workers": workers})
     if workers:
-        sys.exit(asyncio.run(Processes(settings, listeners).run()))
+        sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
     from service.alone import serve_alone  # what the main process of several does not need
 
-    serve_alone(settings, listeners)
+    serve_alone(settings, listeners, source)
 
 
 def parser() -> argparse.ArgumentParser:

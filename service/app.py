@@ -23,7 +23,7 @@ from service.admission import Admission
 from service.engines import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.exchange import ExchangeMiddleware, Reception, check_refusal, refuse
-from service.gate import gate
+from service.gate import KeyCheck, gate
 from service.logs import log_bug
 from service.metrics import Recorder
 from service.routes import Route, router
@@ -73,10 +73,11 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     served = [*router.routes, *admin.router.routes]
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
+    guards = gate(settings)
     reception = Reception(
         metrics=metrics,
         process=service,
-        checks=[check_refusal, *gate(settings), Admission(service)],
+        checks=[check_refusal, *guards, Admission(service)],
         routes=routes,
     )
     app = Application(
@@ -91,6 +92,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     )
     app.state.service = service
     app.state.reception = reception
+    app.state.keys = next((guard for guard in guards if isinstance(guard, KeyCheck)), None)
     app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)

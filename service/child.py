@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     role, orders, *listener = sys.argv[1:]
     settings, resume = read_brief(sys.stdin.buffer.read())

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import SecretStr, ValidationError
-from pydantic_settings import EnvSettingsSource
 
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
-from service.settings import Settings, did_you_mean, flag, variable
+from service.settings import Settings, Variables, did_you_mean, flag, variable
 
 FILE = Path("quartet.toml")  # read when no other is named
 BUNDLES = Path("bundles")  # looked in when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
+CANNOT_GO_ON = 4  # the exit status of a service in a state that it cannot leave by itself
 PATHS = frozenset({"api_keys", "bundles", "models_dir"})
 
 Given = Mapping[str, Any]
@@ -32,18 +32,33 @@ class Configuration:
     """Settings to serve with, in which all bundles and keys are that were found, and no plain key is.
 
     given: what they were made from; origins: where each setting is from that is not a default
+    key_files: the files that API keys are from
     """
 
     settings: Settings
     given: Settings
     origins: Mapping[str, str]
+    key_files: Sequence[Path]
 
 
 def configure(flags: Given) -> Configuration:
     """Settings from flags, by the fields' names, from the environment and from a file. Raises ConfigError."""
-    variables = EnvSettingsSource(Settings)()
+    given, origins, path = gather(flags)
+    if given.models_dir is not None and not given.models_dir.is_dir():
+        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
+    bundles, keys = given.bundles or find_bundles(), find_keys(given)
+    found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
+    settings = given.model_copy(update=found)
+    return Configuration(settings, given, origins, key_files(given, origins, path))
+
+
+def gather(flags: Given) -> tuple[Settings, Mapping[str, str], Path | None]:
+    """Settings as they are given, the origin of each, and the file of settings. Raises ConfigError."""
+    variables = Variables(Settings)()
+    refuse_empty(flags, {name: flag(name) for name in flags} | {"bundles": "arguments"})
     path = config_file({**variables, **flags})
     filed = read_file(path) if path else {}
+    refuse_empty(filed, dict.fromkeys(filed, str(path)))
     origins = {
         **dict.fromkeys(filed, str(path)),
         **{name: variable(name) for name in variables},
@@ -56,12 +71,29 @@ def configure(flags: Given) -> Configuration:
         raise ConfigError("; ".join(faults)) from None
     if "keys" in origins and not given.keys:
         raise ConfigError(f"{origins['keys']}: there is no key in keys")
-    if given.models_dir is not None and not given.models_dir.is_dir():
-        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
-    bundles, keys = given.bundles or find_bundles(), find_keys(given)
-    found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
-    settings = given.model_copy(update=found)
-    return Configuration(settings, given, origins)
+    return given, origins, path
+
+
+def key_files(given: Settings, origins: Mapping[str, str], path: Path | None) -> Sequence[Path]:
+    in_file = path is not None and str(path) in (origins.get("keys"), origins.get("api_keys"))
+    return [*filter(None, (path if in_file else None, given.api_keys))]
+
+
+class KeySource:
+    """Where API keys come from, to read them again; `files`: those that the last reading found them in."""
+
+    def __init__(self, flags: Given, files: Sequence[Path]) -> None:
+        self._flags = flags
+        self.files = files
+
+    def read(self) -> Keys:
+        """All keys. Raises ConfigError, also where no key is left, for that would open the service to all."""
+        given, origins, path = gather(self._flags)
+        keys = find_keys(given)
+        self.files = key_files(given, origins, path)
+        if not keys:
+            raise ConfigError("no key is left")
+        return keys
 
 
 # -- the file of settings -----------------------------------------------------------------------------
@@ -81,7 +113,21 @@ def read_file(path: Path) -> Given:
         raise unreadable(path, error) from None
     if faults := [*strange(read)]:
         raise ConfigError("; ".join(f"{path}: {fault}" for fault in faults))
-    return {name: beside(path, value) if name in PATHS else value for name, value in read.items()}
+    return {
+        name: beside(path, value) if name in PATHS and not is_empty(value) else value
+        for name, value in read.items()
+    }
+
+
+def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for settings that are given and empty."""
+    if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
+        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
+
+
+def is_empty(value: object) -> bool:
+    """Whether a setting is an empty string, or a list that has one, which would name the working directory."""
+    return value == "" or (isinstance(value, list) and "" in value)
 
 
 def strange(read: Given) -> Iterator[str]:

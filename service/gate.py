@@ -75,7 +75,20 @@ class KeyCheck:
 
     def __init__(self, keys: Keys, is_open: Set[str], processes: int) -> None:
         self._open = is_open
-        self._holders = [Holder(name, key, processes) for name, key in keys.items()]
+        self._processes = processes
+        self._holders: Sequence[Holder] = ()
+        self.replace(keys)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [holder.name for holder in self._holders]
+
+    def replace(self, keys: Keys) -> None:
+        """Replace all keys. The rate of a name keeps its count where the limit is the same as before."""
+        before = {holder.name: holder for holder in self._holders}
+        self._holders = [
+            Holder(name, key, self._processes, before.get(name)) for name, key in keys.items()
+        ]
 
     def __call__(self, scope: Scope, exchange: Exchange) -> None:
         path: str = scope["path"]
@@ -105,13 +118,18 @@ class KeyCheck:
 class Holder:
     """Who has a key: allowed what, how urgent, and with how much left of its rates."""
 
-    def __init__(self, name: str, key: Key, processes: int) -> None:
+    def __init__(self, name: str, key: Key, processes: int, before: "Holder | None" = None) -> None:
         self.name = name
         self.digest = bytes.fromhex(key.sha256)
         self.priority = PRIORITIES[key.priority]
+        self._key = key
         self._may = key.may
         self._requests = bucket(key.requests_per_minute, processes)
         self._tokens = bucket(key.tokens_per_minute, processes)
+        if before is not None and before._key.requests_per_minute == key.requests_per_minute:
+            self._requests = before._requests
+        if before is not None and before._key.tokens_per_minute == key.tokens_per_minute:
+            self._tokens = before._tokens
 
     def check_permission(self, wanted: Permission) -> None:
         if wanted not in self._may:

@@ -317,7 +317,7 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
 
 async def serve(fronts: Fronts, orders: Orders) -> None:
     """Welcome whom the orders bring, until there are no more and all have left."""
-    async for _, end in orders:
-        if end is not None:
-            await fronts.welcome(end)
+    async for order in orders:
+        if order.end is not None:
+            await fronts.welcome(order.end)
     await fronts.none()

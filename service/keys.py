@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from service.priority import CLASSES, Class
 
@@ -41,6 +41,7 @@ class Key(BaseModel):
 
 
 Keys = Mapping[Name, Key]
+KEYS = TypeAdapter(dict[Name, Key])
 
 
 class KeyFile(BaseModel):
@@ -54,6 +55,15 @@ class KeyFile(BaseModel):
 def read_keys(path: Path) -> Keys:
     """The keys in a file. Raises OSError, and ValueError for what is no file of keys."""
     return KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).keys
+
+
+def dump_keys(keys: Keys) -> bytes:
+    """Keys as JSON, to send to another process."""
+    return KEYS.dump_json(dict(keys))
+
+
+def load_keys(text: bytes) -> Keys:
+    return KEYS.validate_json(text)
 
 
 def join_keys(*sources: Keys) -> Keys:

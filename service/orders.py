@@ -1,8 +1,9 @@
 """What the main process tells its children and what they tell it, on one socket for each child.
 
-An order is a byte, which another socket may come along with. A child obeys these alone, and no signal: a terminal or an
-init system may signal every process at once, and only the main process knows in which order to stop. When it is gone,
-the orders end, and so do its children.
+An order is a byte, which a descriptor may come along with: another socket, or a file in memory. A child that finds no
+room for the descriptor reports that it is missing (`MISSING`), and the main process sends it again. A child obeys these
+alone, and no signal: a terminal or an init system may signal every process at once, and only the main process knows in
+which order to stop. When it is gone, the orders end, and so do its children.
 
 A report is a line: an object in JSON, or nothing, which says no more than that the child serves and lives. A child
 begins to report when it serves, and then never falls silent.
@@ -10,15 +11,21 @@ begins to report when it serves, and then never falls silent.
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 LEAVE = b"L"  # say that others should be asked, and answer who asks all the same
 DRAIN = b"D"  # answer what was accepted, then end
 PEER = b"P"  # comes with one end of a channel to another process
+KEYS = b"K"  # comes with a file in memory that holds all API keys
 
+WITH_DESCRIPTOR = {PEER, KEYS}
+MISSING = "missing"  # in a report: the order whose descriptor did not arrive
 BEAT_S = 0.25  # between signs of life
+MISSED_S = 0.25  # before a missing descriptor is reported: as soon as that, there is hardly more room for it
 
 Report = Mapping[str, object]
 
@@ -33,10 +40,30 @@ class Link:
         self._rest = b""
         asyncio.get_running_loop().add_reader(end, self._read)
 
-    def give(self, order: bytes, end: socket.socket | None = None) -> None:
-        """A child that has just gone, or has read nothing for so long that no more fits, is told nothing."""
-        with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
-            socket.send_fds(self._end, [order], [] if end is None else [end.fileno()])
+    def give(self, order: bytes, end: socket.socket | None = None) -> bool:
+        """Send an order; returns whether it was sent.
+
+        It is not to a child that has just gone, or that has read nothing for so long that no more fits.
+        """
+        return self._send(order, [] if end is None else [end.fileno()])
+
+    def give_keys(self, keys: bytes) -> bool:
+        """Send API keys, as JSON, which are no part of the stream because they may be larger than its buffer."""
+        try:
+            with open(os.memfd_create("keys"), "wb") as file:
+                file.write(keys)
+                file.flush()
+                file.seek(0)
+                return self._send(KEYS, [file.fileno()])
+        except OSError:
+            return False
+
+    def _send(self, order: bytes, descriptors: list[int]) -> bool:
+        try:
+            socket.send_fds(self._end, [order], descriptors)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         if self._end.fileno() >= 0:
@@ -55,13 +82,30 @@ class Link:
             self._reported(json.loads(line) if line else {})
 
 
-class Orders(AsyncIterator[tuple[bytes, socket.socket | None]]):
-    """A child's end: iterate it for orders, each with the socket that came along, until the main process is gone."""
+class Order(NamedTuple):
+    """An order as a child gets it.
+
+    end: the socket of PEER; text: the JSON of KEYS
+    """
+
+    kind: bytes
+    end: socket.socket | None = None
+    text: bytes = b""
+
+
+class Orders(AsyncIterator[Order]):
+    """A child's end: iterate it for orders, until the main process is gone.
+
+    One descriptor is held in reserve for what comes along with an order, because clients' connections may take all
+    others that the process is allowed.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
         self._saying = asyncio.Lock()
+        self._reserve: int | None = None
+        self._keep_reserve()
 
     async def report(self, report: Report) -> None:
         """Tell the main process; when it is gone, nobody."""
@@ -77,16 +121,40 @@ class Orders(AsyncIterator[tuple[bytes, socket.socket | None]]):
             await self.report({})
             await asyncio.sleep(BEAT_S)
 
-    async def __anext__(self) -> tuple[bytes, socket.socket | None]:
-        await self._readable()
+    async def __anext__(self) -> Order:
+        while True:
+            await self._readable()
+            kind, descriptors = self._receive()
+            if not kind:
+                self._free_reserve()
+                self._end.close()
+                raise StopAsyncIteration
+            if kind not in WITH_DESCRIPTOR:
+                return Order(kind)
+            if descriptors:
+                return order_with(kind, descriptors[0])
+            await asyncio.sleep(MISSED_S)
+            await self.report({MISSING: kind.decode()})
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """The next order's byte and descriptors; the system drops a descriptor for which there is no room."""
+        self._free_reserve()
         try:
-            order, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+            kind, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
         except ConnectionResetError:  # gone, and had not heard all that we said
-            order, descriptors = b"", []
-        if not order:
-            self._end.close()
-            raise StopAsyncIteration
-        return order, socket.socket(fileno=descriptors[0]) if descriptors else None
+            return b"", []
+        finally:
+            self._keep_reserve()
+        return kind, descriptors
+
+    def _keep_reserve(self) -> None:
+        with suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _free_reserve(self) -> None:
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -96,3 +164,11 @@ class Orders(AsyncIterator[tuple[bytes, socket.socket | None]]):
             await ready.wait()
         finally:
             loop.remove_reader(self._end)
+
+
+def order_with(kind: bytes, descriptor: int) -> Order:
+    """The order of this kind that a descriptor came along with."""
+    if kind == PEER:
+        return Order(kind, end=socket.socket(fileno=descriptor))
+    with open(descriptor, "rb") as file:
+        return Order(kind, text=file.read())

@@ -24,12 +24,18 @@ from typing import Any
 import structlog
 
 from service.awake import Awake
-from service.orders import BEAT_S, DRAIN, LEAVE, PEER, Link, Report
+from service.config import CANNOT_GO_ON, KeySource
+from service.key_files import KeyFiles
+from service.keys import Keys, dump_keys
+from service.orders import BEAT_S, DRAIN, KEYS, LEAVE, MISSING, PEER, Link, Report
 from service.settings import Settings
 
 log = structlog.get_logger()
 
 CANNOT_START = 3
+FAILED_STARTS = 10  # of a process, in a row: then the service ends, after more than half a minute
+REPEATS = 20  # of a descriptor that did not arrive, in a row, about one a second
+REPEATED_S = 5.0  # without such a report, and what was sent did arrive
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # before a child that keeps dying is started again
 OVERTIME_S = 2.0  # for children that do not end when their time is over
 SETTLED_S = 30.0  # a child that served so long did not die of its start
@@ -37,20 +43,34 @@ SETTLED_S = 30.0  # a child that served so long did not die of its start
 
 @dataclass(eq=False)
 class Child:
-    """A process of ours; `serves`: since when, by `time.monotonic`; `heard`: its last report, by our own ticks."""
+    """A process of ours; `serves`: since when, by `time.monotonic`; `heard`: its last report, by our own ticks.
+
+    repeated: how often in a row a descriptor was sent to it again, the last time at `repeated_at`, by our own ticks
+    """
 
     role: str
     process: Process
     link: Link
     serves: float | None = None
     heard: float = 0.0
+    repeated: int = 0
+    repeated_at: float = 0.0
 
 
 class Processes:
-    """One inference process and so many HTTP processes, kept alive until the service is to end."""
+    """One inference process and so many HTTP processes, kept alive until the service is to end.
 
-    def __init__(self, settings: Settings, listeners: Sequence[socket.socket]) -> None:
+    source: where API keys are read again
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: Sequence[socket.socket],
+        source: KeySource | None = None,
+    ) -> None:
         self._settings = settings
+        self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
         self._awake = Awake(BEAT_S)
@@ -73,9 +93,13 @@ class Processes:
                     keeping.create_task(self._keep("http"))
                     for _ in range(self._settings.http_workers or 1)
                 ]
-                watching = keeping.create_task(self._watch())
+                watching = [keeping.create_task(self._watch())]
+                if self._source is not None:
+                    files = KeyFiles(self._source, self._settings.keys, self._change_keys)
+                    watching.append(keeping.create_task(files.watch()))
                 await asyncio.wait(front)
-                watching.cancel()
+                for task in watching:
+                    task.cancel()
                 self._over = True
                 for child in self._of("inference"):
                     child.link.close()  # all it was asked is answered
@@ -85,22 +109,34 @@ class Processes:
 
     async def _keep(self, role: str) -> None:
         """Have a child of this role until the service ends."""
-        deaths = 0
+        deaths = failures = 0
         while True:
-            child = await self._start(role)
-            status = await child.process.wait()
-            self._children.discard(child)
-            child.link.close()
+            try:
+                child = await self._start(role)
+            except (
+                OSError
+            ) as error:  # too many processes or files, or too little memory: it may pass
+                facts: dict[str, object] = {"problem": str(error)}
+                status, served_s = None, None
+            else:
+                status = await child.process.wait()
+                self._children.discard(child)
+                child.link.close()
+                facts = {"pid": child.process.pid, "status": status}
+                served_s = None if child.serves is None else time.monotonic() - child.serves
             if status == CANNOT_START and role not in self._served:
                 self._give_up(status)
             if not self._wanted(role):
                 return
-            settled = child.serves is not None and time.monotonic() - child.serves > SETTLED_S
-            deaths = 1 if settled else deaths + 1
+            deaths = 1 if served_s is not None and served_s > SETTLED_S else deaths + 1
+            failures = failures + 1 if served_s is None else 0
             pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
-            log.error(
-                f"the {role} process ended", pid=child.process.pid, status=status, again_in_s=pause
-            )
+            log.error(f"the {role} process ended", **facts, again_in_s=pause)
+            if failures >= FAILED_STARTS:
+                problem = f"the {role} process could not be started {failures} times in a row"
+                log.error("the service cannot go on", problem=problem)
+                self._give_up(CANNOT_GO_ON)
+                return
             await asyncio.sleep(pause)
             if not self._wanted(role):
                 return
@@ -124,17 +160,24 @@ class Processes:
         return not self._draining or (role == "inference" and bool(self._of("http")))
 
     async def _start(self, role: str) -> Child:
+        """Start a child and connect it. Raises OSError."""
         ours, theirs = socket.socketpair()
         listeners = self._listeners if role == "http" else ()
         inherited = [end.fileno() for end in (theirs, *listeners)]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "service.child", role, *map(str, inherited)),
-            stdin=PIPE,
-            pass_fds=inherited,
-            process_group=0,  # what a terminal signals is for the main process
-        )
-        theirs.close()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "service.child", role, *map(str, inherited)),
+                stdin=PIPE,
+                pass_fds=inherited,
+                process_group=0,  # what a terminal signals is for the main process
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         assert process.stdin is not None
+        keys = self._settings.keys
         with suppress(BrokenPipeError, ConnectionResetError):
             process.stdin.write(brief(self._settings, self._resume))
             await process.stdin.drain()
@@ -142,16 +185,21 @@ class Processes:
         child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
         self._introduce(child)
         self._children.add(child)
+        if self._settings.keys is not keys:
+            self._give_keys(child)
         if self._leaving is not None:
-            child.link.give(LEAVE)
+            self._give(child, LEAVE)
         if self._draining:
-            child.link.give(DRAIN)
+            self._give(child, DRAIN)
         if self._over:
             self._end(child)
         return child
 
     def _hear(self, child: Child, report: Report) -> None:
         child.heard = self._awake.seconds
+        if missing := report.get(MISSING):
+            self._repeat(child, str(missing).encode())
+            return
         self._resume = report.get("resume", self._resume)
         child.serves = child.serves or time.monotonic()
         self._served.add(child.role)
@@ -160,10 +208,52 @@ class Processes:
         """Connect a child with those of the other kind."""
         for other in self._children:
             if other.role != new.role:
-                ends = socket.socketpair()
-                for child, end in zip((new, other), ends, strict=True):
-                    child.link.give(PEER, end)
-                    end.close()
+                self._connect(new, other)
+
+    def _connect(self, one: Child, other: Child) -> None:
+        """Send both one end of a new channel. Where a child does not get its end, the other one's closes."""
+        try:
+            ends = socket.socketpair()
+        except OSError as error:
+            log.error(
+                "cannot make a channel", problem=str(error)
+            )  # the HTTP process reports it missing
+            return
+        for child, end in zip((one, other), ends, strict=True):
+            self._give(child, PEER, end)
+            end.close()
+
+    def _repeat(self, child: Child, order: bytes) -> None:
+        """Send again what a child reports as missing, and end it where that does not help."""
+        if order == KEYS:
+            self._give_keys(child)
+        if order != PEER or child.role != "http" or not self._of("inference"):
+            return  # an inference process without its end is reported by the HTTP process at the other
+        again = self._awake.seconds - child.repeated_at < REPEATED_S
+        child.repeated = child.repeated + 1 if again else 1
+        child.repeated_at = self._awake.seconds
+        log.warning("the http process has no channel; sending another", pid=child.process.pid)
+        for other in self._of("inference"):
+            if child.repeated < REPEATS:
+                self._connect(child, other)
+            else:
+                log.error("a channel cannot be sent", pids=[child.process.pid, other.process.pid])
+                self._end(child)
+                self._end(other)
+
+    def _change_keys(self, keys: Keys) -> None:
+        self._settings = self._settings.model_copy(update={"keys": keys})
+        for child in self._of("http"):
+            self._give_keys(child)
+
+    def _give_keys(self, child: Child) -> None:
+        if not child.link.give_keys(dump_keys(self._settings.keys)):
+            self._end(child)  # the next one starts with these keys
+
+    def _give(self, child: Child, order: bytes, end: socket.socket | None = None) -> None:
+        """Send an order. A child that cannot take it is ended: it would miss what others act on."""
+        if not child.link.give(order, end):
+            self._end(child)
 
     def _of(self, role: str) -> Sequence[Child]:
         return [child for child in self._children if child.role == role]
@@ -181,7 +271,7 @@ class Processes:
         log.info("leaving", seconds=delay_s)
         self._leaving = asyncio.get_running_loop().call_later(delay_s, self._drain)
         for child in self._of("http"):
-            child.link.give(LEAVE)
+            self._give(child, LEAVE)
 
     def _drain(self) -> None:
         if self._leaving is not None:
@@ -193,7 +283,7 @@ class Processes:
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True
         for child in self._of("http"):
-            child.link.give(DRAIN)
+            self._give(child, DRAIN)
 
     def _give_up(self, status: int) -> None:
         self._status, self._draining = status, True

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn._types import HTTPScope
 from uvicorn.protocols.http.httptools_impl import (
@@ -31,6 +31,7 @@ from service.errors import (
     SlowHeaders,
     TooManyConnections,
 )
+from service.excess import Excess
 from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
 from service.logs import QUIET_ROUTES
 
@@ -60,12 +61,14 @@ class Protocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         admitted: set["Protocol"],
+        excess: Excess,
         max_connections: int,
         header_timeout_s: float,
         reception: Reception,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.admitted = admitted
+        self.excess = excess
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
         self.reception = reception
@@ -91,6 +94,7 @@ class Protocol(HttpToolsProtocol):
         self.leaving: asyncio.Future[None] = self.loop.create_future()
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
+            self.excess.add(transport)
             self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
             self.expect_request(CROWDED_S)
         else:
@@ -99,6 +103,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.admitted.discard(self)
+        self.excess.discard(self.wire)
         self.closing = True
         self.stop_timers()
         if self.running is not None and not self.running.response_complete:
@@ -304,6 +309,11 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
         self.running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = (
+                False  # which is not for such clients: RFC 9110, 10.1.1
+            )
+            app = partial(send_unchunked, app, cycle)
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
@@ -337,6 +347,27 @@ class Protocol(HttpToolsProtocol):
         if cycle.scope["path"] not in QUIET_ROUTES:
             error = TooManyConnections("the service has as many connections as it can keep")
             cycle.scope["state"].setdefault(REFUSAL, error)
+
+
+async def send_unchunked(
+    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a request of HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
+    bare = False
+
+    async def send_bare(message: Message) -> None:
+        nonlocal bare
+        if message["type"] == "http.response.start":
+            bare = not any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            )
+            if bare:
+                cycle.chunked_encoding = False
+        elif bare:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_bare)
 
 
 class Alarm:

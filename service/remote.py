@@ -85,6 +85,11 @@ class RemoteDevice:
         if not made.open:
             self._forget(made)  # it was gone before we knew it
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a channel to an inference process, which may still be opening its bundles."""
+        return self._channel is not None and self._channel.open
+
     async def follow(self, follower: Follower) -> None:
         """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
         self._follower = follower

@@ -17,6 +17,8 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from service.config import CANNOT_GO_ON
+from service.excess import Excess
 from service.exchange import Reception
 from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
@@ -25,11 +27,13 @@ from service.settings import Settings
 
 log = structlog.get_logger()
 
+FEW = 256  # excess connections are kept open in any case, or a flood would cut them off before they are answered
 GRACE_S = 0.4  # for those who have connected and are about to ask
 GARBAGE = (
     10_000  # new objects, after which those in circles are looked for: requests make next to none
 )
-OTHER_FILES = 256  # that a process has open beside its connections, and to spare
+OTHER_FILES = 512  # that a process may have open in addition to twice its connections
+OWN_FILES = 256  # of these, what no connection may take
 
 
 class Server(uvicorn.Server):
@@ -52,6 +56,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service: Service = app.state.service
         self.drains = math.inf  # when, by `time.monotonic`
+        self.listening: Sequence[socket.socket] = ()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
@@ -59,7 +64,8 @@ class Server(uvicorn.Server):
         sockets: the listener and, if they have one of their own, that of the metrics
         """
         make_room(share_of_connections(self.service.settings))
-        await super().startup([listener.dup() for listener in sockets or []])
+        self.listening = [listener.dup() for listener in sockets or []]
+        await super().startup(self.listening)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
         gc.set_threshold(GARBAGE)
@@ -113,15 +119,24 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if not self.should_exit and time.monotonic() >= self.drains:
             self.drain()
+        if not self.should_exit and any(listener.fileno() < 0 for listener in self.listening):
+            self.lose_listener()
         return await super().on_tick(counter)
+
+    def lose_listener(self) -> None:
+        """The event loop has closed a listener, as it does where the system refuses to go on: end at once."""
+        log.error("the service cannot go on", problem="a listening socket was closed")
+        os._exit(CANNOT_GO_ON)
 
 
 def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
+    served, excess = divide(share_of_connections(settings))
     make = partial(
         Protocol,
         admitted=set(),
-        max_connections=share_of_connections(settings),
+        excess=Excess(excess),
+        max_connections=served,
         header_timeout_s=settings.header_timeout_s,
         reception=reception,
     )
@@ -133,12 +148,33 @@ def share_of_connections(settings: Settings) -> int:
     return math.ceil(settings.max_connections / (settings.http_workers or 1))
 
 
+def divide(connections: int) -> tuple[int, int]:
+    """Of the connections that files can be had for, how many are served, and how many more are kept open.
+
+    Where the system allows fewer files than the connections need, fewer are served.
+    """
+    allowed = allowed_files(connections)
+    room = max(allowed - OWN_FILES, allowed // 2, 2)
+    served = min(connections, room // 2)
+    return served, min(room - served, max(connections, FEW))
+
+
+def allowed_files(connections: int) -> int:
+    """Files that this process may have open once `make_room` has raised the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = 2 * connections + OTHER_FILES
+    if soft >= need:
+        return soft
+    return need if hard == resource.RLIM_INFINITY else min(need, hard)
+
+
 def make_room(connections: int) -> None:
     """Let this process have as many files open as its connections need, those to be refused included."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = 2 * connections + OTHER_FILES
-    if soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < need:
-        log.warning("the system allows fewer files than max_connections needs", has=soft, need=need)
+    need, allowed = 2 * connections + OTHER_FILES, allowed_files(connections)
+    if allowed != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < need:
+        log.warning(
+            "the system allows fewer files than max_connections needs", has=allowed, need=need
+        )

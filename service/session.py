@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import os
 from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -10,12 +11,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from service import cuda
 from service.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
 from service.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
+
+# ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". So no other module
+# imports the library. A value that the user has set is kept.
+TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
+if not os.environ.get(TELEMETRY_OFF):
+    os.environ[TELEMETRY_OFF] = "1"
+
+import onnxruntime  # noqa: E402
+
+ort = onnxruntime
 
 Provider = Literal["auto", "cpu", "cuda"]
 Outputs = dict[str, NDArray[np.float32]]

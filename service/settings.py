@@ -14,12 +14,23 @@ from typing import Annotated, Literal, NamedTuple
 
 import orjson
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from service.keys import PLAIN, Keys
 
 PREFIX = "QUARTET_"
 ORIGIN = r"https?://[a-z0-9.-]+(:\d+)?|https?://\[[0-9a-f:.]+\](:\d+)?"  # as browsers write it
+# The names that Kubernetes makes of a Service's, and Docker of a link's: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+LINK = re.compile(
+    r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
@@ -28,6 +39,14 @@ class Slots(NamedTuple):
 
     number: int
     threads: Mapping[int, int]
+
+
+class Variables(EnvSettingsSource):
+    """The environment variables that are settings: not empty, and not set by Kubernetes for a Service."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        variables = super()._load_env_vars().items()
+        return {name: value for name, value in variables if value and not is_link(name, value)}
 
 
 class Settings(BaseSettings):
@@ -176,12 +195,27 @@ class Settings(BaseSettings):
         description="origins whose pages may ask from a browser; unset, only the service's own"
         " (the variable separates them with ',')",
     )
+    runtime_telemetry: bool = Field(
+        False,
+        description="let ONNX Runtime send its telemetry to Microsoft; set it only to help its developers",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe line to print; debug adds health checks and tracebacks"
     )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto prints for people on a terminal and JSON elsewhere"
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, Variables(settings_cls)
 
     @field_validator("bundles", mode="before")
     @classmethod
@@ -258,10 +292,43 @@ class Settings(BaseSettings):
         return Slots(replicas, {1: threads if replicas < threads else 1})
 
 
+def is_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes sets this variable for a Service named `quartet` or `quartet-...`, as it does in each pod.
+
+    `QUARTET_PORT` and `QUARTET_METRICS_PORT` are settings, too, and are told from these by their value.
+    """
+    name = variable.upper()
+    if not is_ours(name):
+        return False
+    return bool(LINK.search(name) or (name.endswith("_PORT") and LINK_ADDRESS.match(value)))
+
+
+def ignored_variables(environ: Mapping[str, str], closed: bool) -> list[str]:
+    """One line for each kind of `QUARTET_` variable that is ignored although it may have been meant as a setting.
+
+    closed: whether the service has API keys
+    """
+    lines = []
+    if links := sorted(name for name, value in environ.items() if is_link(name, value)):
+        lines.append(
+            f"ignored, because Kubernetes sets them for a Service named quartet...: {', '.join(links)};"
+            " set enableServiceLinks: false in the pod's specification, and settings by flags or a file"
+        )
+    for name in map(variable, ("api_key", "api_keys", "keys")):
+        if environ.get(name) == "":
+            open_to = "" if closed else "; no key is set, so every client that connects is served"
+            lines.append(f"{name} is empty, which counts as unset{open_to}")
+    return lines
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """One line for each `QUARTET_` variable that is no setting, with the closest name that is."""
     known = [name.upper() for name in Settings.model_fields]
-    names = (name.upper().removeprefix(PREFIX) for name in environ if is_ours(name))
+    names = (
+        name.upper().removeprefix(PREFIX)
+        for name, value in environ.items()
+        if is_ours(name) and not is_link(name, value)
+    )
     unknown = sorted(name for name in names if name not in known)
     return [
         f"{PREFIX}{name} is not a setting{did_you_mean(name, known, PREFIX)}" for name in unknown

@@ -1,6 +1,7 @@
 """The container files, checked without an engine; and what the image runs, run without one."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -145,6 +146,37 @@ def test_services_never_want_the_same_port():
     ports = [port for name in SERVICES for port in COMPOSE["services"][name]["ports"]]
 
     assert ["${QUARTET_PORT:-8000}:8000", "${QUARTET_GPU_PORT:-8001}:8000"] == ports
+
+
+def make_variables(*arguments: str, **variables: str) -> str:
+    """The line of `make help` that shows its variables."""
+    kept = {"PATH": os.environ["PATH"], **variables}
+    command = ["make", "--no-print-directory", "help", *arguments]
+    shown = subprocess.check_output(command, cwd=ROOT, env=kept, text=True)
+    return shown.splitlines()[-1].removeprefix("Variables: ")
+
+
+def test_an_empty_variable_of_make_is_an_unset_one():
+    """In the environment and on the command line; HOST of the environment is the machine's name in some shells."""
+    default = "BUNDLE=bundles/quartet-mini HOST=127.0.0.1 PORT=8000 PYTHON=python3"
+    names = ("BUNDLE", "HOST", "PORT", "PYTHON", "QUARTET_HOST", "QUARTET_PORT", "REQUESTS")
+
+    assert default == make_variables()
+    assert default == make_variables(**dict.fromkeys(names, ""))
+    assert default == make_variables(*(f"{name}=" for name in names))
+    assert default == make_variables(HOST="laptop")
+    given = "BUNDLE=b HOST=::1 PORT=9 PYTHON=python3.12"
+    assert given == make_variables(*given.split())
+    assert given == make_variables(
+        BUNDLE="b", QUARTET_HOST="::1", QUARTET_PORT="9", PYTHON="python3.12"
+    )
+
+
+def test_compose_takes_an_empty_variable_for_an_unset_one():
+    """Every variable that the Compose file has a default for is written with `:-`."""
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+
+    assert [] == [found for found in re.findall(r"\$\{(\w+[^}]*)\}", text) if ":-" not in found]
 
 
 def test_default_target_is_the_cpu_image():

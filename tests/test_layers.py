@@ -117,6 +117,21 @@ def test_model_does_not_know_export():
     assert [] == crossings("model", "export")
 
 
+def test_only_the_session_imports_the_runtime():
+    """ONNX Runtime is imported where its telemetry is switched off, and nowhere else in this repository."""
+    folders = ("benchmarks", "deploy", "export", "model", "service", "tests")
+    apart = {"peers"}  # which have environments of their own
+    importing = re.compile(r"^\s*(import onnxruntime\b|from onnxruntime import)", re.MULTILINE)
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if not apart & {*path.parts} and importing.search(path.read_text(encoding="utf-8"))
+    }
+
+    assert {"service/session.py"} == found
+
+
 def test_no_module_imports_itself_round_a_corner():
     """The import graph of all three packages has an order, so it has no cycle."""
     graph = {module: {name for name in imports(module) if name in MODULES} for module in MODULES}

@@ -139,16 +139,21 @@ def test_threads():
     assert 1 <= int(told["OMP_NUM_THREADS"]) <= (os.cpu_count() or 1)
 
 
+def test_no_telemetry():
+    """Every server is started with the telemetry of its runtime off."""
+    assert "1" == servers.shared_env()["ORT_DISABLE_TELEMETRY"]
+
+
 @pytest.mark.slow
 def test_triton_repository(minilm_bundle, minilm_folder, tmp_path):
     """The graph in it takes the tensors of a request, and gives the vector that Quartet would."""
-    import onnxruntime
+    from service.session import ort
 
     server = servers.named("triton")
     version = server.prepare(Path(sys.executable), minilm_bundle, tmp_path) / "minilm" / "1"
     (call,) = server.calls.values()
     sent = {item["name"]: item for item in call.body(TEXT)["inputs"]}
-    session = onnxruntime.InferenceSession(version / "model.onnx")
+    session = ort.InferenceSession(version / "model.onnx")
     assert {value.name for value in session.get_inputs()} == sent.keys()
 
     feeds = {

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,15 +68,22 @@ class Server:
         return int(self.url.rpartition(":")[2])
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(
+    *arguments: str | Path, under: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "service", *map(str, arguments), "--log-format", "json"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*under, *command], env=env, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
-def serving(*arguments: str | Path) -> Iterator[Server]:
-    """A server for `python -m service` with these arguments, ready; ended when the block ends."""
-    server = Server(start(*arguments, "--port", "0"))
+def serving(
+    *arguments: str | Path, under: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A server for `python -m service` with these arguments, ready; ended when the block ends.
+
+    under: a command that runs the service in its own process, such as `nice`; env: in place of our environment
+    """
+    server = Server(start(*arguments, "--port", "0", under=under, env=env))
     ready = threading.Event()
     reader = threading.Thread(target=read_log, args=(server, ready), daemon=True)
     reader.start()

@@ -99,3 +99,60 @@ def refused(port: int) -> bool:
     except ConnectionRefusedError:
         return True
     return False
+
+
+@pytest.mark.promise("A key that is removed stops working within seconds, without a restart.")
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_keys_change_while_the_service_runs(
+    workers: str, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Every process takes the keys of a changed file, keeps them when it breaks, and counts rates on."""
+    path = tmp_path / "keys.toml"
+    slow, old, new = make_key(), make_key(), make_key()
+    rate = "requests_per_minute = 2\n"  # one for each of two processes
+    path.write_text(record("slow", slow) + rate + record("old", old))
+    flags = ["--api-keys", path, "--http-workers", workers]
+    with serving(tiny_bundle, *flags) as server:
+
+        def statuses(key: str) -> set[int]:
+            headers = {"Authorization": f"Bearer {key}"}
+            return {server.post("/embed", BODY, headers).status for _ in range(20)}
+
+        assert {200} == statuses(old)
+        assert {401} == statuses(new)
+        assert {200, 429} == statuses(slow)
+        pids = sorted(chain(*children(server).values()))
+
+        path.write_text(record("slow", slow) + rate + record("new", new))
+        until(lambda: statuses(old) == {401}, 5)
+        assert {200} == statuses(new)
+        assert {429} == statuses(slow)
+
+        path.write_text("[keys.new")
+        until(lambda: any("cannot read API keys" in line for line in server.log), 5)
+        assert any("keys.toml: " in line for line in server.log if "cannot read" in line)
+        assert {200} == statuses(new)
+
+        path.write_text(record("old", old))
+        os.kill(server.process.pid, signal.SIGHUP)
+        until(lambda: statuses(old) == {200}, 5)
+        assert {401} == statuses(new)
+
+        if workers == "2":
+            os.kill(children(server)["http"][0], signal.SIGKILL)  # the next has the keys of now
+            until(lambda: sum('"serving"' in line for line in server.log) == 3, 60)
+            assert {200} == statuses(old)
+        else:
+            assert pids == sorted(chain(*children(server).values()))
+
+
+def test_a_hangup_ends_nothing(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without keys ignores SIGHUP, in all of its processes."""
+    monkeypatch.delenv("QUARTET_API_KEY", raising=False)
+    with serving(tiny_bundle) as server:
+        for pid in [*chain(*children(server).values()), server.process.pid]:
+            os.kill(pid, signal.SIGHUP)
+        before = children(server)
+        assert 200 == server.post("/embed", BODY).status
+        assert before == children(server)
+        assert server.process.poll() is None

@@ -6,9 +6,12 @@ import os
 import re
 import shutil
 import signal
+import socket
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -280,3 +283,80 @@ def test_the_first_scrape_knows_what_will_be_asked(tiny_bundle: Path) -> None:
         for number in range(4):
             server.answer("/embed", {"inputs": samples.text(20, seed=number)})
         until(lambda: told(4))  # what the other process saw is pushed every quarter second
+
+
+def wait_ready(server: Server) -> None:
+    until(lambda: readiness(server) == 200, 60)
+
+
+@pytest.mark.promise(
+    "A flood of connections takes neither health checks nor a new inference process away."
+)
+def test_a_flood_of_connections(tiny_bundle: Path) -> None:
+    """While it lasts, probes are answered, and an inference process that is lost is replaced and connected."""
+    flooding = threading.Event()
+    flooding.set()
+
+    def flood(port: int) -> None:
+        mine: deque[socket.socket] = deque()
+        while flooding.is_set():
+            with suppress(OSError):
+                mine.append(socket.create_connection(("127.0.0.1", port), timeout=2))
+            if len(mine) > 400:
+                mine.popleft().close()
+            time.sleep(0.0005)  # or it would take a core from the service
+        for connection in mine:
+            connection.close()
+
+    few_files = ["sh", "-c", 'ulimit -n 330; exec "$@"', "sh"]
+    with (
+        serving(tiny_bundle, "--max-connections", "20", under=few_files) as server,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        (before,) = children(server)["inference"]
+        floods = [clients.submit(flood, server.port) for _ in range(2)]
+        try:
+            time.sleep(1)
+            assert [200] * 10 == [server.get("/health/live").status for _ in range(10)]
+            os.kill(before, signal.SIGKILL)
+            until(lambda: children(server)["inference"] not in ([], [before]), 60)
+            wait_ready(server)
+        finally:
+            flooding.clear()
+        for each in floods:
+            each.result(60)
+        wait_ready(server)
+        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
+
+
+def get_ready(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("workers", "closed"),
+    [("1", "0<&-"), ("1", "1>&-"), ("1", "2>&-"), ("1", "0<&- 1>&- 2>&-"), ("0", "0<&- 1>&- 2>&-")],
+)
+def test_a_start_without_standard_descriptors(tiny_bundle: Path, closed: str, workers: str) -> None:
+    """A daemon may start the service with any of them closed: it serves, and drains."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh"]
+    arguments = (tiny_bundle, "--port", str(port), "--http-workers", workers)
+    process = start(*arguments, under=shell)
+    assert process.stderr is not None
+    try:
+        until(lambda: get_ready(port) == 200, 60)
+        process.send_signal(signal.SIGTERM)
+        assert 0 == process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from export.goldens import torch_outputs
 from model.heads import Model
 from service import packing
 from service.packing import Packed
+from service.session import ort
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}  # PyTorch and ONNX Runtime sum in different orders
 

@@ -282,7 +282,7 @@ class TestSharedWeights:
 
     def test_saved_graph_answers_the_same(self, saved: Path, tiny: Model, traced: Traced) -> None:
         """Where the weights stand does not change what the graph computes."""
-        import onnxruntime as ort
+        from service.session import ort
 
         session = ort.InferenceSession(saved / "b.onnx", providers=["CPUExecutionProvider"])
         ids = np.arange(12).reshape(2, 6)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from service import bundle
 from service.bundle import cosine
 from service.encode import Encoding
 from service.packing import Packed, make_layout
-from service.session import packed_feeds
+from service.session import ort, packed_feeds
 from tests.conftest import Traced
 from tests.export.helpers import Arrays, batch, open_graph
 from tests.tiny import HEADS, perturb

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.config import ConfigError, Configuration, configure, report
-from service.settings import Settings
+from service.settings import Settings, ignored_variables, unknown_variables
 
 EXAMPLE = Path(__file__).parents[2] / "deploy/quartet.toml"
 PLAIN = "0123456789abcdef"
@@ -175,7 +175,6 @@ def test_what_is_wrong_in_a_file_is_told(text: str, reason: str) -> None:
     ("name", "value", "reason"),
     [
         ("PORT", "http", "QUARTET_PORT: Input should be a valid integer"),
-        ("API_KEY", "", "QUARTET_API_KEY: must be at least 16"),
         ("API_KEY", "0123456789 abcdef", "must be at least 16 visible ASCII characters"),
         ("KEYS", "{", "QUARTET_KEYS: unexpected end of data"),
         ("KEYS", "{}", "QUARTET_KEYS: there is no key in keys"),
@@ -191,6 +190,98 @@ def test_what_is_wrong_with_a_variable_is_told(
     monkeypatch.setenv(f"QUARTET_{name}", value)
     with pytest.raises(ConfigError, match=re.escape(reason)):
         with_bundle()
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As Compose and many scripts set variables that have no value."""
+    unset = configure({"bundles": ["x"]} if name != "bundles" else {"config": str(EXAMPLE)})
+    monkeypatch.setenv(f"QUARTET_{name.upper()}", "")
+    empty = configure({"bundles": ["x"]} if name != "bundles" else {"config": str(EXAMPLE)})
+    assert unset == empty
+
+
+def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting in the file holds, and keys in it keep the service closed."""
+    write("quartet.toml", "port = 1\n" + RECORD)
+    for name in ("PORT", "API_KEY", "API_KEYS", "KEYS"):
+        monkeypatch.setenv(f"QUARTET_{name}", "")
+    settings = with_bundle().settings
+    assert (1, ["a"]) == (settings.port, [*settings.keys])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "reason"),
+    [
+        ({"models_dir": ""}, "", "--models-dir: models_dir: is empty; leave it out to have"),
+        ({"host": ""}, "", "--host: host: is empty"),
+        ({"config": ""}, "", "--config: config: is empty"),
+        ({"bundles": [""]}, "", "arguments: bundles: is empty"),
+        ({}, 'models_dir = ""', "quartet.toml: models_dir: is empty"),
+        ({}, 'host = ""', "quartet.toml: host: is empty"),
+        ({}, 'bundles = ["x", ""]', "quartet.toml: bundles: is empty"),
+    ],
+)
+def test_an_empty_flag_or_line_is_a_mistake(flags: dict[str, Any], text: str, reason: str) -> None:
+    """It would name the working directory, or every address; the line says where it is from."""
+    write("quartet.toml", text)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        configure({"bundles": ["x"], **flags} if "bundles" not in text else flags)
+
+
+def links(service: str, address: str = "tcp://10.96.14.2:8000") -> dict[str, str]:
+    """What Kubernetes sets in each pod for a Service, and Docker for a link."""
+    return {
+        f"{service}_SERVICE_HOST": "10.96.14.2",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_PORT": address,
+        f"{service}_PORT_8000_TCP": address,
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.96.14.2",
+        f"{service}_PORT_53_UDP": "udp://10.96.14.2:53",
+    }
+
+
+@pytest.mark.parametrize("service", ["QUARTET", "QUARTET_METRICS", "QUARTET_GPU_2"])
+@pytest.mark.parametrize("address", ["tcp://10.96.14.2:8000", "tcp://[fd00::2]:8000"])
+def test_a_kubernetes_service_sets_nothing(
+    monkeypatch: pytest.MonkeyPatch, service: str, address: str
+) -> None:
+    """A Service whose name begins with quartet leaves every setting as it is."""
+    plain = with_bundle()
+    given = links(service, address)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert plain == with_bundle()
+    (line,) = ignored_variables(given, closed=False)
+    assert all(name in line for name in given)
+    assert "enableServiceLinks: false" in line
+    assert [] == unknown_variables(given)
+
+
+def test_settings_go_on_beside_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is a setting by its value holds, and a wrong one is refused as ever."""
+    for name, value in links("QUARTET").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("QUARTET_PORT", "9000")
+    assert 9000 == with_bundle().settings.port
+    monkeypatch.setenv("QUARTET_PORT", "http://x:1")
+    with pytest.raises(ConfigError, match="QUARTET_PORT: Input should be a valid integer"):
+        with_bundle()
+    unknown = {"QUARTET_SERVICE": "1", "QUARTET_PROT": "tcp://x:1", "QUARTET_PORT_HTTP": "1"}
+    assert 3 == len(unknown_variables(unknown))
+    assert [] == ignored_variables(unknown, closed=False)
+
+
+def test_an_empty_key_is_warned_of() -> None:
+    """The line says whether the service is open without it."""
+    assert ["QUARTET_API_KEY is empty, which counts as unset"] == ignored_variables(
+        {"QUARTET_API_KEY": "", "QUARTET_PORT": ""}, closed=True
+    )
+    (line,) = ignored_variables({"QUARTET_KEYS": ""}, closed=False)
+    assert line.endswith("no key is set, so every client that connects is served")
 
 
 def test_what_is_wrong_never_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from structlog.typing import EventDict
 
 from service import gate
 from service.app import PAGES, create_app
-from service.errors import RateLimited
+from service.errors import QuartetError, RateLimited
 from service.exchange import Exchange
 from service.keys import Key, digest
 from service.metrics import Metrics
@@ -234,6 +234,40 @@ def test_rates_are_divided_among_processes() -> None:
     check(scope, Exchange("b", 0.0, headers))
     with pytest.raises(RateLimited):
         check(scope, Exchange("c", 0.0, headers))
+
+
+def test_keys_may_be_replaced() -> None:
+    """A key that came is let in and one that went is not; what is left of an unchanged rate stays as it was."""
+
+    def outcome(name: str) -> str:
+        headers = {"authorization": bearing(name)["Authorization"]}
+        try:
+            check({"path": "/embed"}, Exchange("a", 0.0, headers))
+        except QuartetError as error:
+            return error.code
+        return "ok"
+
+    slow = kept("slow", requests_per_minute=1)
+    keys = {"slow": slow, "raised": kept("raised", requests_per_minute=1), "gone": kept("gone")}
+    (check,) = gate.gate(Settings(keys=keys))
+    assert isinstance(check, gate.KeyCheck)
+    assert ["ok"] * 3 == [outcome(name) for name in keys]
+
+    check.replace(
+        {
+            "slow": kept("rotated", requests_per_minute=1),
+            "raised": kept("raised", requests_per_minute=2),
+            "new": kept("new"),
+        }
+    )
+    expected = {
+        "slow": "unauthorized",
+        "rotated": "rate_limited",
+        "raised": "ok",
+        "gone": "unauthorized",
+        "new": "ok",
+    }
+    assert expected == {name: outcome(name) for name in expected}
 
 
 @pytest.mark.parametrize("keys", [{}, KEYS])

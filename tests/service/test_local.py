@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from structlog.typing import EventDict
 
@@ -254,7 +253,7 @@ async def test_broken_gpu_under_auto(
 ) -> None:
     """The CPU serves with its own number of slots, and the reason is logged and described."""
     monkeypatch.setattr(session, "cuda_problem", lambda: "NVIDIA H100 failed a trial run: why")
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(session.ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(local, "usable_cores", lambda: 3)
     async with local.open_device(Settings(bundles=(tiny_bundle,)), Metrics()) as device:
         device.add(device.open(bundle.load(tiny_bundle)))

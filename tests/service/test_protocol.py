@@ -5,14 +5,14 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 from structlog.typing import EventDict
 from uvicorn.server import ServerState
@@ -23,7 +23,7 @@ from service.exchange import Reception
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.protocol import Protocol
-from service.server import connections
+from service.server import FEW, connections
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -158,6 +158,57 @@ async def test_requests_follow_each_other(listen: Listen) -> None:
             client.send(post())
             answer = await client.answer()
             assert (200, False) == (answer.status, answer.closes)
+
+
+OLD = [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"]
+
+
+@pytest.mark.parametrize("more", OLD)
+async def test_lines_for_an_old_client(listen: Listen, more: bytes) -> None:
+    """To HTTP/1.0, a stream of lines is sent without chunk sizes, and ends with its connection."""
+    body = b'{"inputs": ["a", "b", "c"]}'
+    head = b"POST /classify HTTP/1.0\r\nContent-Type: application/json\r\nAccept: application/x-ndjson\r\n"
+    async with listen() as server, server.client() as client:
+        client.send(b"%s%sContent-Length: %d\r\n\r\n%s" % (head, more, len(body), body))
+        head, _, lines = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert 4 == len([json.loads(line) for line in lines.splitlines()])
+
+
+@pytest.mark.parametrize("more", OLD)
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/health/live", 200), ("HEAD", "/health/live", 200), ("GET", "/nothing", 404)],
+)
+async def test_an_old_client_is_answered(
+    listen: Listen, method: str, path: str, status: int, more: bytes
+) -> None:
+    """An answer of known length to HTTP/1.0 has that length, and closes the connection, whatever is asked for."""
+    async with listen() as server, server.client() as client:
+        client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
+        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert status == int(head.split()[1])
+    length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
+    assert (0 if method == "HEAD" else length) == len(body)
+    assert b"connection: close" in head.lower()
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+async def test_an_answer_of_unknown_length_for_an_old_client(method: bytes) -> None:
+    """Whatever application answers: parts come as they are, also empty ones."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"a", b"", b"bc"):
+            yield part
+
+    app = StreamingResponse(parts())
+    async with listening(app, Settings()) as server, server.client() as client:
+        client.send(method + b" / HTTP/1.0\r\n\r\n")
+        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert (b"" if method == b"HEAD" else b"abc") == body
 
 
 async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
@@ -605,6 +656,17 @@ async def test_a_connection_too_many_is_not_waited_for(
             async with asyncio.timeout(10):
                 assert await silent.ended()
                 assert "slow_headers" == (await dripping.answer()).code
+
+
+async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
+    """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
+    async with listen(max_connections=1) as server, AsyncExitStack() as flood:
+        for _ in range(1 + FEW + 20):
+            await flood.enter_async_context(server.client())
+        await until(lambda: len(server.state.connections) == 1 + FEW)
+        async with server.client() as prober:
+            prober.send(GET)
+            assert 200 == (await prober.answer()).status
 
 
 async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:

@@ -1,11 +1,14 @@
+import asyncio
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from fastapi import FastAPI
 from structlog.typing import EventDict
 
-from service.server import OTHER_FILES, make_room, share_of_connections
+from service.server import OTHER_FILES, OWN_FILES, Server, divide, make_room, share_of_connections
 from service.settings import Settings
 
 
@@ -49,3 +52,43 @@ def test_too_little_room_is_told(lines: list[EventDict], monkeypatch: pytest.Mon
     make_room(50)
     assert [(200, 200)] == allowed
     assert (200, 100 + OTHER_FILES) == (lines[0]["has"], lines[0]["need"])
+
+
+@pytest.mark.parametrize(
+    ("hard", "connections", "expected"),
+    [
+        (resource.RLIM_INFINITY, 1000, (1000, 1000)),
+        (100_000, 2, (2, 256)),
+        (OWN_FILES + 500, 1000, (250, 250)),
+        (200, 1000, (50, 50)),
+    ],
+)
+def test_files_are_kept_for_what_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch, hard: int, connections: int, expected: tuple[int, int]
+) -> None:
+    """Connections that are served, and those beyond, never need all files that the process may open."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, hard))
+    assert expected == divide(connections)
+
+
+async def test_a_lost_listener_ends_the_process(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """A process that can accept no connection any more ends with a status, and does not go on unheard."""
+    ended = asyncio.Event()
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", lambda status: (statuses.append(status), ended.set()))
+    server = Server(app, Settings())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        async with asyncio.timeout(30):
+            while not server.started:
+                await asyncio.sleep(0.001)
+            assert [] == statuses
+            server.servers[0].close()  # as the event loop does
+            await ended.wait()
+        server.drain()
+        server.drain()
+        await serving
+    assert 4 == statuses[0]
+    assert "a listening socket was closed" in [line.get("problem") for line in lines]

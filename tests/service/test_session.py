@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from service import bundle, packing
@@ -30,6 +29,7 @@ from service.session import (
     find_provider,
     open_graph,
     open_session,
+    ort,
     packed_feeds,
     padded_feeds,
     unused_gpu,

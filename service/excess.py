@@ -1,0 +1,30 @@
+"""Connections beyond those that a process serves: a few are kept for a moment, so that health checks get through."""
+
+from typing import Protocol
+
+
+class Abortable(Protocol):
+    def abort(self) -> None: ...
+
+
+class Excess:
+    """The excess connections of one process, oldest first; `limit`: how many are kept open.
+
+    Without a limit, a flood would take every descriptor that the process is allowed, and with them those of health
+    checks and of the channel to a new inference process.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open: dict[Abortable, None] = {}
+
+    def add(self, connection: Abortable) -> None:
+        """Keep a connection, and cut off the oldest where there are more than the limit."""
+        self._open[connection] = None
+        if len(self._open) > self.limit:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.abort()
+
+    def discard(self, connection: Abortable) -> None:
+        self._open.pop(connection, None)
