@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests import faulty, samples
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_processes import children, readiness
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
 
 BAD = f"Ada drew a {faulty.WORD} at dawn."
 
@@ -63,17 +64,17 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.promise("A model that computes nothing any more is noticed before it is asked.")
-def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_session_that_can_compute_nothing_is_noticed(
+    tiny_bundle: Path, tmp_path: Path, limit_s: Callable[[float], float]
+) -> None:
     """Without a single request: readiness says no within a second or so, and the process is replaced."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
     with serving(path) as server:
         (inference,) = children(server)["inference"]
         until(lambda: 'canary_runs_total{model="tiny@1",outcome="ok"}' in page(server))
         assert 'quartet_batch_size_count{model="tiny@1"} 0.0' in page(server)
-        began = time.monotonic()
         limit_memory(inference, 48)
-        until(lambda: "the canary of tiny@1 failed" in problem(server))
-        assert time.monotonic() - began < 3
+        until(lambda: "the canary of tiny@1 failed" in problem(server), limit_s(3))
         until(lambda: inference not in children(server)["inference"])
         until(lambda: not problem(server), 60)
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
@@ -165,15 +166,18 @@ def limit_memory(pid: int, megabytes: int) -> None:
 
 
 @pytest.mark.promise("Silence is noticed within a second.")
-def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:
+def test_silence_is_noticed_within_a_second(
+    tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
+) -> None:
     """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
     with serving(tiny_bundle) as server:
         (inference,) = children(server)["inference"]
         time.sleep(0.5)
         began = time.monotonic()
         os.kill(inference, signal.SIGSTOP)
-        until(lambda: "has said nothing" in problem(server))
-        assert 0.5 < time.monotonic() - began < 1.5
+        until(lambda: "has said nothing" in problem(server), limit_s(1.5))
+        if pytestconfig.getoption("--chaos"):
+            assert 0.5 < time.monotonic() - began
         os.kill(inference, signal.SIGCONT)
         until(lambda: not problem(server))
         assert [inference] == children(server)["inference"]
