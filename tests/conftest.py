@@ -166,6 +166,17 @@ def run_export(checkpoint: Path, path: Path, *flags: str) -> None:
     assert 0 == main([str(checkpoint), str(path), *flags]), "the export failed; its output says why"
 
 
+def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Return the values of a parameter in the selected tests that use the module fixture which calls this.
+
+    So the fixture builds nothing for slow tests in a run without them.
+    """
+    tests: list[Any] = [item for item in request.session.items if item.path == request.path]
+    users = [test for test in tests if request.fixturename in test.fixturenames]
+    calls = [test.callspec.params for test in users if hasattr(test, "callspec")]
+    return {call[name] for call in calls if name in call}
+
+
 @pytest.fixture(scope="session")
 def sentences() -> list[str]:
     """Forty texts of one to sixty words, no two alike."""
