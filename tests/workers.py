@@ -7,6 +7,7 @@ are idle: every test runs alone, and a file is built for its only user.
 import fcntl
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -75,9 +76,14 @@ def is_exclusive(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Move exclusive tests to the end; a worker lists them for the main process, which collects no tests."""
+    """Move exclusive tests to the end; a worker lists them for the main process, which collects no tests.
+
+    With workers, the files of most tests come first: a large file at the end would keep one worker busy alone.
+    """
     items.sort(key=is_exclusive)
     if folder := config.stash.get(FOLDER, None):
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: (is_exclusive(item), -tests[item.path]))
         exclusive = [item.nodeid for item in items if is_exclusive(item)]
         (folder / EXCLUSIVE).write_text(json.dumps(exclusive), encoding="utf-8")
 

@@ -16,7 +16,7 @@ from tests import faulty, samples
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_processes import children, readiness
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = pytest.mark.e2e
 
 BAD = f"Ada drew a {faulty.WORD} at dawn."
 
@@ -28,6 +28,7 @@ def problem(server: Server) -> str:
 
 
 @pytest.mark.promise("An input that hangs the model fails alone.")
+@pytest.mark.exclusive
 def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
     """The process that it hangs is replaced, twice; those who were asked with it are answered."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
@@ -51,6 +52,7 @@ def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path
         assert not any(faulty.WORD in line for line in server.log)
 
 
+@pytest.mark.exclusive
 def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> None:
     """Nobody is there to start it again: it says that it is neither ready nor alive, for others to do so."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
@@ -64,6 +66,7 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.promise("A model that computes nothing any more is noticed before it is asked.")
+@pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed(
     tiny_bundle: Path, tmp_path: Path, limit_s: Callable[[float], float]
 ) -> None:
@@ -81,6 +84,7 @@ def test_a_session_that_can_compute_nothing_is_noticed(
         assert sum("the canary failed" in line for line in server.log) == 3
 
 
+@pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed_under_load(
     tiny_bundle: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +188,7 @@ def test_silence_is_noticed_within_a_second(
 
 
 @pytest.mark.promise("Load never makes readiness false.")
+@pytest.mark.exclusive
 def test_load_is_no_silence(tiny_bundle: Path) -> None:
     """With every core busy and a long queue, the service is ready all the time."""
     texts = [samples.text(100 + number % 100, seed=number) for number in range(40)]

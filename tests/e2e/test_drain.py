@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import Server, serving, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = pytest.mark.e2e
 
 BODY = json.dumps({"inputs": "Ada drew a comet."}).encode()
 
@@ -129,6 +129,7 @@ def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
 
 @pytest.mark.promise("Who connects while others are still being told of SIGTERM is served.")
 @pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.exclusive
 def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:
     """New connections and kept ones are served as ever while readiness says no; only then it ends."""
     delay_s = 3.0

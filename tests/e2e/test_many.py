@@ -11,7 +11,7 @@ import pytest
 from tests import samples
 from tests.e2e.conftest import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = pytest.mark.e2e
 
 MANY = 1000
 

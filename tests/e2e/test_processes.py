@@ -17,7 +17,7 @@ import pytest
 from tests import samples
 from tests.e2e.conftest import Server, children, kill_inference, queued, serving, start, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = pytest.mark.e2e
 
 
 def readiness(server: Server) -> int:
@@ -142,6 +142,7 @@ def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> Non
 
 
 @pytest.mark.promise("A process that hangs is replaced like a dead one.")
+@pytest.mark.exclusive
 def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
     """One that is there and does nothing is killed after `hang_s`; what it was asked is answered by the next one."""
     body = {"inputs": samples.text(60, seed=1)}
@@ -160,6 +161,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
 
 
 @pytest.mark.promise("An HTTP process that hangs is replaced, too.")
+@pytest.mark.exclusive
 def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
     """The listener is not lost with it: who connects meanwhile is answered by the next one."""
     with serving(tiny_bundle, "--hang-s", "1") as server:
@@ -170,6 +172,7 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
         assert [inference] == children(server)["inference"]
 
 
+@pytest.mark.exclusive
 def test_nobody_is_blamed_for_a_machine_that_slept(tiny_bundle: Path) -> None:
     """When all stood still, and the children wake up after the main process, none is killed."""
     with serving(tiny_bundle, "--hang-s", "5") as server:
