@@ -10,15 +10,13 @@ override REQUESTS := $(or $(REQUESTS),10000)
 VENV := .venv
 DEVICE := cpu
 RUN  := $(VENV)/bin/python
-# Tests that time something, or that others would hold up: all of real processes, but for those that time nothing.
-BESIDE := $(patsubst %,tests/e2e/test_%.py,answers contract readme)
-ALONE := $(filter-out $(BESIDE),$(wildcard tests/e2e/test_*.py)) \
-    $(patsubst %,tests/benchmarks/test_%.py,bare goals processes underfire)
+# ARGS choose among the tests of a target, in one process; without them, workers share all of these.
+TEST_OPTIONS := --durations 10 $(or $(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test fuzz check chaos format audit clean
+.PHONY: help serve setup test test-all fuzz check chaos format audit clean
 .PHONY: compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
@@ -31,16 +29,13 @@ serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs
 
 setup: $(VENV)/.test ## Install what training, export and the tests need, beside what serving needs
 
-test: check ## Run what CI runs outside of containers: make check, then every test (ARGS="-k ..." for some)
-	@echo "Running the tests"
-ifdef ARGS
-	@$(RUN) -m pytest $(ARGS)
-else
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-	    $(addprefix --ignore ,$(ALONE))
-	@echo "Running those that want the machine for themselves"
-	@$(RUN) -m pytest $(ALONE)
-endif
+test: check ## Run make check, then every test that is not slow (eight minutes of two cores; ARGS="-k ..." for some)
+	@echo "Running the tests that are not slow"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" $(TEST_OPTIONS)
+
+test-all: $(VENV)/.test ## Run the slow tests, the rest of what CI runs outside of containers (ARGS="-k ..." for some)
+	@echo "Running the slow tests"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow $(TEST_OPTIONS)
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py

@@ -3,6 +3,7 @@
 Torch is imported where a model is made and not before: most tests of the service do without it.
 """
 
+import gc
 import sys
 import zlib
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from tests import samples
 
 if TYPE_CHECKING:
     import onnx
+
+    from tests.workers import BuiltOnce
+
+pytest_plugins = ["tests.workers"]
 
 ROOT = Path(__file__).parent.parent
 # How long an example takes is the machine's doing: a busy one is no failure.
@@ -48,6 +53,12 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = {item.nodeid: item.get_closest_marker("promise") for item in items}
     config.stash[PROMISES] = {name: mark.args[0] for name, mark in marked.items() if mark}
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what was imported from garbage collection: each full one would take a quarter of a second for it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[object]") -> None:
@@ -83,48 +94,45 @@ class Traced:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_checkpoint(built_once: "BuiltOnce") -> Path:
     """A joint checkpoint of two layers with random weights: five heads, of all four tasks."""
     from tests.tiny import save_tiny
 
-    return save_tiny(tmp_path_factory.mktemp("checkpoints") / "tiny")
+    return built_once("checkpoints/tiny", save_tiny)
 
 
 @pytest.fixture(scope="session")
-def traced(tiny_checkpoint: Path) -> Traced:
+def traced(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Traced:
     """The tiny model's graphs."""
+    import onnx
     import torch
 
     from export import graph
     from model.checkpoint import load_model
 
     torch.set_num_threads(1)  # models this small are slowed by a second thread
-    model = load_model(tiny_checkpoint)
-    return Traced(graph.export_packed(model), graph.export_portable(model))
+
+    def trace(folder: Path) -> None:
+        model = load_model(tiny_checkpoint)
+        folder.mkdir()
+        onnx.save(graph.export_packed(model), folder / "packed.onnx")
+        onnx.save(graph.export_portable(model), folder / "portable.onnx")
+
+    folder = built_once("graphs/tiny", trace)
+    return Traced(onnx.load(folder / "packed.onnx"), onnx.load(folder / "portable.onnx"))
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(
-    tiny_checkpoint: Path, traced: Traced, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
     """The tiny model as a full bundle, tiny@1: fp32 and int8, of which fp32 is the default."""
-    path = tmp_path_factory.mktemp("bundles") / "tiny"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        traced.spare(monkeypatch)
-        run_export(tiny_checkpoint, path)
-    return path
+    return built_once("bundles/tiny", lambda path: export_tiny(request, path))
 
 
 @pytest.fixture(scope="session")
-def gpu_bundle(
-    tiny_checkpoint: Path, traced: Traced, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def gpu_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
     """The tiny model with a graph for CUDA, gpu@1: fp32, which is the default, and fp16."""
-    path = tmp_path_factory.mktemp("bundles") / "gpu"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        traced.spare(monkeypatch)
-        run_export(tiny_checkpoint, path, "--precision", "fp32", "fp16")
-    return path
+    flags = ("--precision", "fp32", "fp16")
+    return built_once("bundles/gpu", lambda path: export_tiny(request, path, *flags))
 
 
 @pytest.fixture(scope="session")
@@ -137,11 +145,9 @@ def minilm_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm_bundle(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def minilm_bundle(minilm_folder: Path, built_once: "BuiltOnce") -> Path:
     """The real MiniLM as a full bundle, minilm@1: fp32 and int8, of which fp32 is the default."""
-    path = tmp_path_factory.mktemp("bundles") / "minilm"
-    run_export(minilm_folder, path)
-    return path
+    return built_once("bundles/minilm", lambda path: run_export(minilm_folder, path))
 
 
 @pytest.fixture(scope="session")
@@ -153,10 +159,29 @@ def mini_bundle() -> Path:
     return path
 
 
+def export_tiny(request: pytest.FixtureRequest, path: Path, *flags: str) -> None:
+    """Export the tiny model; only the worker that builds a bundle asks for its graphs."""
+    checkpoint = request.getfixturevalue("tiny_checkpoint")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        request.getfixturevalue("traced").spare(monkeypatch)
+        run_export(checkpoint, path, *flags)
+
+
 def run_export(checkpoint: Path, path: Path, *flags: str) -> None:
     from export.__main__ import main
 
     assert 0 == main([str(checkpoint), str(path), *flags]), "the export failed; its output says why"
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Return the values of a parameter in the selected tests that use the module fixture which calls this.
+
+    So the fixture builds nothing for slow tests in a run without them.
+    """
+    tests: list[Any] = [item for item in request.session.items if item.path == request.path]
+    users = [test for test in tests if request.fixturename in test.fixturenames]
+    calls = [test.callspec.params for test in users if hasattr(test, "callspec")]
+    return {call[name] for call in calls if name in call}
 
 
 @pytest.fixture(scope="session")

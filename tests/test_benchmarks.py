@@ -47,6 +47,7 @@ async def listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
         yield server.sockets[0].getsockname()[1], seen
 
 
+@pytest.mark.exclusive
 async def test_closed_loop() -> None:
     """Every connection keeps asking, in turn; what is answered within the window is counted and timed."""
     async with listening(ANSWER) as (port, seen):
@@ -58,6 +59,7 @@ async def test_closed_loop() -> None:
     assert 0 < found.percentile(50) <= found.percentile(99) < 250
 
 
+@pytest.mark.exclusive
 async def test_closed_loop_waits_until_all_were_answered() -> None:
     """The window begins when every connection was answered once; each answer is told by its request."""
     turns = asyncio.Semaphore()
@@ -87,6 +89,7 @@ async def test_closed_loop_stops_at_an_error() -> None:
             await closed_loop(port, REQUESTS, connections=1, seconds=0.2)
 
 
+@pytest.mark.exclusive
 async def test_open_loop() -> None:
     """Requests are sent at their own moments, and each is counted once."""
     async with listening(ANSWER) as (port, seen):
@@ -107,6 +110,7 @@ async def test_open_loop_counts_what_was_refused() -> None:
     assert found.others.keys() == {429}
 
 
+@pytest.mark.exclusive
 async def test_open_loop_waits_for_no_one() -> None:
     """A server that stalls is still sent what is due, and its clients' wait is counted."""
 
@@ -127,6 +131,8 @@ async def test_open_loop_waits_for_no_one() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
     """Each server is asked under each load in each round; one that cannot run is left out with its reason."""
     fp32 = servers.named("quartet fp32")
@@ -164,6 +170,7 @@ def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)
 
 
+@pytest.mark.exclusive
 async def test_told_beside_a_noop_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one measures itself, another server is asked as often as it says, and no longer."""
     window = rounds.Window(8, 1.0, 1.0, 2.0, 3.0, 0.0)
@@ -255,6 +262,7 @@ def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.exclusive
 def test_bench(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """The bare sessions are measured in turn with the servers, and what is wanted stands beside what is found."""
     monkeypatch.setattr(bare, "TRIAL_S", 0.01)
@@ -330,6 +338,7 @@ def test_runs_side_by_side() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family is pretrained, judged and fine-tuned; asked again it knows, and it is told in a table and a picture."""
     monkeypatch.setattr(lock, "LOCK", tmp_path / "datasets.toml")

@@ -29,6 +29,7 @@ from service.bundle import Bundle, Head, Precision, cosine
 from service.packing import Packed, each
 from service.session import CPU, Session, SessionOptions
 from tests import hub, samples
+from tests.conftest import chosen
 from tests.e2e.conftest import Server, serving
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, ours, padded, perturb, real, theirs
 
@@ -560,7 +561,15 @@ def exported(exports: Callable[[str], Exported], model_type: str) -> Exported:
     return exports(model_type)
 
 
-every_family = pytest.mark.parametrize("model_type", FAMILIES)
+SOON = (
+    "bert",
+    "modernbert",
+    "deberta-v2",
+)  # one of each kind of positions; the others' exports are slow
+every_family = pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in FAMILIES],
+)
 MIXED = [200, 1, 9, 37, 2, 90]
 BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention bias
 
@@ -634,9 +643,10 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 
 @pytest.fixture(scope="module")
-def server(exports: Callable[[str], Exported]) -> Iterator[Server]:
-    """All of them in one service, at fp32."""
-    folders = [exports(model_type).bundle.path for model_type in FAMILIES]
+def server(request: pytest.FixtureRequest, exports: Callable[[str], Exported]) -> Iterator[Server]:
+    """All families that this run tests in one service, at fp32."""
+    asked = chosen(request, "model_type")
+    folders = [exports(model_type).bundle.path for model_type in FAMILIES if model_type in asked]
     with serving(*folders, "--precision", "fp32") as it:
         yield it
 

@@ -39,6 +39,7 @@ def test_encode(full):
 
 
 @pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.exclusive
 def test_window(session, connections):
     """A window tells how many inputs of mean length were run in a second, and how long each batch took."""
     found = session.window(connections=connections, seconds=0.1, warm_s=0.05)
@@ -82,6 +83,8 @@ def test_sessions_share_the_work():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_in_the_rounds(tiny_bundle, tmp_path, monkeypatch):
     """It takes its turn like a server, kept to a core if need be, and says what it measured."""
     monkeypatch.setattr(bare, "TRIAL_S", 0.01)

@@ -20,6 +20,7 @@ def peer(tmp_path, monkeypatch):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_build(peer, capsys):
     """It is built when it is missing, left alone when it is up to date, and out of date when the peer changes."""
     assert ["nobody"] == environments.names()
@@ -38,6 +39,7 @@ def test_build(peer, capsys):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_build_fails(peer):
     """What pip said is the reason, and nothing is left that could be taken for an environment."""
     (peer / "requirements.txt").write_text("./absent\n")

@@ -25,6 +25,7 @@ def test_the_page_has_the_table_of_the_code():
         assert speed > 0
 
 
+@pytest.mark.slow
 def test_a_family_is_measured(tmp_path, monkeypatch):
     """Differences are those of rounding, and the packed graph takes some time."""
     monkeypatch.setattr(families, "ROUNDS", 1)

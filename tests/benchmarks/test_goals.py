@@ -24,6 +24,8 @@ def limits(wanted):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_bulk(tiny_bundle, tmp_path):
     """All texts in one request are compared with the bare session, and singles' waits with a batch."""
     wanted, figures = bulk.measure(tiny_bundle, TEXTS * 20, tmp_path, **SHORT)
@@ -40,6 +42,7 @@ def test_bulk(tiny_bundle, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.exclusive
 def test_tasks(tiny_bundle, tmp_path):
     """Every task is compared with the bare session on its own encodings, and the mix with the slowest."""
     wanted, rates = tasks.measure(tiny_bundle, TEXTS, tmp_path, **SHORT)
@@ -52,6 +55,8 @@ def test_tasks(tiny_bundle, tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_bundles(tiny_bundle, tmp_path, monkeypatch):
     """Copies are bundles of other versions, asked in turn, whose threads are counted, and one is kept from another."""
     monkeypatch.setattr(bundles, "CROWD", 8)
@@ -83,6 +88,8 @@ def test_copies(tiny_bundle, tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_life(tiny_bundle, tmp_path, monkeypatch):
     """Starts are timed one by one; memory is read when so many requests have been answered."""
     monkeypatch.setattr(life, "DEFAULT", tiny_bundle)
@@ -96,6 +103,8 @@ def test_life(tiny_bundle, tmp_path, monkeypatch):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_growing(tiny_bundle, tmp_path):
     """The memory of a server is read twice, and is that of a server."""
     early, late = life.growing(tiny_bundle, TEXTS, tmp_path, seconds=0.2, after=(5, 10))

@@ -23,6 +23,8 @@ def test_without_a_gpu() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU, which runs fp32 alone: what it allows, bare sessions and HTTP, all as JSON and as a table."""
     opened = bundle.load(gpu_bundle)

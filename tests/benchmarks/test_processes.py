@@ -41,8 +41,8 @@ def states(root):
 
 
 def wait_for(root, *wanted):
-    """The states of a tree's processes once they are one of the wanted, or after ten seconds."""
-    end = time.monotonic() + 10
+    """The states of a tree's processes once they are one of the wanted, or after a minute."""
+    end = time.monotonic() + 60
     while states(root) not in wanted and time.monotonic() < end:
         time.sleep(0.01)
     return states(root)

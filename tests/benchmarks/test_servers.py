@@ -66,6 +66,7 @@ def test_bodies(server, minilm_folder):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_quartet(mini_bundle, tmp_path):
     """Quartet takes what it is asked, and its answers are read."""
     server = servers.named("quartet int8")
@@ -93,7 +94,7 @@ def test_everything_is_ended(tmp_path):
         child = int((tmp_path / "child").read_text())
         assert runs(child)
 
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while runs(child) and time.monotonic() < end:
         time.sleep(0.01)
     assert not runs(child)
@@ -111,12 +112,14 @@ def test_server_that_dies(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_server_that_hangs(tmp_path):
     """A server that never becomes ready is given up, ended, and reported likewise."""
     script = "import os, time; print(os.getpid()); time.sleep(600)"
     with (
-        pytest.raises(StartError, match=r"was not ready within 0\.5 s") as raised,
-        serving(scripted(script), tmp_path, tmp_path, timeout_s=0.5),
+        pytest.raises(StartError, match=r"was not ready within 3 s") as raised,
+        serving(scripted(script), tmp_path, tmp_path, timeout_s=3.0),
     ):
         pytest.fail("it started")
     assert not runs(int(str(raised.value).split()[-1]))

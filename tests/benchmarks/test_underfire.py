@@ -79,6 +79,8 @@ def suffered(fault, server, model, scratch):
         return uvloop.run(fault(at))
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_who_is_not_restarted_is_said_to_be(tmp_path):
     """A process that nobody watches over is gone with all that it was asked."""
     found = suffered(underfire.killed, lone(), tmp_path, tmp_path)
@@ -89,6 +91,7 @@ def test_who_is_not_restarted_is_said_to_be(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.e2e
+@pytest.mark.exclusive
 def test_who_is_restarted_answers_again(tiny_bundle, tmp_path, monkeypatch):
     """Quartet cuts nobody off when the process that computes is killed, and it is that which is found."""
     monkeypatch.setattr(underfire, "WATCH_S", 20.0)
@@ -99,15 +102,19 @@ def test_who_is_restarted_answers_again(tiny_bundle, tmp_path, monkeypatch):
     assert not {"cut off", "no answer"} & found["asked before, and told"].keys()
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_requests_that_are_lost_at_the_end_are_counted(tmp_path):
     """A server that ends at once cuts off those whom it answers."""
     found = suffered(underfire.terminated, lone(), tmp_path, tmp_path)
 
-    assert found["ended after, s"] < 2
+    assert found["ended after, s"] < 20
     assert found["lost"] > 0
     assert {"cut off"} == found["how"].keys()
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_silence_is_noticed_by_its_probe(tmp_path, monkeypatch):
     """A lone process that stands still says nothing, and nobody starts it again."""
     monkeypatch.setattr(underfire, "PROBE_S", 0.3)
@@ -118,6 +125,8 @@ def test_silence_is_noticed_by_its_probe(tmp_path, monkeypatch):
     assert "not restarted" == found["answers again after, s"]
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_each_bad_body_is_told_something(tmp_path):
     """What a server answers is shown as it is, and so is what it makes of the next good one."""
     found = suffered(underfire.malformed, lone(), tmp_path, tmp_path)
@@ -135,6 +144,8 @@ def test_bad_texts_are_put_where_texts_are():
         assert one.calls["embed"].body("x").keys() == json.loads(body).keys()
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_others_are_watched_meanwhile(tmp_path):
     """A long text and a list that is none: what they and the others are told."""
     found = suffered(underfire.one_bad, lone(), tmp_path, tmp_path)
@@ -147,6 +158,8 @@ def test_others_are_watched_meanwhile(tmp_path):
     assert found["others before it, slowest ms"] >= 50
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_a_large_body_takes_memory(tmp_path, monkeypatch):
     """What a server keeps of it is seen."""
     monkeypatch.setattr(underfire, "LARGE_BYTES", 50_000_000)
@@ -156,6 +169,8 @@ def test_a_large_body_takes_memory(tmp_path, monkeypatch):
     assert found["more at most, MB"] > 40
 
 
+@pytest.mark.slow
+@pytest.mark.exclusive
 def test_slow_clients_are_counted(tmp_path):
     """A server that has patience with everybody holds them all."""
     found = suffered(underfire.slow, lone(), tmp_path, tmp_path)

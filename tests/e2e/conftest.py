@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 START_S = 60  # a loaded machine may take its time
+LIVENESS_S = 60.0  # for what has to happen, however busy the machine is
 URL = re.compile(r'"url": ?"(http://[^"]+)"')
 
 
@@ -125,7 +126,7 @@ def children(server: Server) -> dict[str, list[int]]:
     return found
 
 
-def until(condition: Any, timeout_s: float = 10) -> None:
+def until(condition: Any, timeout_s: float = LIVENESS_S) -> None:
     """Wait for what another process will do."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -175,6 +176,15 @@ def mini_url(mini: Server) -> str:
 def server_url(mini_url: str) -> str:
     """Where the page and all four tasks are served."""
     return mini_url
+
+
+@pytest.fixture(scope="session")
+def limit_s(pytestconfig: pytest.Config) -> Callable[[float], float]:
+    """A function of the seconds that a promise allows: returns these under --chaos, otherwise LIVENESS_S.
+
+    So an ordinary run requires what has to happen, and `make chaos` on an idle machine requires when.
+    """
+    return lambda promised_s: promised_s if pytestconfig.getoption("--chaos") else LIVENESS_S
 
 
 @pytest.fixture(scope="session")

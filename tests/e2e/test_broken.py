@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ def problem(server: Server) -> str:
 
 
 @pytest.mark.promise("An input that hangs the model fails alone.")
+@pytest.mark.exclusive
 def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
     """The process that it hangs is replaced, twice; those who were asked with it are answered."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
@@ -52,6 +54,7 @@ def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path
         assert not any(faulty.WORD in line for line in server.log)
 
 
+@pytest.mark.exclusive
 def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> None:
     """It ends with a status that says so, for a supervisor to start it again."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
@@ -65,23 +68,25 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.promise("A model that computes nothing any more is noticed before it is asked.")
-def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.exclusive
+def test_a_session_that_can_compute_nothing_is_noticed(
+    tiny_bundle: Path, tmp_path: Path, limit_s: Callable[[float], float]
+) -> None:
     """Without a single request: readiness says no within a second or so, and the process is replaced."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
     with serving(path) as server:
         (inference,) = children(server)["inference"]
         until(lambda: 'canary_runs_total{model="tiny@1",outcome="ok"}' in page(server))
         assert 'quartet_batch_size_count{model="tiny@1"} 0.0' in page(server)
-        began = time.monotonic()
         limit_memory(inference, 48)
-        until(lambda: "the canary of tiny@1 failed" in problem(server))
-        assert time.monotonic() - began < 3
+        until(lambda: "the canary of tiny@1 failed" in problem(server), limit_s(3))
         until(lambda: inference not in children(server)["inference"])
         until(lambda: not problem(server), 60)
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
         assert sum("the canary failed" in line for line in server.log) == 3
 
 
+@pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed_under_load(
     tiny_bundle: Path, tmp_path: Path
 ) -> None:
@@ -169,21 +174,25 @@ def limit_memory(pid: int, megabytes: int) -> None:
 
 
 @pytest.mark.promise("Silence is noticed within a second.")
-def test_silence_is_noticed_within_a_second(tiny_bundle: Path) -> None:
+def test_silence_is_noticed_within_a_second(
+    tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
+) -> None:
     """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
     with serving(tiny_bundle) as server:
         (inference,) = children(server)["inference"]
         time.sleep(0.5)
         began = time.monotonic()
         os.kill(inference, signal.SIGSTOP)
-        until(lambda: "has said nothing" in problem(server))
-        assert 0.5 < time.monotonic() - began < 1.5
+        until(lambda: "has said nothing" in problem(server), limit_s(1.5))
+        if pytestconfig.getoption("--chaos"):
+            assert 0.5 < time.monotonic() - began
         os.kill(inference, signal.SIGCONT)
         until(lambda: not problem(server))
         assert [inference] == children(server)["inference"]
 
 
 @pytest.mark.promise("Load never makes readiness false.")
+@pytest.mark.exclusive
 def test_load_is_no_silence(tiny_bundle: Path) -> None:
     """With every core busy and a long queue, the service is ready all the time."""
     texts = [samples.text(100 + number % 100, seed=number) for number in range(40)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -76,22 +77,31 @@ def test_drain_ends_in_time(tiny_bundle: Path) -> None:
             head, _, body = wire.read().partition(b"\r\n\r\n")
         server.process.wait(30)
 
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30  # which is `drain_s` by default
     assert head.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: " in head.lower()
     assert "draining" == json.loads(body)["error"]["code"]
 
 
-@contextmanager
-def asking(*asked: Callable[[], object]) -> Iterator[list[list[tuple[float, object]]]]:
-    """Each is called again and again meanwhile; lists of when it was begun and what came of it."""
-    over = threading.Event()
-    came: list[list[tuple[float, object]]] = [[] for _ in asked]
+class Call(NamedTuple):
+    """When a call began and ended, in seconds, and what it returned."""
 
-    def ask(one: Callable[[], object], into: list[tuple[float, object]]) -> None:
+    began: float
+    ended: float
+    got: object
+
+
+@contextmanager
+def asking(*asked: Callable[[], object]) -> Iterator[list[list[Call]]]:
+    """Call each function again and again while the block runs; yields the list of its calls."""
+    over = threading.Event()
+    came: list[list[Call]] = [[] for _ in asked]
+
+    def ask(one: Callable[[], object], into: list[Call]) -> None:
         while not over.is_set():
             began = time.monotonic()
-            into.append((began, one()))
+            got = one()
+            into.append(Call(began, time.monotonic(), got))
             time.sleep(0.01)
 
     threads = [threading.Thread(target=ask, args=both) for both in zip(asked, came, strict=True)]
@@ -119,6 +129,7 @@ def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
 
 @pytest.mark.promise("Who connects while others are still being told of SIGTERM is served.")
 @pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.exclusive
 def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:
     """New connections and kept ones are served as ever while readiness says no; only then it ends."""
     delay_s = 3.0
@@ -137,16 +148,17 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
             until(lambda: all(len(each) > 3 for each in came))
             told = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            assert 0 == server.process.wait(30)
-            assert delay_s <= time.monotonic() - told < 15
+            assert 0 == server.process.wait(60)
+            assert delay_s <= time.monotonic() - told
         kept.close()
     for each in came[:2]:
-        during = [got for began, got in each if told <= began < told + delay_s - 0.5]
-        assert len(during) > 3
+        during = [call.got for call in each if told <= call.began and call.ended < told + delay_s]
+        assert during
         assert {(200, "")} == set(during)
-    ready = [got for began, got in came[2] if told + 1 <= began < told + delay_s - 0.5]
-    assert {503} == set(ready)
-    assert {got for began, got in came[2] if began < told - 0.5} <= {200}
+    noticed = told + delay_s / 2
+    late = [call.got for call in came[2] if noticed <= call.began and call.ended < told + delay_s]
+    assert {503} == set(late)
+    assert {call.got for call in came[2] if call.ended < told} <= {200}
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

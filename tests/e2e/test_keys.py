@@ -42,7 +42,9 @@ def metrics(server: Server) -> Server:
 
 
 @pytest.mark.promise("With keys, only health and the page are open.")
-@pytest.mark.parametrize(("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")])
+@pytest.mark.parametrize(
+    ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
+)
 def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> None:
     """Keys of a file and of a variable reach them all, on no command line; the log has names of keys alone."""
     headers = {"Authorization": f"Bearer {key}"}

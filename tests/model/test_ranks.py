@@ -16,6 +16,8 @@ import torch
 
 from model import pretrain
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(pretrain.__file__).parents[1]
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -11,12 +11,12 @@ from benchmarks.compat import checkpoints, compare, pipelines, texts
 from benchmarks.compat.checkpoints import MAX_LENGTH
 from benchmarks.compat.compare import Ask, Tally
 from tests import samples
-from tests.conftest import run_export
+from tests.conftest import chosen, run_export
 from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
 
-FAMILIES = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
+FIRST, *OTHERS = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
 
 
 class Inputs(NamedTuple):
@@ -39,18 +39,24 @@ def real() -> Inputs:
     return Inputs(texts.singles(10), texts.pairs(6), texts.questions(8))
 
 
-@pytest.fixture(scope="module", params=[made_up, real], ids=["made up", "real"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(made_up, id="made up"),
+        pytest.param(real, id="real", marks=pytest.mark.slow),
+    ],
+)
 def inputs(request: pytest.FixtureRequest) -> Inputs:
     source: Callable[[], Inputs] = request.param
     return source()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of every family, as transformers reads it and as a bundle."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of every family that this run tests, as transformers reads it and as a bundle."""
     transformers.logging.disable_progress_bar()
     root = tmp_path_factory.mktemp("compat")
-    for family in FAMILIES:
+    for family in sorted(chosen(request, "family") | {FIRST}):
         own = checkpoints.at_random(
             family, samples.corpus(), root / family, vocab_size=600, no_entity=0
         )
@@ -61,11 +67,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(*(folder / "bundles" / family for family in FAMILIES)) as running:
+    with serving(*(folder / "bundles").iterdir()) as running:
         yield running
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[FIRST, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

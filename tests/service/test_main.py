@@ -55,7 +55,7 @@ def test_http_workers_follow_the_gpu(
     served: list[int | None] = []
 
     class Started:
-        def __init__(self, settings: Settings, _: object) -> None:
+        def __init__(self, settings: Settings, *_: object) -> None:
             served.append(settings.http_workers)
 
         async def run(self) -> int:
@@ -66,7 +66,7 @@ def test_http_workers_follow_the_gpu(
     monkeypatch.setattr(service_main, "has_gpu", lambda: gpu)
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
     monkeypatch.setattr(service_main, "Processes", Started)
-    monkeypatch.setattr(alone, "serve_alone", lambda settings, _: Started(settings, None))
+    monkeypatch.setattr(alone, "serve_alone", lambda settings, *_: Started(settings))
     with suppress(SystemExit):
         main(["bundles/a", "--port", "0", *flags])
     assert [workers] == served

@@ -475,7 +475,7 @@ async def test_who_sent_ahead_and_hangs_up_is_not_answered(
         client.send(post() + post())
         await engine.reached.wait()
         client.writer.transport.abort()
-        await asyncio.wait_for(engine.cancelled.wait(), 10)
+        await asyncio.wait_for(engine.cancelled.wait(), 30)
         await until(lambda: not server.state.tasks)
 
 
