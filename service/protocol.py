@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, cast
 
 import orjson
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
 from starlette.types import Scope
 from uvicorn import Config
 from uvicorn._types import HTTPScope
@@ -31,7 +31,7 @@ from service.errors import (
     SlowHeaders,
     TooManyConnections,
 )
-from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
+from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception, our_bug
 from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
@@ -154,6 +154,8 @@ class Protocol(HttpToolsProtocol):
             raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
+        if not self.url.startswith(b"/") and parse_url(self.url).path is None:
+            raise BadRequest("the address in the request line has no path")
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
         self.late.stop()
@@ -234,16 +236,25 @@ class Protocol(HttpToolsProtocol):
     # -- refusing ----------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade as offer:
-            self.feed(self.stay(data[offer.args[0] :]))
-        except HttpParserError as error:
-            cause = error.__context__ or error
-            if isinstance(cause, QuartetError):
-                self.refuse(cause)
-            elif not isinstance(cause, Enough):
-                self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                data = self.stay(data[offer.args[0] :])
+                continue
+            except HttpParserError as error:
+                self.stop_parsing(error)
+            return
+
+    def stop_parsing(self, error: HttpParserError) -> None:
+        """Refuse a request that the parser rejects, or that one of the methods called by the parser rejects."""
+        cause = error.__context__ or error  # the exception of such a method
+        if isinstance(cause, QuartetError):
+            self.refuse(cause)
+        elif isinstance(cause, HttpParserError):
+            self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
+        elif not isinstance(cause, Enough):
+            self.refuse(our_bug())
 
     def stay(self, rest: bytes) -> bytes:
         """Read a request that offers another protocol as if it did not; gives what is to be parsed for that.
@@ -304,18 +315,36 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
         self.running = cycle
+        try:
+            if self.turn_away_early(cycle):
+                return
+        except Exception:
+            cast(Scope, cycle.scope)["state"].setdefault(REFUSAL, our_bug())
+        super()._start_asgi_task(cycle, app)
+
+    def turn_away_early(self, cycle: RequestResponseCycle) -> bool:
+        """Check a request. Returns whether it is overloaded and its refusal, written here, is scheduled."""
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
         exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
         exchange.leaving = self.leaving
         of_a_page = "origin" in exchange.headers  # which needs more headers
-        if isinstance(exchange.refusal, Overloaded) and not of_a_page:
-            self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
-        else:
-            super()._start_asgi_task(cycle, app)
+        if not isinstance(exchange.refusal, Overloaded) or of_a_page:
+            return False
+        self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
+        return True
 
     def turn_away(self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded) -> None:
+        try:
+            self.write_refusal(cycle, exchange, error)
+        except Exception:
+            our_bug()
+            self.wire.abort()
+
+    def write_refusal(
+        self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded
+    ) -> None:
         if not cycle.disconnected:
             exchange.status, exchange.code = error.status, error.code
             headers = error.headers | self.reception.headers(exchange)

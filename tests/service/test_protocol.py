@@ -5,7 +5,12 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -710,16 +715,69 @@ async def test_who_goes_while_held_back_leaves_nothing(
             assert (await client.answer()).status == 429
 
 
-async def test_a_check_that_is_broken_is_answered_for(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+def broken(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "admission.Admission.__call__",
+        "protocol.Protocol.on_message_complete",
+        "protocol.Protocol.on_body",
+        "exchange.new_exchange",
+    ],
+)
+async def test_our_bug_is_never_a_bad_request(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict], place: str
 ) -> None:
-    """Our bug is 500 and a line in the log, and not a connection that hears nothing."""
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("service.admission.Admission.__call__", broken)
+    """The client gets 500, and the log a traceback; the connection is not left without an answer."""
+    monkeypatch.setattr(f"service.{place}", broken)
     async with listen() as server, server.client() as client:
         client.writer.write(embed() + EMBED)
         assert (await client.answer()).status == 500
     assert "unexpected error" in [line["event"] for line in lines]
+
+
+@pytest.mark.parametrize("place", ["metrics.Metrics.observe_request", "exchange.log_request"])
+@pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
+async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
+    listen: Listen,
+    engines: FakeEngines,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    load: Load | None,
+) -> None:
+    """A failure after the answer changes nothing: the connection stays open for the next request."""
+    engines.told = load
+    status = 200 if load is None else 429
+    monkeypatch.setattr(f"service.{place}", broken)
+    async with asyncio.timeout(10), listen() as server, server.client() as client:
+        for _ in range(3):
+            client.writer.write(embed() + EMBED)
+            answer = await client.answer()
+            assert (status, False) == (answer.status, answer.closes)
+
+
+async def test_a_flood_of_pipelined_refusals_is_answered(
+    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request gets 429, on more connections than there may be held refusals; so does a single request."""
+    monkeypatch.setattr("service.pace.Pace.__init__.__defaults__", (200, 1.0, 16))
+    async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(server.client()) for _ in range(64)]
+        for client in clients:
+            client.writer.write((embed() + EMBED) * 50)
+        async with server.client() as control:
+            control.writer.write(embed() + EMBED)
+            assert (await control.answer()).status == 429
+        for client in clients:
+            assert [429] * 50 == [(await client.answer()).status for _ in range(50)]
+
+
+async def test_an_address_without_a_path_is_refused(listen: Listen, lines: list[EventDict]) -> None:
+    """The client gets 400, and the log no traceback."""
+    async with listen() as server, server.client() as client:
+        client.send(b"GET http://quartet HTTP/1.1\r\nHost: quartet\r\n\r\n")
+        assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
+    assert "unexpected error" not in [line["event"] for line in lines]
