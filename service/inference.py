@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import channel, errors
+from service import channel, errors, logs
 from service.bundle import Texts
 from service.catalogue import Models
 from service.channel import Channel
@@ -79,7 +79,8 @@ class Front:
                 self._compute(message, arrays)
             case channel.Cancel(id=number) if number in self._work:
                 self._work[number].cancel()
-            case channel.Observed(requests, rejections, answers, comparisons):
+            case channel.Observed(requests, rejections, answers, comparisons, lost_lines):
+                self._metrics.observe_lost_lines(lost_lines)
                 for request in requests:
                     self._metrics.observe_request(*request)
                 for reason in rejections:
@@ -309,6 +310,7 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         watching.cancel()
         if not serving.done():
             log.error("inference cannot go on", problem=device.load().problem)
+            logs.close()
             os._exit(1)  # any other way to end would wait for a thread that hangs
         serving.result()
 

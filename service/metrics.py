@@ -20,6 +20,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from service import logs
 from service.errors import InternalError, kinds
 from service.load import Load
 from service.slots import BatchStats
@@ -150,6 +151,11 @@ class Metrics:
             "head",
             "outcome",
         )
+        self._lost_lines = self._counter(
+            "quartet_log_lines_lost_total",
+            "Log lines lost because standard error was full, closed or not read; without the main process's.",
+        )
+        self._lost_here = 0  # of them, lines of this process
         self.compared: dict[str, Counts] = {}
         for reason in REFUSALS:
             self._rejected.labels(reason)
@@ -207,6 +213,9 @@ class Metrics:
         counts = self.compared.setdefault(model, {}).setdefault(head, {})
         counts[outcome] = counts.get(outcome, 0) + number
 
+    def observe_lost_lines(self, number: int) -> None:
+        self._lost_lines.inc(number)
+
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle
         self._told.add(model)
@@ -238,6 +247,9 @@ class Metrics:
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
         models = self._models()
+        lost = logs.lost_lines()
+        self.observe_lost_lines(lost - self._lost_here)
+        self._lost_here = lost
         self.forget_others(models)
         self._info.clear()
         for model, facts in models.items():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import channel, errors
+from service import channel, errors, logs
 from service.awake import Awake
 from service.catalogue import Follower
 from service.channel import Channel
@@ -330,6 +330,7 @@ class RemoteMetrics:
         self._comparisons: deque[tuple[str, str, str, int]] = deque(maxlen=KEPT)
         self._routes: dict[str, bool] = {}
         self._pushing = False
+        self._lost_lines = 0  # that were pushed
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         self._requests.append((route, model, status, seconds))
@@ -368,9 +369,20 @@ class RemoteMetrics:
             self._answers,
             self._comparisons,
         )
-        if any(kept) and self._device.push(channel.Observed(*map(list, kept))):
-            for seen in kept:
-                seen.clear()
+        lost = logs.lost_lines()
+        if not any(kept) and lost == self._lost_lines:
+            return
+        seen = channel.Observed(
+            [*self._requests],
+            [*self._rejections],
+            [*self._answers],
+            [*self._comparisons],
+            lost - self._lost_lines,
+        )
+        if self._device.push(seen):
+            self._lost_lines = lost
+            for queue in kept:
+                queue.clear()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from service import logs
 from service.app import create_app
 from service.orders import DRAIN, LEAVE, Orders
 from service.remote import RemoteDevice, RemoteMetrics, open_remote_engines
@@ -63,4 +64,5 @@ class Worker(Server):
 def give_up() -> None:
     """End, to be started again: draining would deafen the listener, which other processes have, too."""
     log.error("HTTP cannot go on", problem="what the inference process said could not be received")
+    logs.close()
     os._exit(1)

@@ -567,6 +567,15 @@ async def test_metrics_of_several_processes_add_up() -> None:
     assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
 
 
+async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that each process has lost, each counted once."""
+    monkeypatch.setattr("service.logs.lost_lines", lambda: 3)  # of both ends
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        for _ in range(2):
+            assert "quartet_log_lines_lost_total 6.0" in (await seen.page()).decode()
+
+
 async def test_metrics_wait_for_a_device() -> None:
     """What was seen while there was none is told to the next."""
     async with pair() as both:
