@@ -91,7 +91,7 @@ class Front:
                     self._metrics.observe_comparison(*comparison)
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
-                self.channel.send(channel.Page(number), self._metrics.render())
+                self._begin(number, self._render(number))
             case channel.Administer(id=number):
                 self._begin(number, self._administer(message))
             case channel.Adopted(number, problem):
@@ -117,6 +117,12 @@ class Front:
             adopted.set_result(None)
         self._adopting.clear()
         self._news(self)
+
+    async def _render(self, number: int) -> None:
+        try:
+            self.channel.send(channel.Page(number), await self._metrics.page())
+        except Exception as error:
+            self._fail(number, error)
 
     async def _administer(self, asked: channel.Administer) -> None:
         try:

@@ -6,7 +6,9 @@ be known of them before anybody asks is on the page from the start, at zero: a r
 told of the first refusal, too.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import (
@@ -19,10 +21,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 
 from service import logs
 from service.errors import InternalError, kinds
 from service.load import Load
+from service.shared_call import SharedCall
 from service.slots import BatchStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -34,6 +38,7 @@ REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalErr
 OUTCOMES = ("failed", "ok")
 ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200
+RENDERING = 0.1  # of the time, at most, is spent on pages
 
 STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -69,6 +74,8 @@ class Metrics:
         self._tenants = [*tenants] or [""]
         self._routes: dict[str, bool] = {}
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+        self._load: Callable[[], Load] | None = None
+        self._page = SharedCall(self._render_in_thread, RENDERING)
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         self._of_models: list[Histogram | Counter] = []
         self._told: set[str] = set()  # models that there are series of
@@ -236,8 +243,7 @@ class Metrics:
         max_queue_tokens: int,
     ) -> None:
         """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
-        self._ready.set_function(lambda: load().ready)
-        self._queue_tokens.set_function(lambda: load().queue_tokens)
+        self._load = load
         self._max_queue_tokens.set(max_queue_tokens)
         self._models = models
 
@@ -246,6 +252,21 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        self._update()
+        return generate_latest(self.registry)
+
+    async def _render_in_thread(self) -> bytes:
+        """Read the values here, where they change, and format them in a thread, which takes most of the time."""
+        self._update()
+        families = Collected([*self.registry.collect()])
+        return await asyncio.to_thread(generate_latest, families)
+
+    def _update(self) -> None:
+        """Set what is read whenever the metrics are: gauges, and the series that there are."""
+        if self._load is not None:
+            load = self._load()
+            self._ready.set(load.ready)
+            self._queue_tokens.set(load.queue_tokens)
         models = self._models()
         lost = logs.lost_lines()
         self.observe_lost_lines(lost - self._lost_here)
@@ -258,7 +279,6 @@ class Metrics:
         for route, of_model in self._routes.items():
             for model in models if of_model else [""]:
                 self._duration.labels(route, model, str(OK))
-        return generate_latest(self.registry)
 
     def forget_others(self, models: Collection[str]) -> None:
         """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""
@@ -284,4 +304,14 @@ class Metrics:
             self._tokens.labels(model, tenant)
 
     async def page(self) -> bytes:
-        return self.render()
+        return await self._page()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A registry of families that are collected already."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families

@@ -20,6 +20,7 @@ from service.channel import Channel
 from service.engines import Engines
 from service.load import Flow, Left, Load
 from service.settings import Settings
+from service.shared_call import SharedCall
 from service.waiting import Answer, Ended, Entry, Outcome, Tell
 
 log = structlog.get_logger()
@@ -331,6 +332,7 @@ class RemoteMetrics:
         self._routes: dict[str, bool] = {}
         self._pushing = False
         self._lost_lines = 0  # that were pushed
+        self._page = SharedCall(self._fetch)
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         self._requests.append((route, model, status, seconds))
@@ -353,6 +355,9 @@ class RemoteMetrics:
 
     async def page(self) -> bytes:
         """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        return await self._page()
+
+    async def _fetch(self) -> bytes:
         self._push()
         return await self._device.page(self._routes)
 
