@@ -57,12 +57,16 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What HTTP processes tell the metrics, by what it is: requests answered, refused, what they took, and copies."""
+    """What HTTP processes tell the metrics, by what it is: requests answered, refused, what they took, and copies.
+
+    lost_lines: log lines that the process has lost since it sent the message before
+    """
 
     requests: list[tuple[str, str, int, float]]
     rejections: list[str]
     answers: list[tuple[str, str, int, Sequence[float]]]
     comparisons: list[tuple[str, str, str, int]]
+    lost_lines: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,13 @@ class Reception:
         return named
 
     def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+        """Settle, count and log a request that is over. A failure is our bug; it changes no answer."""
+        try:
+            self._record(method, scope, exchange)
+        except Exception:
+            our_bug()
+
+    def _record(self, method: str, scope: Scope, exchange: Exchange) -> None:
         for settle in exchange.settle:
             settle(exchange.tokens)
         path = scope["path"]

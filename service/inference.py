@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import channel, errors
+from service import channel, errors, logs
 from service.bundle import Texts
 from service.catalogue import Models
 from service.channel import Channel
@@ -79,7 +79,8 @@ class Front:
                 self._compute(message, arrays)
             case channel.Cancel(id=number) if number in self._work:
                 self._work[number].cancel()
-            case channel.Observed(requests, rejections, answers, comparisons):
+            case channel.Observed(requests, rejections, answers, comparisons, lost_lines):
+                self._metrics.observe_lost_lines(lost_lines)
                 for request in requests:
                     self._metrics.observe_request(*request)
                 for reason in rejections:
@@ -90,7 +91,7 @@ class Front:
                     self._metrics.observe_comparison(*comparison)
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
-                self.channel.send(channel.Page(number), self._metrics.render())
+                self._begin(number, self._render(number))
             case channel.Execute(id=number):
                 self._begin(number, self._execute(message))
             case channel.Adopted(number, problem):
@@ -116,6 +117,12 @@ class Front:
             adopted.set_result(None)
         self._adopting.clear()
         self._news(self)
+
+    async def _render(self, number: int) -> None:
+        try:
+            self.channel.send(channel.Page(number), await self._metrics.page())
+        except Exception as error:
+            self._fail(number, error)
 
     async def _execute(self, asked: channel.Execute) -> None:
         try:
@@ -311,6 +318,7 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         watching.cancel()
         if not serving.done():
             log.error("inference cannot go on", problem=device.load().problem)
+            logs.close()
             os._exit(1)  # any other way to end would wait for a thread that hangs
         serving.result()
 

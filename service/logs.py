@@ -3,27 +3,35 @@
 A line says who asked for what, how it ended and how long it took, never what the texts said.
 """
 
+import atexit
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import orjson
 import structlog
 from structlog.types import EventDict, FilteringBoundLogger, Processor
 
 from service.errors import InternalError
+from service.log_writer import LogWriter
 
 QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})  # asked every few seconds
 # Of the request that is being answered, what each of its lines says.
 NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxyType({}))
 
 
+_writers: list[LogWriter] = []  # of this process, the one in use last
+
+
 def configure(level: str, form: Literal["auto", "console", "json"], stream: TextIO) -> None:
-    """Send every log line of this process to `stream`."""
+    """Send every log line of this process to `stream`. Lines that it refuses, or takes too slowly, are counted."""
+    close()
+    sink = cast(TextIO, open_writer(stream) or stream)
     console = form == "console" or (form == "auto" and stream.isatty())
     shared = shared_processors(console)
     renderer = console_renderer(stream) if console else structlog.processors.JSONRenderer(to_json)
@@ -32,9 +40,35 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(severity),
         # It writes a line at once, with its end: processes share the stream.
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(sink),
     )
-    adopt_foreign_lines(severity, stream, shared, renderer)
+    adopt_foreign_lines(severity, sink, shared, renderer)
+
+
+def open_writer(stream: TextIO) -> LogWriter | None:
+    """The writer to the descriptor of `stream`; None if it is in memory and has none."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return None
+    _writers.append(LogWriter(descriptor, report_lost))
+    return _writers[-1]
+
+
+def report_lost(lines: int) -> None:
+    structlog.get_logger().warning("log lines were lost", lines=lines)
+
+
+def lost_lines() -> int:
+    """Lines of this process that were lost."""
+    return sum(writer.lost for writer in _writers)
+
+
+@atexit.register
+def close() -> None:
+    """Wait for the last lines to be written, a second at most: before `os._exit`, and when the interpreter ends."""
+    for writer in _writers:
+        writer.close()
 
 
 def shared_processors(console: bool) -> list[Processor]:
@@ -50,8 +84,11 @@ def add_names(_: object, __: str, line: EventDict) -> EventDict:
     return {**NAMES.get(), **line}
 
 
-def to_json(fields: object, **options: Any) -> str:
-    return orjson.dumps(fields, **options).decode()
+def to_json(fields: Mapping[str, object], **options: Any) -> str:
+    try:
+        return orjson.dumps(fields, **options).decode()
+    except TypeError:  # a lone surrogate, an integer of more than 64 bits
+        return json.dumps({key: ascii(value) for key, value in fields.items()})
 
 
 def console_renderer(stream: TextIO) -> Processor:
@@ -64,7 +101,7 @@ def console_renderer(stream: TextIO) -> Processor:
 def adopt_foreign_lines(
     severity: int, stream: TextIO, shared: list[Processor], renderer: Processor
 ) -> None:
-    handler = logging.StreamHandler(stream)
+    handler = Handler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -75,6 +112,15 @@ def adopt_foreign_lines(
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.setLevel(logging.NOTSET if severity <= logging.DEBUG else logging.WARNING)
     uvicorn.addFilter(is_news)
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes the lines of libraries."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Log where a record comes from that cannot be formatted. `logging` would write to standard error itself."""
+        place = f"{record.pathname}:{record.lineno}"
+        structlog.get_logger().error("a log record could not be formatted", place=place)
 
 
 def is_news(record: logging.LogRecord) -> bool:

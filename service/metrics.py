@@ -6,7 +6,9 @@ be known of them before anybody asks is on the page from the start, at zero: a r
 told of the first refusal, too.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import (
@@ -19,9 +21,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 
+from service import logs
 from service.errors import InternalError, kinds
 from service.load import Load
+from service.shared_call import SharedCall
 from service.slots import BatchStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -33,6 +38,7 @@ REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalErr
 OUTCOMES = ("failed", "ok")
 ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200
+RENDERING = 0.1  # of the time, at most, is spent on pages
 
 STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -68,6 +74,8 @@ class Metrics:
         self._tenants = [*tenants] or [""]
         self._routes: dict[str, bool] = {}
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+        self._load: Callable[[], Load] | None = None
+        self._page = SharedCall(self._render_in_thread, RENDERING)
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         self._of_models: list[Histogram | Counter] = []
         self._told: set[str] = set()  # models that there are series of
@@ -150,6 +158,11 @@ class Metrics:
             "head",
             "outcome",
         )
+        self._lost_lines = self._counter(
+            "quartet_log_lines_lost_total",
+            "Log lines lost because standard error was full, closed or not read; without the main process's.",
+        )
+        self._lost_here = 0  # of them, lines of this process
         self.compared: dict[str, Counts] = {}
         for reason in REFUSALS:
             self._rejected.labels(reason)
@@ -207,6 +220,9 @@ class Metrics:
         counts = self.compared.setdefault(model, {}).setdefault(head, {})
         counts[outcome] = counts.get(outcome, 0) + number
 
+    def observe_lost_lines(self, number: int) -> None:
+        self._lost_lines.inc(number)
+
     def observe_batch(self, stats: BatchStats) -> None:
         model = stats.bundle
         self._told.add(model)
@@ -226,9 +242,7 @@ class Metrics:
         models: Callable[[], Mapping[str, Mapping[str, str]]],
     ) -> None:
         """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
-        self._ready.set_function(lambda: load().ready)
-        self._queue_tokens.set_function(lambda: load().queue_tokens)
-        self._max_queue_tokens.set_function(lambda: load().max_queue_tokens)
+        self._load = load
         self._models = models
 
     def expect(self, routes: Mapping[str, bool]) -> None:
@@ -236,7 +250,26 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        self._update()
+        return generate_latest(self.registry)
+
+    async def _render_in_thread(self) -> bytes:
+        """Read the values here, where they change, and format them in a thread, which takes most of the time."""
+        self._update()
+        families = Collected([*self.registry.collect()])
+        return await asyncio.to_thread(generate_latest, families)
+
+    def _update(self) -> None:
+        """Set what is read whenever the metrics are: gauges, and the series that there are."""
+        if self._load is not None:
+            load = self._load()
+            self._ready.set(load.ready)
+            self._queue_tokens.set(load.queue_tokens)
+            self._max_queue_tokens.set(load.max_queue_tokens)
         models = self._models()
+        lost = logs.lost_lines()
+        self.observe_lost_lines(lost - self._lost_here)
+        self._lost_here = lost
         self.forget_others(models)
         self._info.clear()
         for model, facts in models.items():
@@ -245,7 +278,6 @@ class Metrics:
         for route, of_model in self._routes.items():
             for model in models if of_model else [""]:
                 self._duration.labels(route, model, str(OK))
-        return generate_latest(self.registry)
 
     def forget_others(self, models: Collection[str]) -> None:
         """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""
@@ -271,4 +303,14 @@ class Metrics:
             self._tokens.labels(model, tenant)
 
     async def page(self) -> bytes:
-        return self.render()
+        return await self._page()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A registry of families that are collected already."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 REFUSALS_PER_S = 200  # that go at once; beyond, each waits for its turn
 HELD_S = 1.0  # the longest that one is held back
-HELD = 512  # the most that are held back together
+HELD = 4096  # the most that are held back together, at most one of each connection
 
 
 class Pace:
@@ -19,6 +19,7 @@ class Pace:
         self._most = most
         self._next = 0.0
         self._count = 0
+        self._running = False  # a call of `go` is in progress
         self._held: dict[int, tuple[Callable[[], object], asyncio.TimerHandle]] = {}  # oldest first
 
     async def turn(self) -> None:
@@ -28,21 +29,35 @@ class Pace:
         await gone.wait()
 
     def hold(self, go: Callable[[], object]) -> None:
-        """Let it go when it is its turn, which may be at once."""
+        """Call `go` in its turn, which may be immediate.
+
+        Calls never nest: `go` may start its connection's next request, which may be refused in turn.
+        """
         loop = asyncio.get_running_loop()
         now = loop.time()
         at = max(self._next, now - self._held_s)  # after a pause some may go together
         self._next = min(at + self._step_s, now + self._held_s)
         if at <= now:
-            go()
+            self._run(go)
             return
         self._count += 1
         number = self._count
         self._held[number] = go, loop.call_at(at, self._go, number)
         if len(self._held) > self._most:
-            self._go(next(iter(self._held)))
+            oldest, timer = self._held.pop(next(iter(self._held)))
+            timer.cancel()
+            loop.call_soon(self._run, oldest)
 
     def _go(self, number: int) -> None:
-        go, timer = self._held.pop(number)
-        timer.cancel()
-        go()
+        go, _ = self._held.pop(number)
+        self._run(go)
+
+    def _run(self, go: Callable[[], object]) -> None:
+        if self._running:
+            asyncio.get_running_loop().call_soon(self._run, go)
+            return
+        self._running = True
+        try:
+            go()
+        finally:
+            self._running = False

@@ -6,13 +6,14 @@ it is named, logged and counted like any other, and answered in its turn.
 """
 
 import asyncio
+import marshal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from typing import Any, cast
 
 import orjson
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn._types import HTTPScope
@@ -32,7 +33,8 @@ from service.errors import (
     TooManyConnections,
 )
 from service.excess import Excess
-from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception
+from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception, our_bug
+from service.flow_control import Flow, Hangups
 from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
@@ -53,6 +55,8 @@ class Enough(Exception):
 class Protocol(HttpToolsProtocol):
     """One connection among those in `admitted`, of which there are to be `max_connections` at most."""
 
+    flow: Flow
+
     def __init__(
         self,
         config: Config,
@@ -65,8 +69,10 @@ class Protocol(HttpToolsProtocol):
         max_connections: int,
         header_timeout_s: float,
         reception: Reception,
+        hangups: Hangups,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.hangups = hangups
         self.admitted = admitted
         self.excess = excess
         self.max_connections = max_connections
@@ -91,6 +97,7 @@ class Protocol(HttpToolsProtocol):
         self.wire = transport
         self.own = Transport(self)
         self.transport = cast(asyncio.Transport, self.own)
+        self.flow = Flow(transport, self.hangups, self.may_read, self.leave)
         self.leaving: asyncio.Future[None] = self.loop.create_future()
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
@@ -110,6 +117,8 @@ class Protocol(HttpToolsProtocol):
             self.running.disconnected = True
             self.running.message_event.set()
         self.leaving.set_result(None)
+        self.flow.forget()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -124,6 +133,11 @@ class Protocol(HttpToolsProtocol):
         self.closing = True  # which the event loop does, when what was written is sent
         if self.wire.get_write_buffer_size():
             self.watch_reader()
+
+    def leave(self) -> None:
+        """Do what the event loop does at the end of what a client sends, which may never be read."""
+        self.eof_received()
+        self.wire.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -141,6 +155,9 @@ class Protocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # the last one to be answered
             self.deaf = True
             raise Enough
+        if self.pipeline:
+            last, app = self.pipeline[0]
+            self.pipeline[0] = cast(RequestResponseCycle, Waiting(last)), app
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self.in_head = self.heard = True
@@ -159,6 +176,8 @@ class Protocol(HttpToolsProtocol):
             raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
+        if not self.url.startswith(b"/") and parse_url(self.url).path is None:
+            raise BadRequest("the address in the request line has no path")
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
         self.late.stop()
@@ -172,6 +191,7 @@ class Protocol(HttpToolsProtocol):
             return  # its body, if it has one, is still to come
         self.in_body = False
         super().on_message_complete()
+        self.flow.resume_reading()  # so that a client that leaves is noticed
         if self.cycle.response_complete:  # long before
             self.expect_request(self.timeout_keep_alive)
 
@@ -179,9 +199,15 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.own.flush()
+        if self.running is not None:
+            self.running.body.clear()  # of what was not read, until the next request comes
         super().on_response_complete()
+        if self.is_closing():
+            return
+        self.flow.resume_reading()  # where the last that waited has begun
         if self.in_head:  # the next one's, which has its own timer
             self._unset_keepalive_if_required()
+            self.watch_head()
 
     def is_closing(self) -> bool:
         return self.closing or self.wire.is_closing()
@@ -208,6 +234,10 @@ class Protocol(HttpToolsProtocol):
 
     # -- bounds ------------------------------------------------------------------------------------
 
+    def may_read(self) -> bool:
+        """Whether more may be read: not while a request waits behind another, unless it is only to be dropped."""
+        return not self.pipeline or self.closing
+
     def expect_request(self, seconds: float) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -219,7 +249,12 @@ class Protocol(HttpToolsProtocol):
         self.unheard = self.unheard + unheard if unheard else 0
         if self.unheard > HEAD_BYTES:
             self.refuse(too_large())
-        elif self.in_head and not self.late.is_set:
+        elif self.in_head:
+            self.watch_head()
+
+    def watch_head(self) -> None:
+        """Bound the time that a head takes, without the time in which it is not read."""
+        if not self.late.is_set and not self.flow.read_paused and not self.deaf:
             error = SlowHeaders(f"the headers did not arrive within {self.header_timeout_s:g} s")
             self.late.set(self.header_timeout_s, self.refuse, error)
 
@@ -239,16 +274,25 @@ class Protocol(HttpToolsProtocol):
     # -- refusing ----------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade as offer:
-            self.feed(self.stay(data[offer.args[0] :]))
-        except HttpParserError as error:
-            cause = error.__context__ or error
-            if isinstance(cause, QuartetError):
-                self.refuse(cause)
-            elif not isinstance(cause, Enough):
-                self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                data = self.stay(data[offer.args[0] :])
+                continue
+            except HttpParserError as error:
+                self.stop_parsing(error)
+            return
+
+    def stop_parsing(self, error: HttpParserError) -> None:
+        """Refuse a request that the parser rejects, or that one of the methods called by the parser rejects."""
+        cause = error.__context__ or error  # the exception of such a method
+        if isinstance(cause, QuartetError):
+            self.refuse(cause)
+        elif isinstance(cause, HttpParserError):
+            self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
+        elif not isinstance(cause, Enough):
+            self.refuse(our_bug())
 
     def stay(self, rest: bytes) -> bytes:
         """Read a request that offers another protocol as if it did not; gives what is to be parsed for that.
@@ -292,6 +336,11 @@ class Protocol(HttpToolsProtocol):
         """A request of which only so much came that it has to be refused."""
         nothing: dict[str, Any] = {"method": "", "path": "", "raw_path": b"", "query_string": b""}
         scope = {**nothing, **self.scope, "state": {**self.app_state, REFUSAL: error}}
+        return self.new_cycle(scope, keep_alive=False, expect_100_continue=False)
+
+    def new_cycle(
+        self, scope: Mapping[str, Any], *, keep_alive: bool, expect_100_continue: bool
+    ) -> RequestResponseCycle:
         return RequestResponseCycle(
             scope=cast(HTTPScope, scope),
             transport=self.transport,
@@ -301,31 +350,65 @@ class Protocol(HttpToolsProtocol):
             access_log=self.access_log,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=False,
+            expect_100_continue=expect_100_continue,
+            keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
 
+    def unpack(self, waiting: "Waiting") -> RequestResponseCycle:
+        """The request again as it was."""
+        own, body, keep_alive, expect_100_continue = marshal.loads(waiting.packed)
+        scope = {**self.scope, **own, "state": self.app_state.copy()}
+        cycle = self.new_cycle(
+            scope, keep_alive=keep_alive, expect_100_continue=expect_100_continue
+        )
+        cycle.body += body
+        cycle.more_body = False
+        cycle.message_event.set()
+        return cycle
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
+        if isinstance(cycle, Waiting):
+            cycle = self.unpack(cycle)
+            if not self.pipeline:
+                self.cycle = cycle  # it is still the last that came
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
             cycle.waiting_for_100_continue = (
                 False  # which is not for such clients: RFC 9110, 10.1.1
             )
             app = partial(send_unchunked, app, cycle)
+        try:
+            if self.turn_away_early(cycle):
+                return
+        except Exception:
+            cast(Scope, cycle.scope)["state"].setdefault(REFUSAL, our_bug())
+        super()._start_asgi_task(cycle, app)
+
+    def turn_away_early(self, cycle: RequestResponseCycle) -> bool:
+        """Check a request. Returns whether it is overloaded and its refusal, written here, is scheduled."""
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
         exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
         exchange.leaving = self.leaving
         of_a_page = "origin" in exchange.headers  # which needs more headers
-        if isinstance(exchange.refusal, Overloaded) and not of_a_page:
-            self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
-        else:
-            super()._start_asgi_task(cycle, app)
+        if not isinstance(exchange.refusal, Overloaded) or of_a_page:
+            return False
+        self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
+        return True
 
     def turn_away(self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded) -> None:
+        try:
+            self.write_refusal(cycle, exchange, error)
+        except Exception:
+            our_bug()
+            self.wire.abort()
+
+    def write_refusal(
+        self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded
+    ) -> None:
         if not cycle.disconnected:
             exchange.status, exchange.code = error.status, error.code
             headers = error.headers | self.reception.headers(exchange)
@@ -368,6 +451,18 @@ async def send_unchunked(
         await send(message)
 
     await app(scope, receive, send_bare)
+
+
+class Waiting:
+    """A request that waits behind another, whole, as one object: as Python's own it takes a hundred times its bytes."""
+
+    OWN = ("http_version", "method", "path", "raw_path", "query_string", "headers")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        scope = cast(Scope, cycle.scope)
+        own = {key: scope[key] for key in self.OWN}
+        expects = cycle.waiting_for_100_continue
+        self.packed = marshal.dumps((own, bytes(cycle.body), cycle.keep_alive, expects))
 
 
 class Alarm:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import channel, errors
+from service import channel, errors, logs
 from service.awake import Awake
 from service.catalogue import Follower
 from service.channel import Channel
@@ -22,6 +22,7 @@ from service.engines import Engines
 from service.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
 from service.load import Flow, Left, Load
 from service.settings import Settings
+from service.shared_call import SharedCall
 
 log = structlog.get_logger()
 
@@ -339,6 +340,8 @@ class RemoteMetrics:
         self._comparisons: deque[tuple[str, str, str, int]] = deque(maxlen=KEPT)
         self._routes: dict[str, bool] = {}
         self._pushing = False
+        self._lost_lines = 0  # that were pushed
+        self._page = SharedCall(self._fetch)
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         self._requests.append((route, model, status, seconds))
@@ -361,6 +364,9 @@ class RemoteMetrics:
 
     async def page(self) -> bytes:
         """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        return await self._page()
+
+    async def _fetch(self) -> bytes:
         self._push()
         return await self._device.page(self._routes)
 
@@ -377,9 +383,20 @@ class RemoteMetrics:
             self._answers,
             self._comparisons,
         )
-        if any(kept) and self._device.push(channel.Observed(*map(list, kept))):
-            for seen in kept:
-                seen.clear()
+        lost = logs.lost_lines()
+        if not any(kept) and lost == self._lost_lines:
+            return
+        seen = channel.Observed(
+            [*self._requests],
+            [*self._rejections],
+            [*self._answers],
+            [*self._comparisons],
+            lost - self._lost_lines,
+        )
+        if self._device.push(seen):
+            self._lost_lines = lost
+            for queue in kept:
+                queue.clear()
 
 
 @asynccontextmanager

@@ -9,9 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import structlog
 import uvicorn
@@ -20,8 +19,10 @@ from fastapi import FastAPI
 from service.config import CANNOT_GO_ON
 from service.excess import Excess
 from service.exchange import Reception
+from service.flow_control import Hangups, Reader, piece_size
 from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
+from service.room import BODIES
 from service.service_state import Service
 from service.settings import Settings
 
@@ -95,10 +96,10 @@ class Server(uvicorn.Server):
         for connection in [*accept_all(listener)]:
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
 
-    def connection(self) -> asyncio.Protocol:
+    def connection(self) -> asyncio.BaseProtocol:
         """One connection's protocol, as uvicorn makes it."""
         state, lifespan = self.server_state, self.lifespan.state
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        make: Callable[..., asyncio.BaseProtocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=state, app_state=lifespan)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -132,14 +133,24 @@ class Server(uvicorn.Server):
 def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
     served, excess = divide(share_of_connections(settings))
-    make = partial(
-        Protocol,
-        admitted=set(),
-        excess=Excess(excess),
-        max_connections=served,
-        header_timeout_s=settings.header_timeout_s,
-        reception=reception,
-    )
+    admitted: set[Protocol] = set()
+    extra = Excess(excess)
+    hangups = Hangups()
+    piece = piece_size(BODIES * settings.max_body_bytes, served)
+    buffer = memoryview(bytearray(piece))
+
+    def make(**given: Any) -> Reader:
+        protocol = Protocol(
+            **given,
+            admitted=admitted,
+            excess=extra,
+            max_connections=served,
+            header_timeout_s=settings.header_timeout_s,
+            reception=reception,
+            hangups=hangups,
+        )
+        return Reader(protocol, buffer)
+
     return cast(type[asyncio.Protocol], make)
 
 

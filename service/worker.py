@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from service import logs
 from service.app import create_app
 from service.gate import KeyCheck
 from service.keys import load_keys
@@ -91,4 +92,5 @@ async def needed(work: Coroutine[Any, Any, None]) -> None:
 def give_up(problem: str = "a message of the inference process cannot be received") -> None:
     """End, to be started again: draining would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)
+    logs.close()
     os._exit(1)

@@ -1,11 +1,15 @@
 import io
 import json
 import logging
+import os
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 import structlog
 
 from service import logs
+from service.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -112,3 +116,54 @@ def test_lines_of_one_kind_may_be_spared() -> None:
     now = 9.1
     assert lines.may_tell()
     assert (lines.untold(), lines.untold()) == (4, 0)
+
+
+def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
+    """A file name of another encoding, or a large number, raises nothing."""
+    logs.configure("info", "json", stream)
+    structlog.get_logger().info("refused", path="a\udcff", number=2**70)
+    (line,) = objects(stream)
+    assert ("'refused'", "'a\\udcff'", str(2**70)) == (line["event"], line["path"], line["number"])
+
+
+def test_a_record_that_cannot_be_formatted_is_named(
+    stream: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library's mistake is a line that says where, and not a traceback on standard error."""
+    logs.configure("info", "json", stream)
+    logging.getLogger("another").error("%d files", "some")
+    (line,) = objects(stream)
+    assert __file__ in line["place"]
+    assert "" == capsys.readouterr().err
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """The end to read of a pipe, and a stream to write to it."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        yield reader, stream
+        logs.close()
+    os.close(reader)
+
+
+def test_a_log_that_is_not_read_is_counted(pipe: tuple[int, TextIO]) -> None:
+    """Lines are lost without an error; their number is a metric, and a line when the log is read again."""
+    reader, stream = pipe
+    before = logs.lost_lines()
+    logs.configure("info", "json", stream)
+    for _ in range(3000):
+        structlog.get_logger().info("x" * 1000)
+    metrics = Metrics()
+    metrics.observe_lost_lines(5)  # of another process
+    lost = logs.lost_lines() - before
+    assert 0 < lost < 3000
+    for _ in range(2):
+        page = metrics.render().decode()
+        assert f"quartet_log_lines_lost_total {before + lost + 5}.0" in page
+    seen = b""
+    while not seen.endswith(b"\n") or b"log lines were lost" not in seen:
+        seen += os.read(reader, 1 << 20)
+    lines = [json.loads(line) for line in seen.splitlines()]
+    reported = [line["lines"] for line in lines if line["event"] == "log lines were lost"]
+    assert lost == sum(reported)

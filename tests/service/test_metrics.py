@@ -1,9 +1,13 @@
+import asyncio
+import threading
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from service import errors
 from service.alone import open_local_engines
@@ -219,3 +223,37 @@ async def test_nobody_adds_a_series(client: httpx.AsyncClient, engine: FakeEngin
     for number in range(5, 1000):
         await ask(number)
     assert before == set(await scrape(client))
+
+
+async def test_a_page_is_shared_and_leaves_the_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concurrent scrapes are one rendering, most of it in a thread."""
+    threads: list[int] = []
+    render = generate_latest
+
+    def spied(registry: Collector) -> bytes:
+        threads.append(threading.get_ident())
+        return render(registry)
+
+    monkeypatch.setattr("service.metrics.generate_latest", spied)
+    metrics = Metrics()
+    pages = await asyncio.gather(*[metrics.page() for _ in range(64)])
+    assert 1 == len(threads) == len(set(pages))
+    assert threading.get_ident() not in threads
+
+
+async def test_a_scrape_has_all_that_was_before_it() -> None:
+    """Also a scrape that comes while another page is rendered."""
+    metrics = Metrics()
+
+    async def count() -> float:
+        metrics.observe_rejection("invalid")
+        expected = metrics._rejected.labels("invalid")._value.get()
+        found = samples((await metrics.page()).decode())[REFUSED, ("invalid",)]
+        assert found >= expected
+        return found
+
+    counts = []
+    for _ in range(4):
+        counts.append(asyncio.create_task(count()))
+        await asyncio.sleep(0.002)
+    assert 4.0 == max(await asyncio.gather(*counts))

@@ -92,3 +92,46 @@ async def test_who_is_gone_is_let_go() -> None:
         task.cancel()
     await asyncio.sleep(2)
     assert not pace._held
+
+
+def chain(pace: Pace, gone: list[int], name: int, left: int) -> Callable[[], None]:
+    """A refusal that schedules the next one of its connection, `left` times, as with pipelined requests."""
+
+    def go() -> None:
+        gone.append(name)
+        if left:
+            pace.hold(chain(pace, gone, name, left - 1))
+
+    return go
+
+
+@on_leaping_loop
+async def test_refusals_that_follow_each_other_do_not_nest() -> None:
+    """Neither evicted refusals nor those that go together after a pause recurse."""
+    await asyncio.sleep(1000)
+    gone: list[int] = []
+    pace = Pace(per_s=1, held_s=1000, most=100)
+    for name in range(300):
+        pace.hold(chain(pace, gone, name, 99))
+    while len(gone) < 30_000:
+        await asyncio.sleep(1)
+    assert [100] * 300 == [gone.count(name) for name in range(300)]
+
+
+@on_leaping_loop
+async def test_a_refusal_that_fails_affects_no_other() -> None:
+    """Its exception does not reach the connection whose refusal evicts it."""
+    await asyncio.sleep(1)
+    loop, gone, errors = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    pace = Pace(per_s=1, held_s=1, most=1)
+    pace.hold(lambda: None)
+    pace.hold(lambda: None)
+    pace.hold(fail)
+    pace.hold(lambda: gone.append(1))
+    await asyncio.sleep(2)
+    assert ([1], [ZeroDivisionError]) == (gone, [type(error) for error in errors])

@@ -568,6 +568,28 @@ async def test_metrics_of_several_processes_add_up() -> None:
     assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
 
 
+async def test_concurrent_scrapes_are_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP process requests one page of the inference process for all of them."""
+    rendered = []
+    render = Metrics._render_in_thread
+    monkeypatch.setattr(
+        Metrics, "_render_in_thread", lambda self: rendered.append(1) or render(self)
+    )
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        pages = await asyncio.gather(*[seen.page() for _ in range(64)])
+    assert (1, 1) == (len(rendered), len(set(pages)))
+
+
+async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that each process has lost, each counted once."""
+    monkeypatch.setattr("service.logs.lost_lines", lambda: 3)  # of both ends
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        for _ in range(2):
+            assert "quartet_log_lines_lost_total 6.0" in (await seen.page()).decode()
+
+
 async def test_metrics_wait_for_a_device() -> None:
     """What was seen while there was none is told to the next."""
     async with pair() as both:
