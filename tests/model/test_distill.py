@@ -566,13 +566,14 @@ def test_normalisation_counts(
         start(joint, {"hidden": 1.0}, heads=tables(data, "names"), **fresh)
 
 
+@pytest.mark.parametrize("unit", ["blocks", "passages"])
 def test_blocks_are_read_by_one_tokenizer(
-    joint: Path, other: Path, corpus_file: Path, start: Start
+    unit: str, joint: Path, other: Path, corpus_file: Path, start: Start
 ) -> None:
-    """They end where their tokens do."""
+    """They end where their tokens do, as passages do."""
     table = {"vectors": {"task": "embedding", "train": []}}
-    text = {"corpus": [str(corpus_file)], "unit": "blocks", "heads": table}
-    with pytest.raises(ValueError, match="a corpus in blocks is learnt token by token"):
+    text = {"corpus": [str(corpus_file)], "unit": unit, "heads": table}
+    with pytest.raises(ValueError, match=f"a corpus in {unit} is learnt token by token"):
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
@@ -585,6 +586,45 @@ def test_text_asks_who_answers_for_a_head(
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
     found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
+
+
+def test_passages_of_a_step_are_of_one_length(
+    tokenizer_file: Path, corpus_file: Path, joint: Path, tmp_path: Path
+) -> None:
+    """Short in some steps and long in others, with as many tokens in each, of whole sentences where they fit."""
+    known = load_tokenizer(tokenizer_file)
+    s = Settings(
+        output="x",
+        teacher=str(joint),
+        losses={"hidden": 1.0},
+        corpus=[str(corpus_file)],
+        cache=str(tmp_path),
+        unit="passages",
+        max_length=64,
+        corpus_batch_size=8,
+    )
+    teacher = teach.load(str(joint), torch.device("cpu"))
+    lesson = distill.read_texts(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
+    steps = [lesson.stream.batch((1, 0), step).encodings for step in range(40)]
+    text = lesson.stream.corpus
+    ends = set(text.sentence_starts[1:].tolist())
+    tokens = text.ids.tolist()
+    crowded = 0
+    for drawn in steps:
+        longest = max(map(len, drawn))
+        assert longest <= 8 * 64 // len(drawn) + 1
+        assert 8 <= len(drawn) <= 8 * 64 // distill.SHORTEST_PASSAGE
+        for window in drawn:
+            passage = window.input_ids[1:-1].tolist()
+            places = [
+                i for i in text.sentence_starts[:-1] if tokens[i : i + len(passage)] == passage
+            ]
+            assert places
+            whole = any(int(place) + len(passage) in ends for place in places)
+            assert whole or len(window) >= longest
+            crowded += len(window) > longest / 2
+    assert len({len(drawn) for drawn in steps}) > 5
+    assert crowded > sum(map(len, steps)) / 2
 
 
 # -- teachers of heads ------------------------------------------------------------------------------------------------
@@ -807,7 +847,7 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"temperature": 0}, "temperature: 0 is not above 0"),
         ({"corpus_batch_size": 0}, "corpus_batch_size: 0 is not 1 or more"),
         ({"layers": "all"}, "layers: Input should be a valid list"),
-        ({"unit": "words"}, "unit: 'words' is none of sentences, blocks"),
+        ({"unit": "words"}, "unit: 'words' is none of sentences, blocks, passages"),
         ({"distance": "l1"}, "distance: 'l1' is none of cosine, mse"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny"),
         ({"preset": "tiny", "family": "gpt"}, "family: 'gpt' is none of bert"),
