@@ -204,7 +204,7 @@ def read_lessons(
     """
     described, answers, lessons = {}, {}, []
     for name, h in s.heads.items():
-        found = [row for file in h.train for row in tasks.read(file, h)]
+        found = tasks.read_training(h)
         tasks.check_contrast(found, h)
         described[name] = head = tasks.describe(h, found, hidden_size)
         if h.dev:  # what is wrong with it is said now
