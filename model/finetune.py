@@ -328,8 +328,9 @@ def train(
                 turn = optim.heard(step, steps, least)
                 if turn == optim.heard(step + 1, steps, least):
                     continue
-                batch, read = lesson.batch((s.seed, number), turn)
-                parts = teaching(model, lesson, batch, read, step / max(1, steps - 1), dtype)
+                progress = step / max(1, steps - 1)
+                batch, read = lesson.batch((s.seed, number), turn, progress)
+                parts = teaching(model, lesson, batch, read, progress, dtype)
                 share = lesson.stream.weight * sum(
                     weight * loss.value / (loss.chance if len(lessons) > 1 else 1.0)
                     for weight, loss in parts.values()

@@ -51,6 +51,9 @@ class HeadSettings:
     scored_batch_size: int = 32  # embeddings: pairs with a score, a micro-batch of their own
     weight: float = 1.0  # of this head's loss among the others
     teacher: str = ""  # a checkpoint with this head, whose answers are learnt beside the labels
+    replace_words: float = (
+        0.0  # for a head with a teacher: share of words replaced at the first step
+    )
     # Classification: labels of the training rows and those that they become; rows with a dropped label are left out.
     label_map: dict[str, str] = field(default_factory=dict)
     drop_labels: list[str] = field(default_factory=list)
@@ -80,6 +83,8 @@ class HeadSettings:
         for name, value in (("scale", self.scale), ("margin", self.margin)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")
+        if not 0 <= self.replace_words <= 1:
+            raise ValueError(f"replace_words: {self.replace_words} is not from 0 to 1")
         check_counts(
             self, "batch_size", "scored_batch_size", "max_answer_tokens", "max_query_tokens"
         )

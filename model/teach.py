@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from model import checkpoint, tasks
 from model.attention import Layout, real_slots, to_slots
 from model.heads import IGNORE_INDEX, Model, make_head
+from model.replacement import Replacement, find_neighbors
 from model.source import read_source, read_tokenizer
 from model.tasks import Batch, Loss
 from model.watch import projections
@@ -182,22 +183,32 @@ class Lesson:
     answers: by each head that the batches are for, who is asked; None where labels are all there is
     trunk: whose hidden states and relations are learnt
     twins: the same rows as tokens of a teacher whose tokenizer is another, by its name
+    replacement: of words by similar words, in the texts that student and teacher read
     """
 
     stream: Stream
     answers: Mapping[str, Answers | None]
     trunk: Teacher | None = None
     twins: Mapping[str, Stream] = field(default_factory=dict)
+    replacement: Replacement | None = None
 
     @property
     def teachers(self) -> list[Teacher]:
         """Each once."""
         return _each_once([self], self.answers)
 
-    def batch(self, seed: tuple[int, ...], step: int) -> tuple[Batch, dict[str, Batch]]:
-        """The batch of a step, and the same as tokens of each teacher that has others, by its name."""
+    def batch(
+        self, seed: tuple[int, ...], step: int, progress: float = 1.0
+    ) -> tuple[Batch, dict[str, Batch]]:
+        """The batch of a step, and the same as tokens of each teacher that has others, by its name.
+
+        progress: from 0 at the first step of the run to 1 at the last
+        """
         twins = {name: twin.batch(seed, step) for name, twin in self.twins.items()}
-        return self.stream.batch(seed, step), twins
+        batch = self.stream.batch(seed, step)
+        if self.replacement:
+            batch = self.replacement.apply(batch, [*seed, step], progress)
+        return batch, twins
 
 
 def _each_once(lessons: Sequence[Lesson], answers: Mapping[str, Answers | None]) -> list[Teacher]:
@@ -218,7 +229,7 @@ def lessons(
     """What a head's rows teach it: a lesson for each stream of them.
 
     Raises DataError for rows that are not the head's, and ValueError where a teacher of each token's answer reads
-    other tokens.
+    other tokens, or words are to be replaced and no teacher with the same tokens answers.
     """
 
     def read(encoder: Encoder) -> list[tasks.Stream]:
@@ -228,10 +239,19 @@ def lessons(
     other = None
     if answers:
         other = read_alike(answers.teacher, encoder, f"heads.{name}", head.per_token)
+    replacement = None
+    if settings.replace_words:
+        if not answers or other:
+            raise ValueError(
+                f"heads.{name}: replace_words requires a teacher with the student's tokenizer, whose answers count"
+            )
+        embeddings = answers.teacher.model.encoder.embeddings.word.weight
+        neighbors = find_neighbors(answers.teacher.tokenizer, embeddings)
+        replacement = Replacement(neighbors, settings.replace_words)
     streams = read(encoder)
     twins = [{answers.teacher.name: twin} for twin in read(other)] if other else [{}] * len(streams)
     return [
-        Lesson(stream, {name: answers}, trunk, twin)
+        Lesson(stream, {name: answers}, trunk, twin, replacement)
         for stream, twin in zip(streams, twins, strict=True)
     ]
 

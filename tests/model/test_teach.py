@@ -267,6 +267,21 @@ def _file(tokenizer_file: Path) -> None:
     FILE[:] = [tokenizer_file]
 
 
+def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> None:
+    """The rate is that of the progress, and a lesson without a teacher's neighbors gives the texts as they are."""
+    answers = teach.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
+    settings = tasks.HeadSettings("classification", [], batch_size=2, replace_words=1.0)
+    encoder = Encoder(load_tokenizer(tokenizer_file), 32)
+    rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
+    (found,) = teach.lessons(rows, "mood", CLASSES, settings, encoder, answers)
+    plain = found.stream.batch((1, 0), 0).encodings
+    for progress, same in ((0.0, False), (1.0, True)):
+        drawn, twins = found.batch((1, 0), 0, progress)
+        assert twins == {}
+        ids = [window.input_ids.tolist() for window in drawn.encodings]
+        assert (ids == [window.input_ids.tolist() for window in plain]) == same
+
+
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
     """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
     answers = teach.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
