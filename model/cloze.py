@@ -48,6 +48,32 @@ SMALL = frozenset(JOINING.split())
 MONTH = re.compile(
     r"\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\b"
 )
+# What the words next to a name show of its kind.
+TITLES = """
+Mr Mrs Ms Dr Sir Lord Lady Saint King Queen Prince Princess Emperor Empress Pope Bishop President Senator Governor Mayor
+General Colonel Captain Professor actor actress singer author writer poet painter composer director producer coach
+"""
+ACTIONS = """
+said says wrote writes argued believed thought married died killed sang played met taught became served resigned
+composed painted directed retired studied
+"""
+PLACES = """
+City County Town Village River Lake Sea Ocean Bay Gulf Island Islands Valley Mountain Mountains Mount Park Street Road
+Avenue Square Bridge Station Airport State Province District Peninsula Desert Forest
+"""
+GROUPS = """
+University College School Institute Company Corporation Inc Ltd Party Club Band Orchestra Council Committee Union Army
+Navy Church Museum Association Society League Records Group Bank Team Times Act War Battle
+"""
+TITLE, ACTION, PLACE, GROUP = (
+    frozenset(kind.split()) for kind in (TITLES, ACTIONS, PLACES, GROUPS)
+)
+WHERE = frozenset(("in", "at", "near", "outside", "around", "toward", "towards"))
+ASKING = {
+    "person": ("who", "who", "who", "what person"),
+    "place": ("where", "where", "what", "which place"),
+    "group": ("what", "which", "which group", "what"),
+}
 
 
 @dataclass(frozen=True)
@@ -98,14 +124,41 @@ def may_be_answer(text: str) -> bool:
     )
 
 
-def question_word(answer: str, rng: random.Random) -> str:
-    """What a question asks for, as far as the answer's looks tell."""
+def kind_of_name(answer: str, before: str = "", after: str = "") -> str:
+    """The kind of a name by its last word and the words next to it: person, place or group; "" if they do not show it.
+
+    before, after: the rest of the sentence on both sides of the answer
+    """
+    near = before.split()[-1:], after.split()[:2]
+    previous, following = bare(near[0][0]) if near[0] else "", [bare(word) for word in near[1]]
+    last = answer.split()[-1]
+    if last in GROUP:
+        return "group"
+    if last in PLACE or answer.split()[0] in ("Mount", "Lake"):
+        return "place"
+    born = following[:2] == ["was", "born"]
+    if previous in TITLE or answer.split()[0] in TITLE or born or {*following[:1]} & ACTION:
+        return "person"
+    if previous in WHERE:
+        return "place"
+    return "person" if previous == "by" else ""
+
+
+def question_word(answer: str, rng: random.Random, before: str = "", after: str = "") -> str:
+    """Choose what a question asks for by the answer's form and the words next to it."""
     if re.fullmatch(r"1\d{3}|20\d{2}", answer):
         return rng.choice(("when", "what year", "in what year"))
     if MONTH.search(answer):
         return "when"
     if answer[0].isdigit():
-        return rng.choice(("how many", "how much"))
+        if after.lstrip().startswith(("%", "percent", "per cent")):
+            return rng.choice(("what percentage", "how much", "what percent"))
+        if before.rstrip().endswith(("$", "£", "€")):
+            return "how much"
+        counted = re.match(r"\s[a-z]+s\b", after)
+        return "how many" if counted else rng.choice(("how many", "how much"))
+    if answer[0].isupper() and (kind := kind_of_name(answer, before, after)):
+        return rng.choice(ASKING[kind])
     if answer[0].isupper():
         return rng.choice(("what", "what", "who", "who", "which", "where"))
     return rng.choice(("what", "what", "what", "how", "why", "which"))
@@ -123,7 +176,7 @@ def make_question(sentence: str, start: int, answer: str, rng: random.Random) ->
     rng.shuffle(halves)
     if len(halves[0]) + len(halves[1]) < 3 or any(answer in " ".join(half) for half in halves):
         return None
-    what = question_word(answer, rng)
+    what = question_word(answer, rng, sentence[:start], sentence[start + len(answer) :])
     if rng.random() < FIRST:
         what = what.capitalize()
         halves = [[], halves[0] + halves[1]]
