@@ -278,8 +278,9 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     """Raises ValueError for a loss that nothing is there for, and for a head that nothing teaches."""
     embeddings = [name for name, h in s.heads.items() if h.task == "embedding"]
     labelled = [lesson for lesson in lessons if lesson.stream.head]
-    if s.counts("embedding") and not embeddings:
-        raise ValueError("losses.embedding: there is no head of embeddings, with rows or without")
+    for loss in ("embedding", "similarity"):
+        if s.counts(loss) and not embeddings:
+            raise ValueError(f"losses.{loss}: there is no head of embeddings, with rows or without")
     if s.counts("logits") and not any(
         answers[lesson.stream.head] and lesson.stream.head not in embeddings for lesson in labelled
     ):
@@ -287,13 +288,15 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     if s.counts("labels") and not labelled:
         raise ValueError("losses.labels: no head has rows")
     for name, h in s.heads.items():
-        kind = teach.kind_of(h.task)
-        if h.teacher and not s.counts(kind):
-            raise ValueError(f"heads.{name}: it has a teacher, and losses.{kind} counts nothing")
+        kinds = teach.kinds_of(h.task)
+        if h.teacher and not s.counts(*kinds):
+            raise ValueError(
+                f"heads.{name}: it has a teacher, and losses.{kinds[0]} counts nothing"
+            )
     if s.corpus and len(labelled) == len(lessons):
         raise ValueError("corpus: none of the losses that count can be learnt from plain text")
     for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
-        asked = answers[name] and s.counts(teach.kind_of(s.heads[name].task))
+        asked = answers[name] and s.counts(*teach.kinds_of(s.heads[name].task))
         if not (s.counts("labels", *teach.BY_TOKEN) or asked):
             raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
 
@@ -351,7 +354,7 @@ def distill(s: Settings) -> dict[str, Any]:
     )
     if s.corpus:
         vectors = {n: answers[n] for n, h in described.items() if h.task == "embedding"}
-        asked = vectors if s.counts("embedding") else {}
+        asked = vectors if s.counts(*teach.kinds_of("embedding")) else {}
         if of_trunk or asked:
             texts = Encoder(tokenizer, s.max_length)
             lessons.append(read_texts(s, shape, texts, tokenizer_file, asked, of_trunk))

@@ -215,7 +215,7 @@ def read_lessons(
             has = ", ".join(teacher.model.described) or "none"
             raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
         if found:
-            asked = answers[name] if weights.get(teach.kind_of(h.task)) else None
+            asked = answers[name] if any(map(weights.get, teach.kinds_of(h.task))) else None
             lessons += teach.lessons(found, name, head, h, encoders[name], asked, trunk)
     return described, answers, lessons
 

@@ -27,7 +27,7 @@ from model.watch import projections
 from service import bundle
 from service.encode import Encoder, Window
 
-LOSSES = ("labels", "logits", "hidden", "relations", "embedding")
+LOSSES = ("labels", "logits", "hidden", "relations", "embedding", "similarity")
 BY_TOKEN = ("hidden", "relations")  # what needs the same tokens in both models
 DISTANCES = ("cosine", "mse")
 
@@ -90,9 +90,9 @@ class Answers:
         return self.teacher.model.described[self.head]
 
 
-def kind_of(task: str) -> str:
-    """By which of LOSSES a head of this task learns a teacher's answers."""
-    return "embedding" if task == "embedding" else "logits"
+def kinds_of(task: str) -> tuple[str, ...]:
+    """List the losses by which a head of this task learns a teacher's answers."""
+    return ("embedding", "similarity") if task == "embedding" else ("logits",)
 
 
 def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
@@ -357,6 +357,18 @@ def vector_loss(ours: Tensor, theirs: Tensor, distance: str) -> Loss:
     return Loss((1 - F.cosine_similarity(ours, theirs)).mean(), 1.0)
 
 
+def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
+    """Compare the cosines of all pairs of a batch's vectors by their squared error: `[B, D]`, of any two widths.
+
+    The vectors of the student itself come to be as similar as the teacher's, with no map between widths.
+    """
+    if len(ours) < 2:
+        return Loss(ours.sum() * 0.0, 1.0)
+    cosines = [x @ x.T for x in (F.normalize(ours, dim=1), F.normalize(theirs, dim=1))]  # [B, B]
+    others = ~torch.eye(len(ours), dtype=torch.bool, device=ours.device)
+    return Loss(F.mse_loss(*(each[others] for each in cosines)), 1.0)
+
+
 def relation_loss(ours: Tensor, theirs: Tensor, layout: Layout, num_heads: int) -> Loss:
     """How a sequence's queries relate to each other, its keys, and its values: MiniLMv2 (Wang et al. 2021).
 
@@ -487,19 +499,23 @@ class Teaching(nn.Module):
             head = model.described[name]
             if asked is None:
                 continue
-            kind = kind_of(head.task)
             output, taught = ours.outputs[name], theirs[asked.teacher.name].outputs[asked.head]
-            if kind == "embedding":
+            losses: dict[str, Loss] = {}
+            if head.task == "embedding":
                 key = f"vectors_{name}"
                 mapped = self.maps[key](output) if key in self.maps else output
-                loss = vector_loss(mapped, taught, self.distance)
+                if self.weights["embedding"]:
+                    losses["embedding"] = vector_loss(mapped, taught, self.distance)
+                if self.weights["similarity"]:
+                    losses["similarity"] = similarity_loss(output, taught)
             else:
                 if asked.columns:
                     taught = taught[:, list(asked.columns)]
-                loss = answer_loss(head, output, taught, batch, self.temperature)
+                losses["logits"] = answer_loss(head, output, taught, batch, self.temperature)
             share = 1 - progress if annealed else 1.0
-            said = kind if name == stream.head else f"{name} {kind}"
-            found[f"{stream.name}/{said}"] = (self.weights[kind] * share, loss)
+            for kind, loss in losses.items():
+                part = kind if name == stream.head else f"{name} {kind}"
+                found[f"{stream.name}/{part}"] = (self.weights[kind] * share, loss)
         return found
 
     def _trunk(self, lesson: Lesson, ours: Seen, theirs: Seen, relations: bool) -> dict[str, Part]:

@@ -152,7 +152,7 @@ def history(folder: Path) -> list[float]:
     return [loss for _, loss in torch.load(folder / "last.pt", weights_only=True)["history"]]
 
 
-ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0}
+ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "similarity": 1.0}
 
 
 # -- what a student begins as -----------------------------------------------------------------------------------------
@@ -181,6 +181,7 @@ def only(data: Mapping[str, str], loss: str) -> dict[str, Any]:
     return {
         "logits": {"heads": tables(data, "names", "entities", "answers"), "corpus": []},
         "embedding": {"heads": tables(data, "vectors")},
+        "similarity": {"heads": tables(data, "vectors")},
     }.get(loss, {})
 
 
@@ -839,7 +840,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     ("settings", "message"),
     [
         ({"teacher": ""}, "missing: teacher"),
-        ({"losses": {}}, "losses: none of labels, logits, hidden, relations, embedding counts"),
+        ({"losses": {}}, "losses: none of .*, embedding, similarity counts"),
         ({"losses": {"logits": 0}}, "losses: none of"),
         ({"losses": {"attention": 1}}, "losses: 'attention' is none of labels"),
         ({"losses": {"hidden": -1}}, "losses: hidden counts -1, which is below 0"),
@@ -886,6 +887,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
         ({"relations": 1.0}, {"relation_heads": 5}, "5 does not divide the widths 32 and 32"),
         ({"relations": 1.0}, {"relation_layer": 3}, "relation_layer: 3 is none of the teacher's 3"),
         ({"embedding": 1.0}, {}, "losses.embedding: there is no head of embeddings"),
+        ({"similarity": 1.0}, {}, "losses.similarity: there is no head of embeddings"),
         ({"logits": 1.0}, {}, "answers for none of the heads"),
         ({"labels": 1.0, "hidden": 1.0}, {}, "losses.labels: no head has rows"),
         ({"hidden": 1.0}, {"max_length": 65}, "64 positions .* do not hold 65 tokens"),

@@ -175,6 +175,21 @@ def test_vectors() -> None:
     )
 
 
+def test_similarities_of_a_batch() -> None:
+    """The squared error of the cosines of any two vectors, whatever their width; of one vector there is none."""
+    ours, theirs = logits(4, 8), logits(4, 12, seed=1)
+    differences = [
+        F.cosine_similarity(ours[i], ours[j], dim=0)
+        - F.cosine_similarity(theirs[i], theirs[j], dim=0)
+        for i in range(4)
+        for j in range(4)
+        if i != j
+    ]
+    expected = torch.stack(differences).square().mean()
+    torch.testing.assert_close(teach.similarity_loss(ours, theirs).value, expected)
+    assert teach.similarity_loss(ours[:1], theirs[:1]).value == 0
+
+
 # -- whom to ask ------------------------------------------------------------------------------------------------------
 
 
