@@ -54,6 +54,7 @@ class Settings:
     muon_lr: float = 0.01
     head_lr: float | None = None  # the same, unless given
     warmup: float = 0.06
+    hold: float = 0.0  # share of the steps after the warm-up at the peak rate
     weight_decay: float = 0.01
     beta2: float = 0.999
     clip: float = 1.0
@@ -67,6 +68,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         optim.check_types(self)
+        if not 0 <= self.hold <= 1:
+            raise ValueError(f"hold: {self.hold} is not from 0 to 1")
         self.check_start()
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
@@ -319,7 +322,7 @@ def train(
         teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):
-            lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
+            lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
