@@ -969,6 +969,27 @@ def test_the_shipped_settings_are_read() -> None:
     assert s.heads["sentiment"].dev == whole["heads"]["sentiment"]["dev"]
 
 
+def test_the_distilled_default_is_a_chain_of_shipped_settings() -> None:
+    """Each stage begins from the one before, and each head's teacher is what another configuration trains."""
+    configs = Path(finetune.__file__).parent / "configs"
+    general, questions, joint = (
+        Settings(**read_config(configs / f"distilled-{name}.toml"))
+        for name in ("general", "questions", "joint")
+    )
+    trained = {
+        f"{read_config(path)['output']}/checkpoint": set(read_config(path)["heads"])
+        for path in configs.glob("minilm-*.toml")
+    }
+    assert questions.init_from == f"{general.output}/checkpoint"
+    assert joint.init_from == f"{questions.output}/checkpoint"
+    assert [*joint.heads] == ["sentiment", "topic", "entities", "answers", "embeddings"]
+    for s in (questions, joint):
+        assert s.layers == [*range(general.shape["num_hidden_layers"])]
+        assert s.losses["labels"] > 0
+        for name, head in s.heads.items():
+            assert trained[head.teacher] == {name}
+
+
 def test_the_command_reads_a_toml_file(
     taught: Path, data: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
