@@ -164,13 +164,18 @@ def question_word(answer: str, rng: random.Random, before: str = "", after: str 
     return rng.choice(("what", "what", "what", "how", "why", "which"))
 
 
-def make_question(sentence: str, start: int, answer: str, rng: random.Random) -> str | None:
-    """A question with words from both sides of the answer; None where too few are left, or the answer is among them."""
+def make_question(
+    sentence: str, start: int, answer: str, rng: random.Random, most_lost: float = LOST
+) -> str | None:
+    """A question with words from both sides of the answer; None where too few are left, or the answer is among them.
+
+    most_lost: the largest share of these words that is left out
+    """
     before = sentence[:start].split()
     after = sentence[start + len(answer) :].split()
     room = rng.randint(*KEPT)
     left = min(len(before), max(rng.randint(0, room), room - len(after)))
-    lost = rng.uniform(0, LOST)
+    lost = rng.uniform(0, most_lost)
     near = before[len(before) - left :], after[: room - left]
     halves = [[word for word in map(bare, side) if word and rng.random() >= lost] for side in near]
     rng.shuffle(halves)
@@ -199,8 +204,14 @@ def passages(paragraphs: Iterable[str]) -> Iterator[str]:
         yield " ".join(kept)
 
 
-def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question]:
-    """At most so many of a passage."""
+def questions(
+    passage: str, rng: random.Random, count: int = 2, share_named: float = NAMED, lost: float = LOST
+) -> list[Question]:
+    """Make at most `count` questions of a passage.
+
+    share_named: of the answers that are names or numbers, where a sentence has any
+    lost: the largest share of a question's words that is left out
+    """
     parts = sentences(passage)
     context = " ".join(parts)
     made: list[Question] = []
@@ -211,8 +222,8 @@ def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question
         if not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
             continue
         named = list(names(sentence))
-        found = rng.choice(named) if named and rng.random() < NAMED else phrase(sentence, rng)
-        question = make_question(sentence, *found, rng) if found else None
+        found = rng.choice(named) if named and rng.random() < share_named else phrase(sentence, rng)
+        question = make_question(sentence, *found, rng, lost) if found else None
         if found and question:
             made.append(Question(context, question, found[1], context.index(sentence) + found[0]))
         if len(made) == count:
@@ -220,14 +231,20 @@ def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question
     return made
 
 
-def make(files: Sequence[Path], count: int, seed: int = 1) -> Iterator[Question]:
-    """At most `count` questions, in the order of the text."""
+def make(
+    files: Sequence[Path],
+    count: int,
+    seed: int = 1,
+    share_named: float = NAMED,
+    lost: float = LOST,
+) -> Iterator[Question]:
+    """Make at most `count` questions, in the order of the text; see `questions`."""
     rng = random.Random(seed)
     made = (
         question
         for paragraphs in documents(files)
         for passage in passages(paragraphs)
-        for question in questions(passage, rng)
+        for question in questions(passage, rng, 2, share_named, lost)
     )
     return itertools.islice(made, count)
 
@@ -261,11 +278,21 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=80_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--named", type=float, default=NAMED, help="share of answers that are names or numbers"
+    )
+    parser.add_argument(
+        "--lost", type=float, default=LOST, help="largest share of a question's words left out"
+    )
     args = parser.parse_args()
+    for name in ("named", "lost"):
+        if not 0 <= getattr(args, name) <= 1:
+            parser.error(f"--{name}: {getattr(args, name)} is not from 0 to 1")
     try:
         for path in args.files:
             lock.check(path)
-        squad = as_squad(make(args.files, args.questions, seed=args.seed))
+        made = make(args.files, args.questions, args.seed, args.named, args.lost)
+        squad = as_squad(made)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,30 @@ def test_a_question_is_made_of_the_words_around_its_answer() -> None:
         assert 3 < len(words) <= cloze.KEPT[1] + 3
 
 
+def test_a_question_may_keep_all_of_its_words() -> None:
+    """And all answers may be names or numbers, where a sentence has any."""
+    found = [
+        one
+        for seed in range(50)
+        for one in cloze.questions(HARBOUR, random.Random(seed), share_named=1.0, lost=0.0)
+    ]
+    assert all(
+        one.answer[0].isupper() or one.answer[0].isdigit() for one in found if one.start < 90
+    )
+    for one in (one for one in found if one.answer == "1843"):
+        assert "dug by hand in" in one.question
+
+
+@pytest.mark.parametrize("flag", ["--named", "--lost"])
+def test_a_share_is_from_0_to_1(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cloze", "out.json.gz", "a.txt", flag, "1.5"])
+    with pytest.raises(SystemExit):
+        cloze.main()
+    assert f"{flag}: 1.5 is not from 0 to 1" in capsys.readouterr().err
+
+
 def test_a_question_needs_words() -> None:
     """Of a sentence that is little more than the answer none is made."""
     assert cloze.make_question("Lorne it was.", 0, "Lorne", random.Random(1)) is None
