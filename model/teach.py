@@ -128,7 +128,8 @@ def keep_heads(student: Model, whole: Teacher) -> list[str]:
         if found := find_head(whole, name, head):
             theirs = whole.model.heads[found].state_dict()
             rows = list(_columns(whole.model.described[found].labels, head.labels))
-            theirs |= {n: t[rows] for n, t in theirs.items() if n.startswith("classifier.")}
+            if rows:  # some families classify the ends of answers, which have no labels
+                theirs |= {n: t[rows] for n, t in theirs.items() if n.startswith("classifier.")}
             if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
                 student.heads[name].load_state_dict(theirs)
                 kept.append(name)

@@ -225,6 +225,28 @@ def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
         teach.ask(teacher(tokenizer_file, mood=SEVERAL), "mood", CLASSES)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None:
+    """In every family, whatever its heads are made of."""
+    known = FAMILIES[family]
+    fields = {
+        **known.config.released,
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+    }
+    described = {"mood": CLASSES, "tags": TAGS, "spans": SPANS, "vectors": VECTORS}
+    ours, theirs = (Model(known.config(**fields), dict(described)) for _ in range(2))
+    whole = Teacher("other", theirs, load_tokenizer(tokenizer_file))
+    assert teach.keep_heads(ours, whole) == [*described]
+    for name, head in ours.heads.items():
+        for key, tensor in head.state_dict().items():
+            torch.testing.assert_close(tensor, theirs.heads[name].state_dict()[key], rtol=0, atol=0)
+
+
 def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
     """Its hidden states, pooled as ours are."""
     asked = teacher(tokenizer_file, mood=CLASSES)
