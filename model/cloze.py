@@ -48,6 +48,32 @@ SMALL = frozenset(JOINING.split())
 MONTH = re.compile(
     r"\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\b"
 )
+# What the words next to a name show of its kind.
+TITLES = """
+Mr Mrs Ms Dr Sir Lord Lady Saint King Queen Prince Princess Emperor Empress Pope Bishop President Senator Governor Mayor
+General Colonel Captain Professor actor actress singer author writer poet painter composer director producer coach
+"""
+ACTIONS = """
+said says wrote writes argued believed thought married died killed sang played met taught became served resigned
+composed painted directed retired studied
+"""
+PLACES = """
+City County Town Village River Lake Sea Ocean Bay Gulf Island Islands Valley Mountain Mountains Mount Park Street Road
+Avenue Square Bridge Station Airport State Province District Peninsula Desert Forest
+"""
+GROUPS = """
+University College School Institute Company Corporation Inc Ltd Party Club Band Orchestra Council Committee Union Army
+Navy Church Museum Association Society League Records Group Bank Team Times Act War Battle
+"""
+TITLE, ACTION, PLACE, GROUP = (
+    frozenset(kind.split()) for kind in (TITLES, ACTIONS, PLACES, GROUPS)
+)
+WHERE = frozenset(("in", "at", "near", "outside", "around", "toward", "towards"))
+ASKING = {
+    "person": ("who", "who", "who", "what person"),
+    "place": ("where", "where", "what", "which place"),
+    "group": ("what", "which", "which group", "what"),
+}
 
 
 @dataclass(frozen=True)
@@ -98,32 +124,64 @@ def may_be_answer(text: str) -> bool:
     )
 
 
-def question_word(answer: str, rng: random.Random) -> str:
-    """What a question asks for, as far as the answer's looks tell."""
+def kind_of_name(answer: str, before: str = "", after: str = "") -> str:
+    """The kind of a name by its last word and the words next to it: person, place or group; "" if they do not show it.
+
+    before, after: the rest of the sentence on both sides of the answer
+    """
+    near = before.split()[-1:], after.split()[:2]
+    previous, following = bare(near[0][0]) if near[0] else "", [bare(word) for word in near[1]]
+    last = answer.split()[-1]
+    if last in GROUP:
+        return "group"
+    if last in PLACE or answer.split()[0] in ("Mount", "Lake"):
+        return "place"
+    born = following[:2] == ["was", "born"]
+    if previous in TITLE or answer.split()[0] in TITLE or born or {*following[:1]} & ACTION:
+        return "person"
+    if previous in WHERE:
+        return "place"
+    return "person" if previous == "by" else ""
+
+
+def question_word(answer: str, rng: random.Random, before: str = "", after: str = "") -> str:
+    """Choose what a question asks for by the answer's form and the words next to it."""
     if re.fullmatch(r"1\d{3}|20\d{2}", answer):
         return rng.choice(("when", "what year", "in what year"))
     if MONTH.search(answer):
         return "when"
     if answer[0].isdigit():
-        return rng.choice(("how many", "how much"))
+        if after.lstrip().startswith(("%", "percent", "per cent")):
+            return rng.choice(("what percentage", "how much", "what percent"))
+        if before.rstrip().endswith(("$", "£", "€")):
+            return "how much"
+        counted = re.match(r"\s[a-z]+s\b", after)
+        return "how many" if counted else rng.choice(("how many", "how much"))
+    if answer[0].isupper() and (kind := kind_of_name(answer, before, after)):
+        return rng.choice(ASKING[kind])
     if answer[0].isupper():
         return rng.choice(("what", "what", "who", "who", "which", "where"))
     return rng.choice(("what", "what", "what", "how", "why", "which"))
 
 
-def make_question(sentence: str, start: int, answer: str, rng: random.Random) -> str | None:
-    """A question with words from both sides of the answer; None where too few are left, or the answer is among them."""
+def make_question(
+    sentence: str, start: int, answer: str, rng: random.Random, most_lost: float = LOST
+) -> str | None:
+    """A question with words from both sides of the answer; None where too few are left, or the answer is among them.
+
+    most_lost: the largest share of these words that is left out
+    """
     before = sentence[:start].split()
     after = sentence[start + len(answer) :].split()
     room = rng.randint(*KEPT)
     left = min(len(before), max(rng.randint(0, room), room - len(after)))
-    lost = rng.uniform(0, LOST)
+    lost = rng.uniform(0, most_lost)
     near = before[len(before) - left :], after[: room - left]
     halves = [[word for word in map(bare, side) if word and rng.random() >= lost] for side in near]
     rng.shuffle(halves)
     if len(halves[0]) + len(halves[1]) < 3 or any(answer in " ".join(half) for half in halves):
         return None
-    what = question_word(answer, rng)
+    what = question_word(answer, rng, sentence[:start], sentence[start + len(answer) :])
     if rng.random() < FIRST:
         what = what.capitalize()
         halves = [[], halves[0] + halves[1]]
@@ -146,8 +204,14 @@ def passages(paragraphs: Iterable[str]) -> Iterator[str]:
         yield " ".join(kept)
 
 
-def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question]:
-    """At most so many of a passage."""
+def questions(
+    passage: str, rng: random.Random, count: int = 2, share_named: float = NAMED, lost: float = LOST
+) -> list[Question]:
+    """Make at most `count` questions of a passage.
+
+    share_named: of the answers that are names or numbers, where a sentence has any
+    lost: the largest share of a question's words that is left out
+    """
     parts = sentences(passage)
     context = " ".join(parts)
     made: list[Question] = []
@@ -158,8 +222,8 @@ def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question
         if not SENTENCE[0] <= words(sentence) <= SENTENCE[1]:
             continue
         named = list(names(sentence))
-        found = rng.choice(named) if named and rng.random() < NAMED else phrase(sentence, rng)
-        question = make_question(sentence, *found, rng) if found else None
+        found = rng.choice(named) if named and rng.random() < share_named else phrase(sentence, rng)
+        question = make_question(sentence, *found, rng, lost) if found else None
         if found and question:
             made.append(Question(context, question, found[1], context.index(sentence) + found[0]))
         if len(made) == count:
@@ -167,14 +231,20 @@ def questions(passage: str, rng: random.Random, count: int = 2) -> list[Question
     return made
 
 
-def make(files: Sequence[Path], count: int, seed: int = 1) -> Iterator[Question]:
-    """At most `count` questions, in the order of the text."""
+def make(
+    files: Sequence[Path],
+    count: int,
+    seed: int = 1,
+    share_named: float = NAMED,
+    lost: float = LOST,
+) -> Iterator[Question]:
+    """Make at most `count` questions, in the order of the text; see `questions`."""
     rng = random.Random(seed)
     made = (
         question
         for paragraphs in documents(files)
         for passage in passages(paragraphs)
-        for question in questions(passage, rng)
+        for question in questions(passage, rng, 2, share_named, lost)
     )
     return itertools.islice(made, count)
 
@@ -208,11 +278,21 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=80_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--named", type=float, default=NAMED, help="share of answers that are names or numbers"
+    )
+    parser.add_argument(
+        "--lost", type=float, default=LOST, help="largest share of a question's words left out"
+    )
     args = parser.parse_args()
+    for name in ("named", "lost"):
+        if not 0 <= getattr(args, name) <= 1:
+            parser.error(f"--{name}: {getattr(args, name)} is not from 0 to 1")
     try:
         for path in args.files:
             lock.check(path)
-        squad = as_squad(make(args.files, args.questions, seed=args.seed))
+        made = make(args.files, args.questions, args.seed, args.named, args.lost)
+        squad = as_squad(made)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
     args.out.parent.mkdir(parents=True, exist_ok=True)

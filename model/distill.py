@@ -24,7 +24,8 @@ from model.samples import Sampler, Specials
 from model.teach import Answers, Lesson, Teacher, Teaching
 from service.encode import Encoder, Window, load_tokenizer
 
-UNITS = ("sentences", "blocks")
+UNITS = ("sentences", "blocks", "passages")
+SHORTEST_PASSAGE = 16  # tokens, special tokens included
 # Settings that say how a loss is taken, and which.
 OF_LOSSES = {
     "hidden_layers": "hidden",
@@ -56,8 +57,10 @@ class Settings(finetune.Settings):
     distance: str = "cosine"  # of vectors; or mse
     # Plain text.
     corpus: list[str] = field(default_factory=list)  # files or folders of .txt, .gz, .xz
-    unit: str = "sentences"  # or blocks, as long as max_length
-    corpus_batch_size: int = 32
+    unit: str = (
+        "sentences"  # or blocks, as long as max_length; or passages, of all lengths up to it
+    )
+    corpus_batch_size: int = 32  # for passages, of those of max_length tokens; else more of them
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
@@ -178,12 +181,13 @@ def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class Texts:
-    """A stream of plain text, for no head: sentences, or blocks of running text, which are the `sampler`'s."""
+    """A stream of plain text, for no head: sentences, passages, or blocks of running text from the `sampler`."""
 
     corpus: Corpus
     specials: Specials
     batch_size: int
     length: int
+    unit: str = "sentences"
     sampler: Sampler | None = None
     name: str = "text"
     head: str = ""
@@ -192,12 +196,14 @@ class Texts:
     @property
     def size(self) -> int:
         """The examples of an epoch."""
-        if self.sampler is None:
+        if self.unit == "sentences":
             return self.corpus.num_sentences
         return math.ceil(len(self.corpus.ids) / self.specials.room(self.length))
 
     def batch(self, seed: tuple[int, ...], step: int) -> tasks.Batch:
         """The batch of a step: a pure function of seed and step, and the same sentences in any tokens."""
+        if self.unit == "passages":
+            return self._passages(seed, step)
         if self.sampler is None:
             room = self.specials.room(self.length)
             drawn = tasks.draw(self.size, self.batch_size, seed, step)
@@ -208,6 +214,30 @@ class Texts:
         blocks = self.sampler.samples(seed=number, step=step, size=size, length=length, rate=0.0)
         rows = zip(blocks.original_ids.numpy(), blocks.token_type_ids.numpy(), strict=True)
         return tasks.Batch([Window(ids, types) for ids, types in rows], [])
+
+    def _passages(self, seed: tuple[int, ...], step: int) -> tasks.Batch:
+        """Draw passages of similar length, so that little of a batch is padding.
+
+        The logarithm of a step's longest length is uniform from SHORTEST_PASSAGE to `length`. A passage has as many
+        whole sentences of a document as fit, or the beginning of a longer sentence. The number of passages is
+        inversely proportional to their length, so every step has about as many tokens.
+        """
+        rng = np.random.default_rng([*seed, step])
+        shortest = min(SHORTEST_PASSAGE, self.length)
+        length = round(shortest * (self.length / shortest) ** rng.random())
+        room = self.specials.room(length)
+        firsts = rng.integers(
+            self.corpus.num_sentences, size=self.batch_size * self.length // length
+        )
+        starts = self.corpus.sentence_starts
+        texts = []
+        for first in map(int, firsts):
+            _, end = self.corpus.document_of(first)
+            fitting = int(
+                np.searchsorted(starts[first : end + 1], starts[first] + room, side="right")
+            )
+            texts.append(self.corpus.tokens(first, first + max(1, fitting - 1))[:room])
+        return tasks.Batch([Window(*self.specials.around(text)) for text in texts], [])
 
 
 def read_texts(
@@ -221,21 +251,21 @@ def read_texts(
     """What plain text teaches, as the student and each teacher reads it.
 
     file: of the student's tokenizer
-    Raises ValueError for blocks where their tokens are others.
+    Raises ValueError for blocks and passages where their tokens are others.
     """
-    in_blocks = s.unit == "blocks"
-    what = "a corpus in blocks" if in_blocks else "a corpus"
+    by_token = s.unit != "sentences"
+    what = f"a corpus in {s.unit}" if by_token else "a corpus"
 
     def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> Texts:
         text = corpus.load(pretrain.corpus_files(s.corpus), file, Path(s.cache))
         specials = Specials.of(tokenizer, family_of(shape))
-        sampler = Sampler(text, specials, None) if in_blocks else None
-        return Texts(text, specials, s.corpus_batch_size, s.max_length, sampler)
+        sampler = Sampler(text, specials, None) if s.unit == "blocks" else None
+        return Texts(text, specials, s.corpus_batch_size, s.max_length, s.unit, sampler)
 
     lesson = Lesson(read(file, encoder.tokenizer, shape), answers, trunk)
     twins: dict[str, Texts] = {}
     for teacher in lesson.teachers:
-        if teach.read_alike(teacher, encoder, what, in_blocks):
+        if teach.read_alike(teacher, encoder, what, by_token):
             its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
             twins[teacher.name] = read(its, teacher.tokenizer, teacher.model.config)
     return replace(lesson, twins=twins)
@@ -248,8 +278,9 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     """Raises ValueError for a loss that nothing is there for, and for a head that nothing teaches."""
     embeddings = [name for name, h in s.heads.items() if h.task == "embedding"]
     labelled = [lesson for lesson in lessons if lesson.stream.head]
-    if s.counts("embedding") and not embeddings:
-        raise ValueError("losses.embedding: there is no head of embeddings, with rows or without")
+    for loss in ("embedding", "similarity"):
+        if s.counts(loss) and not embeddings:
+            raise ValueError(f"losses.{loss}: there is no head of embeddings, with rows or without")
     if s.counts("logits") and not any(
         answers[lesson.stream.head] and lesson.stream.head not in embeddings for lesson in labelled
     ):
@@ -257,13 +288,15 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     if s.counts("labels") and not labelled:
         raise ValueError("losses.labels: no head has rows")
     for name, h in s.heads.items():
-        kind = teach.kind_of(h.task)
-        if h.teacher and not s.counts(kind):
-            raise ValueError(f"heads.{name}: it has a teacher, and losses.{kind} counts nothing")
+        kinds = teach.kinds_of(h.task)
+        if h.teacher and not s.counts(*kinds):
+            raise ValueError(
+                f"heads.{name}: it has a teacher, and losses.{kinds[0]} counts nothing"
+            )
     if s.corpus and len(labelled) == len(lessons):
         raise ValueError("corpus: none of the losses that count can be learnt from plain text")
     for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
-        asked = answers[name] and s.counts(teach.kind_of(s.heads[name].task))
+        asked = answers[name] and s.counts(*teach.kinds_of(s.heads[name].task))
         if not (s.counts("labels", *teach.BY_TOKEN) or asked):
             raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
 
@@ -321,7 +354,7 @@ def distill(s: Settings) -> dict[str, Any]:
     )
     if s.corpus:
         vectors = {n: answers[n] for n, h in described.items() if h.task == "embedding"}
-        asked = vectors if s.counts("embedding") else {}
+        asked = vectors if s.counts(*teach.kinds_of("embedding")) else {}
         if of_trunk or asked:
             texts = Encoder(tokenizer, s.max_length)
             lessons.append(read_texts(s, shape, texts, tokenizer_file, asked, of_trunk))

@@ -54,6 +54,7 @@ class Settings:
     muon_lr: float = 0.01
     head_lr: float | None = None  # the same, unless given
     warmup: float = 0.06
+    hold: float = 0.0  # share of the steps after the warm-up at the peak rate
     weight_decay: float = 0.01
     beta2: float = 0.999
     clip: float = 1.0
@@ -67,6 +68,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         optim.check_types(self)
+        if not 0 <= self.hold <= 1:
+            raise ValueError(f"hold: {self.hold} is not from 0 to 1")
         self.check_start()
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
@@ -204,7 +207,7 @@ def read_lessons(
     """
     described, answers, lessons = {}, {}, []
     for name, h in s.heads.items():
-        found = [row for file in h.train for row in tasks.read(file, h)]
+        found = tasks.read_training(h)
         tasks.check_contrast(found, h)
         described[name] = head = tasks.describe(h, found, hidden_size)
         if h.dev:  # what is wrong with it is said now
@@ -215,7 +218,7 @@ def read_lessons(
             has = ", ".join(teacher.model.described) or "none"
             raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
         if found:
-            asked = answers[name] if weights.get(teach.kind_of(h.task)) else None
+            asked = answers[name] if any(map(weights.get, teach.kinds_of(h.task))) else None
             lessons += teach.lessons(found, name, head, h, encoders[name], asked, trunk)
     return described, answers, lessons
 
@@ -319,7 +322,7 @@ def train(
         teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):
-            lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
+            lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
@@ -328,8 +331,9 @@ def train(
                 turn = optim.heard(step, steps, least)
                 if turn == optim.heard(step + 1, steps, least):
                     continue
-                batch, read = lesson.batch((s.seed, number), turn)
-                parts = teaching(model, lesson, batch, read, step / max(1, steps - 1), dtype)
+                progress = step / max(1, steps - 1)
+                batch, read = lesson.batch((s.seed, number), turn, progress)
+                parts = teaching(model, lesson, batch, read, progress, dtype)
                 share = lesson.stream.weight * sum(
                     weight * loss.value / (loss.chance if len(lessons) > 1 else 1.0)
                     for weight, loss in parts.values()

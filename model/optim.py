@@ -126,12 +126,19 @@ def optimizer(
     )
 
 
-def linear_schedule(step: int, steps: int, warmup: float) -> float:
-    """The share of the peak rate at a step: up from zero over the `warmup` share of steps, then down to zero."""
+def linear_schedule(step: int, steps: int, warmup: float, hold: float = 0.0) -> float:
+    """Compute the share of the peak rate at a step: up from zero, then the peak, then down to zero.
+
+    warmup: share of the steps in which the rate rises
+    hold: share of the steps after the warm-up at the peak. Until these end, the number of steps may still change.
+    """
     warm = max(1, round(steps * warmup))
     if step < warm:
         return (step + 1) / warm
-    return max(0.0, (steps - step) / max(1, steps - warm))
+    falling = warm + round((steps - warm) * hold)
+    if step < falling:
+        return 1.0
+    return max(0.0, (steps - step) / max(1, steps - falling))
 
 
 def heard(step: int, steps: int, share: float) -> int:

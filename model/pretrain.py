@@ -60,6 +60,7 @@ class Settings:
     lr: float = 1e-3
     muon_lr: float = 0.02
     warmup: float = 0.05
+    hold: float = 0.0  # share of the steps after the warm-up at the peak rate
     weight_decay: float = 0.01
     beta2: float = 0.98
     clip: float = 1.0
@@ -73,6 +74,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         optim.check_types(self)
+        if not 0 <= self.hold <= 1:
+            raise ValueError(f"hold: {self.hold} is not from 0 to 1")
         optim.check_counts(self, "steps", "batch_tokens", "eval_every", "save_every")
         optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         optim.check_choice("precision", self.precision, optim.PRECISIONS)
@@ -356,7 +359,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
         )
         first = run.resume(model, optimizer)["step"]
         for step in range(first, steps):
-            lr = s.lr * optim.linear_schedule(step, steps, s.warmup)
+            lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             rate = rate_at(step, steps, begun, ended)
             whole = draw(step, phase_at(step, steps, phases), rate=rate)
             run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)

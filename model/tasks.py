@@ -9,7 +9,7 @@ T tokens, B sequences, S longest, C labels, D vector
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ from service.encode import Encoded, Encoder, Encoding, Window
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool]
+SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
 SCALE = 20.0  # what cosines are multiplied by before a softmax
 
 # How far two vectors `[..., D]` are from each other, and the margin that goes with it.
@@ -50,6 +51,12 @@ class HeadSettings:
     scored_batch_size: int = 32  # embeddings: pairs with a score, a micro-batch of their own
     weight: float = 1.0  # of this head's loss among the others
     teacher: str = ""  # a checkpoint with this head, whose answers are learnt beside the labels
+    replace_words: float = (
+        0.0  # for a head with a teacher: share of words replaced at the first step
+    )
+    # Classification: labels of the training rows and those that they become; rows with a dropped label are left out.
+    label_map: dict[str, str] = field(default_factory=dict)
+    drop_labels: list[str] = field(default_factory=list)
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that neighbouring windows share
     # How embeddings are learnt.
@@ -61,7 +68,7 @@ class HeadSettings:
     margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
     # What the manifest will say of the head.
     labels: list[str] = field(default_factory=list)  # empty: those that occur in the data
-    problem_type: bundle.ProblemType = "single_label_classification"
+    problem_type: bundle.ProblemType = SINGLE_LABEL
     pooling: Literal["mean", "cls"] = "mean"
     normalize: bool = True
     max_answer_tokens: int = 30
@@ -76,9 +83,18 @@ class HeadSettings:
         for name, value in (("scale", self.scale), ("margin", self.margin)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")
+        if not 0 <= self.replace_words <= 1:
+            raise ValueError(f"replace_words: {self.replace_words} is not from 0 to 1")
         check_counts(
             self, "batch_size", "scored_batch_size", "max_answer_tokens", "max_query_tokens"
         )
+        if self.label_map or self.drop_labels:
+            if (self.task, self.problem_type) != ("classification", SINGLE_LABEL):
+                raise ValueError(
+                    "label_map and drop_labels require classification with a single label"
+                )
+            if both := sorted(set(self.label_map) & set(self.drop_labels)):
+                raise ValueError(f"label_map and drop_labels both contain {both[0]!r}")
         if self.problem_type == "regression" and len(self.labels) > 1:
             raise ValueError(f"labels: a regression has one, not {', '.join(self.labels)}")
 
@@ -115,6 +131,25 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
 def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
     """The rows of a file, as a head has them. Raises DataError as `rows.read` does."""
     return read_rows(file, head.task, "regression" if is_graded(head) else head.problem_type)
+
+
+def read_training(settings: HeadSettings) -> list[Any]:
+    """Read a head's training rows, with `label_map` and `drop_labels` applied.
+
+    Raises DataError as `rows.read` does, and for a label to map or drop that no row has.
+    """
+    found = [row for file in settings.train for row in read(file, settings)]
+    if not (settings.label_map or settings.drop_labels):
+        return found
+    labels = {label for row in found for label in row.labels}
+    if unknown := [n for n in (*settings.label_map, *settings.drop_labels) if n not in labels]:
+        files = ", ".join(settings.train)
+        raise DataError(f"{files}: no row has the label {unknown[0]!r} of label_map or drop_labels")
+    return [
+        replace(row, labels=tuple(settings.label_map.get(label, label) for label in row.labels))
+        for row in found
+        if not set(row.labels) & set(settings.drop_labels)
+    ]
 
 
 def is_graded(head: HeadSettings | bundle.Head) -> bool:

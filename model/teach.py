@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from model import checkpoint, tasks
 from model.attention import Layout, real_slots, to_slots
 from model.heads import IGNORE_INDEX, Model, make_head
+from model.replacement import Replacement, find_neighbors
 from model.source import read_source, read_tokenizer
 from model.tasks import Batch, Loss
 from model.training.capture import capture
 from service import bundle
 from service.encode import Encoder, Window
 
-LOSSES = ("labels", "logits", "hidden", "relations", "embedding")
+LOSSES = ("labels", "logits", "hidden", "relations", "embedding", "similarity")
 BY_TOKEN = ("hidden", "relations")  # what needs the same tokens in both models
 DISTANCES = ("cosine", "mse")
 
@@ -88,9 +89,9 @@ class Answers:
         return self.teacher.model.described[self.head]
 
 
-def kind_of(task: str) -> str:
-    """By which of LOSSES a head of this task learns a teacher's answers."""
-    return "embedding" if task == "embedding" else "logits"
+def kinds_of(task: str) -> tuple[str, ...]:
+    """List the losses by which a head of this task learns a teacher's answers."""
+    return ("embedding", "similarity") if task == "embedding" else ("logits",)
 
 
 def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
@@ -126,7 +127,8 @@ def keep_heads(student: Model, whole: Teacher) -> list[str]:
         if found := find_head(whole, name, head):
             theirs = whole.model.heads[found].state_dict()
             rows = list(_columns(whole.model.described[found].labels, head.labels))
-            theirs |= {n: t[rows] for n, t in theirs.items() if n.startswith("classifier.")}
+            if rows:  # some families classify the ends of answers, which have no labels
+                theirs |= {n: t[rows] for n, t in theirs.items() if n.startswith("classifier.")}
             if _shapes(theirs) == _shapes(student.heads[name].state_dict()):
                 student.heads[name].load_state_dict(theirs)
                 kept.append(name)
@@ -181,22 +183,32 @@ class Lesson:
     answers: by each head that the batches are for, who is asked; None where labels are all there is
     trunk: whose hidden states and relations are learnt
     twins: the same rows as tokens of a teacher whose tokenizer is another, by its name
+    replacement: of words by similar words, in the texts that student and teacher read
     """
 
     stream: Stream
     answers: Mapping[str, Answers | None]
     trunk: Teacher | None = None
     twins: Mapping[str, Stream] = field(default_factory=dict)
+    replacement: Replacement | None = None
 
     @property
     def teachers(self) -> list[Teacher]:
         """Each once."""
         return _each_once([self], self.answers)
 
-    def batch(self, seed: tuple[int, ...], step: int) -> tuple[Batch, dict[str, Batch]]:
-        """The batch of a step, and the same as tokens of each teacher that has others, by its name."""
+    def batch(
+        self, seed: tuple[int, ...], step: int, progress: float = 1.0
+    ) -> tuple[Batch, dict[str, Batch]]:
+        """The batch of a step, and the same as tokens of each teacher that has others, by its name.
+
+        progress: from 0 at the first step of the run to 1 at the last
+        """
         twins = {name: twin.batch(seed, step) for name, twin in self.twins.items()}
-        return self.stream.batch(seed, step), twins
+        batch = self.stream.batch(seed, step)
+        if self.replacement:
+            batch = self.replacement.apply(batch, [*seed, step], progress)
+        return batch, twins
 
 
 def _each_once(lessons: Sequence[Lesson], answers: Mapping[str, Answers | None]) -> list[Teacher]:
@@ -217,7 +229,7 @@ def lessons(
     """What a head's rows teach it: a lesson for each stream of them.
 
     Raises DataError for rows that are not the head's, and ValueError where a teacher of each token's answer reads
-    other tokens.
+    other tokens, or words are to be replaced and no teacher with the same tokens answers.
     """
 
     def read(encoder: Encoder) -> list[tasks.Stream]:
@@ -227,10 +239,19 @@ def lessons(
     other = None
     if answers:
         other = read_alike(answers.teacher, encoder, f"heads.{name}", head.per_token)
+    replacement = None
+    if settings.replace_words:
+        if not answers or other:
+            raise ValueError(
+                f"heads.{name}: replace_words requires a teacher with the student's tokenizer, whose answers count"
+            )
+        embeddings = answers.teacher.model.encoder.embeddings.word.weight
+        neighbors = find_neighbors(answers.teacher.tokenizer, embeddings)
+        replacement = Replacement(neighbors, settings.replace_words)
     streams = read(encoder)
     twins = [{answers.teacher.name: twin} for twin in read(other)] if other else [{}] * len(streams)
     return [
-        Lesson(stream, {name: answers}, trunk, twin)
+        Lesson(stream, {name: answers}, trunk, twin, replacement)
         for stream, twin in zip(streams, twins, strict=True)
     ]
 
@@ -333,6 +354,18 @@ def vector_loss(ours: Tensor, theirs: Tensor, distance: str) -> Loss:
     if distance == "mse":
         return Loss(F.mse_loss(ours, theirs), 1.0)
     return Loss((1 - F.cosine_similarity(ours, theirs)).mean(), 1.0)
+
+
+def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
+    """Compare the cosines of all pairs of a batch's vectors by their squared error: `[B, D]`, of any two widths.
+
+    The vectors of the student itself come to be as similar as the teacher's, with no map between widths.
+    """
+    if len(ours) < 2:
+        return Loss(ours.sum() * 0.0, 1.0)
+    cosines = [x @ x.T for x in (F.normalize(ours, dim=1), F.normalize(theirs, dim=1))]  # [B, B]
+    others = ~torch.eye(len(ours), dtype=torch.bool, device=ours.device)
+    return Loss(F.mse_loss(*(each[others] for each in cosines)), 1.0)
 
 
 def relation_loss(ours: Tensor, theirs: Tensor, layout: Layout, num_heads: int) -> Loss:
@@ -465,19 +498,23 @@ class Teaching(nn.Module):
             head = model.described[name]
             if asked is None:
                 continue
-            kind = kind_of(head.task)
             output, taught = ours.outputs[name], theirs[asked.teacher.name].outputs[asked.head]
-            if kind == "embedding":
+            losses: dict[str, Loss] = {}
+            if head.task == "embedding":
                 key = f"vectors_{name}"
                 mapped = self.maps[key](output) if key in self.maps else output
-                loss = vector_loss(mapped, taught, self.distance)
+                if self.weights["embedding"]:
+                    losses["embedding"] = vector_loss(mapped, taught, self.distance)
+                if self.weights["similarity"]:
+                    losses["similarity"] = similarity_loss(output, taught)
             else:
                 if asked.columns:
                     taught = taught[:, list(asked.columns)]
-                loss = answer_loss(head, output, taught, batch, self.temperature)
+                losses["logits"] = answer_loss(head, output, taught, batch, self.temperature)
             share = 1 - progress if annealed else 1.0
-            said = kind if name == stream.head else f"{name} {kind}"
-            found[f"{stream.name}/{said}"] = (self.weights[kind] * share, loss)
+            for kind, loss in losses.items():
+                part = kind if name == stream.head else f"{name} {kind}"
+                found[f"{stream.name}/{part}"] = (self.weights[kind] * share, loss)
         return found
 
     def _trunk(self, lesson: Lesson, ours: Seen, theirs: Seen, relations: bool) -> dict[str, Part]:

@@ -43,12 +43,37 @@ def test_a_question_has_its_answer_where_it_says() -> None:
 def test_a_question_is_made_of_the_words_around_its_answer() -> None:
     """Near ones of one sentence, of which some are lost, and one that asks."""
     asking = ["when", "what", "year", "in", "how", "many", "much", "who", "which", "where", "why"]
+    asking += ["person", "place", "group"]
     for one in made(HARBOUR):
         assert one.question.endswith("?")
         sentence = sentence_at(one.start)
         words = one.question.rstrip("?").split()
         assert {*words} <= {*map(cloze.bare, sentence.split()), *asking, *map(str.title, asking)}
         assert 3 < len(words) <= cloze.KEPT[1] + 3
+
+
+def test_a_question_may_keep_all_of_its_words() -> None:
+    """And all answers may be names or numbers, where a sentence has any."""
+    found = [
+        one
+        for seed in range(50)
+        for one in cloze.questions(HARBOUR, random.Random(seed), share_named=1.0, lost=0.0)
+    ]
+    assert all(
+        one.answer[0].isupper() or one.answer[0].isdigit() for one in found if one.start < 90
+    )
+    for one in (one for one in found if one.answer == "1843"):
+        assert "dug by hand in" in one.question
+
+
+@pytest.mark.parametrize("flag", ["--named", "--lost"])
+def test_a_share_is_from_0_to_1(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cloze", "out.json.gz", "a.txt", flag, "1.5"])
+    with pytest.raises(SystemExit):
+        cloze.main()
+    assert f"{flag}: 1.5 is not from 0 to 1" in capsys.readouterr().err
 
 
 def test_a_question_needs_words() -> None:
@@ -124,6 +149,46 @@ def test_names(sentence: str, names: list[str]) -> None:
 def test_what_is_asked_for_goes_by_the_looks_of_the_answer(answer: str, words: set[str]) -> None:
     rng = random.Random(1)
     assert {cloze.question_word(answer, rng) for _ in range(50)} == words
+
+
+@pytest.mark.parametrize(
+    ("before", "answer", "after", "kind"),
+    [
+        ("It was founded by", "Ruth Adler", "in May.", "person"),
+        ("The painter", "Ruth Adler", "left Kiel.", "person"),
+        ("", "Ruth Adler", "was born in Kiel.", "person"),
+        ("", "Adler", "wrote two books.", "person"),
+        ("", "King Olaf", "left.", "person"),
+        ("The ship lay in", "Kiel", "for a year.", "place"),
+        ("They came to the", "Eider River", "at night.", "place"),
+        ("She taught at", "Lorne University", "for a year.", "group"),
+        ("The ship left", "Kiel", "at night.", ""),
+    ],
+)
+def test_the_kind_of_a_name_goes_by_the_words_next_to_it(
+    before: str, answer: str, after: str, kind: str
+) -> None:
+    """Titles, actions and prepositions, and the last word of the name; the name alone often shows nothing."""
+    assert cloze.kind_of_name(answer, f"{before} ", f" {after}") == kind
+
+
+@pytest.mark.parametrize(
+    ("before", "answer", "after", "words"),
+    [
+        ("It was founded by ", "Ruth Adler", ".", {"who", "what person"}),
+        ("The ship lay in ", "Kiel", ".", {"where", "what", "which place"}),
+        ("In all ", "34", " sailors came home.", {"how many"}),
+        ("It cost $", "3,000", " in May.", {"how much"}),
+        ("In all ", "40", "% came home.", {"what percentage", "how much", "what percent"}),
+    ],
+)
+def test_a_question_asks_for_the_kind_of_its_answer(
+    before: str, answer: str, after: str, words: set[str]
+) -> None:
+    """Who, where, how many and the like, where the sentence shows it."""
+    rng = random.Random(1)
+    found = {cloze.question_word(answer, rng, before, after) for _ in range(50)}
+    assert found == words
 
 
 def test_a_passage_is_neither_short_nor_long() -> None:

@@ -153,7 +153,7 @@ def history(folder: Path) -> list[float]:
     return [loss for _, loss in torch.load(folder / "last.pt", weights_only=True)["history"]]
 
 
-ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0}
+ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "similarity": 1.0}
 
 
 # -- what a student begins as -----------------------------------------------------------------------------------------
@@ -182,6 +182,7 @@ def only(data: Mapping[str, str], loss: str) -> dict[str, Any]:
     return {
         "logits": {"heads": tables(data, "names", "entities", "answers"), "corpus": []},
         "embedding": {"heads": tables(data, "vectors")},
+        "similarity": {"heads": tables(data, "vectors")},
     }.get(loss, {})
 
 
@@ -568,13 +569,14 @@ def test_normalisation_counts(
         start(joint, {"hidden": 1.0}, heads=tables(data, "names"), **fresh)
 
 
+@pytest.mark.parametrize("unit", ["blocks", "passages"])
 def test_blocks_are_read_by_one_tokenizer(
-    joint: Path, other: Path, corpus_file: Path, start: Start
+    unit: str, joint: Path, other: Path, corpus_file: Path, start: Start
 ) -> None:
-    """They end where their tokens do."""
+    """They end where their tokens do, as passages do."""
     table = {"vectors": {"task": "embedding", "train": []}}
-    text = {"corpus": [str(corpus_file)], "unit": "blocks", "heads": table}
-    with pytest.raises(ValueError, match="a corpus in blocks is learnt token by token"):
+    text = {"corpus": [str(corpus_file)], "unit": unit, "heads": table}
+    with pytest.raises(ValueError, match=f"a corpus in {unit} is learnt token by token"):
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
@@ -587,6 +589,45 @@ def test_text_asks_who_answers_for_a_head(
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
     found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
+
+
+def test_passages_of_a_step_are_of_one_length(
+    tokenizer_file: Path, corpus_file: Path, joint: Path, tmp_path: Path
+) -> None:
+    """Short in some steps and long in others, with as many tokens in each, of whole sentences where they fit."""
+    known = load_tokenizer(tokenizer_file)
+    s = Settings(
+        output="x",
+        teacher=str(joint),
+        losses={"hidden": 1.0},
+        corpus=[str(corpus_file)],
+        cache=str(tmp_path),
+        unit="passages",
+        max_length=64,
+        corpus_batch_size=8,
+    )
+    teacher = teach.load(str(joint), torch.device("cpu"))
+    lesson = distill.read_texts(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
+    steps = [lesson.stream.batch((1, 0), step).encodings for step in range(40)]
+    text = lesson.stream.corpus
+    ends = set(text.sentence_starts[1:].tolist())
+    tokens = text.ids.tolist()
+    crowded = 0
+    for drawn in steps:
+        longest = max(map(len, drawn))
+        assert longest <= 8 * 64 // len(drawn) + 1
+        assert 8 <= len(drawn) <= 8 * 64 // distill.SHORTEST_PASSAGE
+        for window in drawn:
+            passage = window.input_ids[1:-1].tolist()
+            places = [
+                i for i in text.sentence_starts[:-1] if tokens[i : i + len(passage)] == passage
+            ]
+            assert places
+            whole = any(int(place) + len(passage) in ends for place in places)
+            assert whole or len(window) >= longest
+            crowded += len(window) > longest / 2
+    assert len({len(drawn) for drawn in steps}) > 5
+    assert crowded > sum(map(len, steps)) / 2
 
 
 # -- teachers of heads ------------------------------------------------------------------------------------------------
@@ -801,7 +842,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     ("settings", "message"),
     [
         ({"teacher": ""}, "missing: teacher"),
-        ({"losses": {}}, "losses: none of labels, logits, hidden, relations, embedding counts"),
+        ({"losses": {}}, "losses: none of .*, embedding, similarity counts"),
         ({"losses": {"logits": 0}}, "losses: none of"),
         ({"losses": {"attention": 1}}, "losses: 'attention' is none of labels"),
         ({"losses": {"hidden": -1}}, "losses: hidden counts -1, which is below 0"),
@@ -809,7 +850,7 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"temperature": 0}, "temperature: 0 is not above 0"),
         ({"corpus_batch_size": 0}, "corpus_batch_size: 0 is not 1 or more"),
         ({"layers": "all"}, "layers: Input should be a valid list"),
-        ({"unit": "words"}, "unit: 'words' is none of sentences, blocks"),
+        ({"unit": "words"}, "unit: 'words' is none of sentences, blocks, passages"),
         ({"distance": "l1"}, "distance: 'l1' is none of cosine, mse"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny"),
         ({"preset": "tiny", "family": "gpt"}, "family: 'gpt' is none of bert"),
@@ -848,6 +889,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
         ({"relations": 1.0}, {"relation_heads": 5}, "5 does not divide the widths 32 and 32"),
         ({"relations": 1.0}, {"relation_layer": 3}, "relation_layer: 3 is none of the teacher's 3"),
         ({"embedding": 1.0}, {}, "losses.embedding: there is no head of embeddings"),
+        ({"similarity": 1.0}, {}, "losses.similarity: there is no head of embeddings"),
         ({"logits": 1.0}, {}, "answers for none of the heads"),
         ({"labels": 1.0, "hidden": 1.0}, {}, "losses.labels: no head has rows"),
         ({"hidden": 1.0}, {"max_length": 65}, "64 positions .* do not hold 65 tokens"),
@@ -927,6 +969,27 @@ def test_the_shipped_settings_are_read() -> None:
     assert s.teacher == f"{finetune.Settings(**whole).output}/checkpoint"
     assert distill.choose_layers(s, 6) == [0, 2, 4]
     assert s.heads["sentiment"].dev == whole["heads"]["sentiment"]["dev"]
+
+
+def test_the_distilled_default_is_a_chain_of_shipped_settings() -> None:
+    """Each stage begins from the one before, and each head's teacher is what another configuration trains."""
+    configs = Path(finetune.__file__).parent / "configs"
+    general, questions, joint = (
+        Settings(**read_config(configs / f"distilled-{name}.toml"))
+        for name in ("general", "questions", "joint")
+    )
+    trained = {
+        f"{read_config(path)['output']}/checkpoint": set(read_config(path)["heads"])
+        for path in configs.glob("minilm-*.toml")
+    }
+    assert questions.init_from == f"{general.output}/checkpoint"
+    assert joint.init_from == f"{questions.output}/checkpoint"
+    assert [*joint.heads] == ["sentiment", "topic", "entities", "answers", "embeddings"]
+    for s in (questions, joint):
+        assert s.layers == [*range(general.shape["num_hidden_layers"])]
+        assert s.losses["labels"] > 0
+        for name, head in s.heads.items():
+            assert trained[head.teacher] == {name}
 
 
 def test_the_command_reads_a_toml_file(

@@ -350,11 +350,11 @@ def test_few_rows_are_heard_less_at_first(
     heard = []  # the steps in which few are
     batch = Lesson.batch
 
-    def watched(lesson: Lesson, seed: tuple[int, ...], step: int) -> Any:
+    def watched(lesson: Lesson, seed: tuple[int, ...], step: int, *progress: float) -> Any:
         asked[lesson.stream.name].append(step)
         if lesson.stream.name == "few":
             heard.append(asked["names"][-1])
-        return batch(lesson, seed, step)
+        return batch(lesson, seed, step, *progress)
 
     monkeypatch.setattr(Lesson, "batch", watched)
     start(tables, steps=16, anneal_sampling=True)

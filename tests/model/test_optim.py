@@ -140,11 +140,22 @@ def test_linear_schedule() -> None:
     assert rates == [0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]
 
 
+def test_a_rate_that_is_held() -> None:
+    """Half of the steps after the warm-up have the peak rate, and more steps change none of those."""
+    rates = [optim.linear_schedule(step, 10, 0.2, hold=0.5) for step in range(11)]
+    longer = [optim.linear_schedule(step, 20, 0.1, hold=0.5) for step in range(11)]
+
+    assert rates == [0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4, 0]
+    assert longer[:7] == rates[:7]
+    assert longer[7:] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 100])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 1.0])
-def test_schedule_stays_within_bounds(steps: int, warmup: float) -> None:
+@pytest.mark.parametrize("hold", [0.0, 0.5, 1.0])
+def test_schedule_stays_within_bounds(steps: int, warmup: float, hold: float) -> None:
     """Whatever the warm-up, every step has a rate above zero and none above the peak."""
-    rates = [optim.linear_schedule(step, steps, warmup) for step in range(steps)]
+    rates = [optim.linear_schedule(step, steps, warmup, hold) for step in range(steps)]
 
     assert max(rates) == 1
     assert min(rates) > 0

@@ -1,5 +1,6 @@
 """What a model should say is laid on the tokens that the service will read it from."""
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import islice, zip_longest
@@ -61,6 +62,53 @@ def test_given_labels_keep_their_order() -> None:
     """What a setting names is taken as it is."""
     settings = HeadSettings(task="classification", train=[], labels=["pos", "neg"])
     assert tasks.describe(settings, [], hidden_size=32).labels == ("pos", "neg")
+
+
+def write_labels(path: Path, *labels: str) -> str:
+    rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(labels)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_training_labels_are_mapped_and_dropped(tmp_path: Path) -> None:
+    """Files with other labels train one head; labels that are not mapped stay."""
+    train = [
+        write_labels(tmp_path / "five.jsonl", "very bad", "bad", "mixed", "very good"),
+        write_labels(tmp_path / "two.jsonl", "good", "bad"),
+    ]
+    settings = HeadSettings(
+        "classification",
+        train,
+        label_map={"very bad": "bad", "very good": "good"},
+        drop_labels=["mixed"],
+    )
+    found = tasks.read_training(settings)
+    assert [row.labels[0] for row in found] == ["bad", "bad", "good", "good", "bad"]
+    assert [row.text for row in found] == ["text 0", "text 1", "text 3", "text 0", "text 1"]
+    assert tasks.describe(settings, found, hidden_size=32).labels == ("bad", "good")
+
+
+@pytest.mark.parametrize("settings", [{"label_map": {"god": "good"}}, {"drop_labels": ["god"]}])
+def test_a_mapped_label_that_no_row_has_is_an_error(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A misspelled label must not leave rows as they are."""
+    train = [write_labels(tmp_path / "a.jsonl", "good", "bad")]
+    with pytest.raises(DataError, match=r"a\.jsonl: no row has the label 'god'"):
+        tasks.read_training(HeadSettings("classification", train, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "ner"}, "label_map and drop_labels require classification with a single label"),
+        ({"problem_type": "regression"}, "require classification with a single label"),
+        ({"drop_labels": ["a"]}, "label_map and drop_labels both contain 'a'"),
+    ],
+)
+def test_label_maps_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadSettings(**{"task": "classification", "train": [], "label_map": {"a": "b"}, **settings})
 
 
 def test_tags_always_come_in_pairs() -> None:

@@ -175,6 +175,21 @@ def test_vectors() -> None:
     )
 
 
+def test_similarities_of_a_batch() -> None:
+    """The squared error of the cosines of any two vectors, whatever their width; of one vector there is none."""
+    ours, theirs = logits(4, 8), logits(4, 12, seed=1)
+    differences = [
+        F.cosine_similarity(ours[i], ours[j], dim=0)
+        - F.cosine_similarity(theirs[i], theirs[j], dim=0)
+        for i in range(4)
+        for j in range(4)
+        if i != j
+    ]
+    expected = torch.stack(differences).square().mean()
+    torch.testing.assert_close(teach.similarity_loss(ours, theirs).value, expected)
+    assert teach.similarity_loss(ours[:1], theirs[:1]).value == 0
+
+
 # -- whom to ask ------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +223,28 @@ def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
         teach.ask(teacher(tokenizer_file, mood=CLASSES), "mood", other)
     with pytest.raises(ValueError, match=r"single_label.*multi_label"):
         teach.ask(teacher(tokenizer_file, mood=SEVERAL), "mood", CLASSES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None:
+    """In every family, whatever its heads are made of."""
+    known = FAMILIES[family]
+    fields = {
+        **known.config.released,
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+    }
+    described = {"mood": CLASSES, "tags": TAGS, "spans": SPANS, "vectors": VECTORS}
+    ours, theirs = (Model(known.config(**fields), dict(described)) for _ in range(2))
+    whole = Teacher("other", theirs, load_tokenizer(tokenizer_file))
+    assert teach.keep_heads(ours, whole) == [*described]
+    for name, head in ours.heads.items():
+        for key, tensor in head.state_dict().items():
+            torch.testing.assert_close(tensor, theirs.heads[name].state_dict()[key], rtol=0, atol=0)
 
 
 def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
@@ -265,6 +302,21 @@ FILE: list[Path] = []
 @pytest.fixture(autouse=True)
 def _file(tokenizer_file: Path) -> None:
     FILE[:] = [tokenizer_file]
+
+
+def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> None:
+    """The rate is that of the progress, and a lesson without a teacher's neighbors gives the texts as they are."""
+    answers = teach.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
+    settings = tasks.HeadSettings("classification", [], batch_size=2, replace_words=1.0)
+    encoder = Encoder(load_tokenizer(tokenizer_file), 32)
+    rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
+    (found,) = teach.lessons(rows, "mood", CLASSES, settings, encoder, answers)
+    plain = found.stream.batch((1, 0), 0).encodings
+    for progress, same in ((0.0, False), (1.0, True)):
+        drawn, twins = found.batch((1, 0), 0, progress)
+        assert twins == {}
+        ids = [window.input_ids.tolist() for window in drawn.encodings]
+        assert (ids == [window.input_ids.tolist() for window in plain]) == same
 
 
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:

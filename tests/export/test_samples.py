@@ -1,0 +1,128 @@
+"""A bundle's right and wrong results are sampled by a seed; the evaluation sentences fit their heads."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from export import samples
+from export.samples import Result
+from model import rows
+
+EVALUATION = Path(rows.__file__).parent / "evaluation"
+FILES = {
+    "sentiment": "sentiment.jsonl",
+    "topic": "topic.jsonl",
+    "entities": "entities.conll",
+    "answers": "answers.json",
+    "embeddings": "embeddings.jsonl",
+}
+
+
+def result(number: int, right: bool | None) -> Result:
+    return Result(f"text {number}", "a", "a" if right else "b", right)
+
+
+def test_a_sample_follows_from_its_seed() -> None:
+    """The first right and the first wrong results of one order; what is neither is left out."""
+    results = [result(n, (True, False, None)[n % 3]) for n in range(60)]
+    right, wrong = samples.draw(results, 10, 5, seed=1)
+    assert ([each.right for each in right], [each.right for each in wrong]) == (
+        [True] * 10,
+        [False] * 5,
+    )
+    assert samples.draw(results, 10, 5, seed=1) == (right, wrong)
+    assert samples.draw(results, 10, 5, seed=2) != (right, wrong)
+    assert right != sorted(right, key=lambda each: each.text)
+    assert samples.draw(results[:3], 10, 5, seed=1) == ([results[0]], [results[1]])
+
+
+def test_results_are_lines_of_markdown() -> None:
+    """A wrong result shows what was expected; line breaks of a text do not end its line."""
+    drawn = [result(1, True)], [Result("two\nlines", "a", "b", False)]
+    text = samples.render("mood", Path("data/mood.jsonl"), {"accuracy": 0.5}, drawn)
+    assert text.splitlines()[:3] == ["### `mood` on mood.jsonl", "", "accuracy 50.0"]
+    assert "- text 1 → **a**" in text.splitlines()
+    assert "- two lines → **b**, expected a" in text.splitlines()
+
+
+def test_entities_are_their_words_and_types() -> None:
+    words = ["Ada", "Lovelace", "left", "Turin", "Kiel"]
+    tags = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC"]
+    assert samples._entities(words, tags) == "Ada Lovelace (PER), Turin (LOC), Kiel (LOC)"
+    assert samples._entities(words, ["O"] * 5) == "none"
+
+
+def test_every_task_of_a_bundle_is_scored(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Metrics of each head through its graph, and results of random weights, some of which are wrong."""
+    texts = [f"The ship left port {number} at dawn." for number in range(12)]
+    labels = ("negative", "neutral", "positive")
+    moods = [{"text": text, "label": labels[n % 3]} for n, text in enumerate(texts)]
+    pairs = [
+        {"text": a, "text_pair": b, "score": n}
+        for n, (a, b) in enumerate(itertools.pairwise(texts))
+    ]
+    qas = [{"id": "1", "question": "Who left?", "answers": [{"text": "ship", "answer_start": 4}]}]
+    (tmp_path / "mood.jsonl").write_text("\n".join(map(json.dumps, moods)))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "names.conll").write_text("Ada B-PER\nleft O\nTurin B-LOC\n\nIt O\nleft O\n")
+    (tmp_path / "asked.json").write_text(
+        json.dumps({"data": [{"paragraphs": [{"context": texts[0], "qas": qas}]}]})
+    )
+    given = {
+        "sentiment": "mood.jsonl",
+        "entities": "names.conll",
+        "answers": "asked.json",
+        "embeddings": "pairs.jsonl",
+    }
+    samples.main(
+        [str(tiny_bundle), "--eval", *(f"{name}={tmp_path / file}" for name, file in given.items())]
+    )
+    text = capsys.readouterr().out
+    for name, metric in zip(given, ("accuracy", "f1", "f1", "spearman"), strict=True):
+        assert re.search(rf"### `{name}` on \S+\n\n{metric} -?[\d.]+", text)
+    assert "Wrong:" in text
+
+
+@pytest.mark.parametrize("asked", ["mood=a.jsonl", "sentiment"])
+def test_an_unknown_head_is_refused(
+    asked: str, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        samples.main([str(tiny_bundle), "--eval", asked])
+    assert f"--eval {asked}: HEAD=FILE, with a head of sentiment, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_there_are_twenty_evaluation_sentences_of_each_task(name: str) -> None:
+    """In the formats of training data, with labels of the shipped heads."""
+    task = {"sentiment": "classification", "topic": "classification", "entities": "ner"}.get(
+        name, {"answers": "qa", "embeddings": "embedding"}.get(name, "")
+    )
+    found = rows.read(EVALUATION / FILES[name], task)
+    assert len(found) == 20
+    match name:
+        case "sentiment" | "topic":
+            labels = [row.labels[0] for row in found]
+            expected = {"sentiment": {"negative", "positive"}}.get(
+                name, {"Business", "Sci/Tech", "Sports", "World"}
+            )
+            assert set(labels) == expected
+            assert len({labels.count(label) for label in expected}) == 1
+        case "entities":
+            assert {tag[2:] for row in found for tag in row.tags} == {
+                "",
+                "LOC",
+                "MISC",
+                "ORG",
+                "PER",
+            }
+        case "answers":
+            for row in found:
+                assert all(row.context[at : at + len(text)] == text for text, at in row.answers)
+        case "embeddings":
+            assert len({row.score for row in found}) > 5
