@@ -9,9 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import structlog
 import uvicorn
@@ -19,8 +18,10 @@ from fastapi import FastAPI
 
 from service.calls import Service
 from service.exchange import Reception
+from service.flow_control import BODY_PIECE, Hangups, Reader, piece_size
 from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
+from service.room import BODIES
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -89,10 +90,10 @@ class Server(uvicorn.Server):
         for connection in [*accept_all(listener)]:
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
 
-    def connection(self) -> asyncio.Protocol:
+    def connection(self) -> asyncio.BaseProtocol:
         """One connection's protocol, as uvicorn makes it."""
         state, lifespan = self.server_state, self.lifespan.state
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        make: Callable[..., asyncio.BaseProtocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=state, app_state=lifespan)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -118,13 +119,23 @@ class Server(uvicorn.Server):
 
 def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
-    make = partial(
-        Protocol,
-        admitted=set(),
-        max_connections=share_of_connections(settings),
-        header_timeout_s=settings.header_timeout_s,
-        reception=reception,
-    )
+    share = share_of_connections(settings)
+    admitted: set[Protocol] = set()
+    hangups = Hangups()
+    piece = piece_size(BODIES * settings.max_body_bytes, share)
+    buffer = memoryview(bytearray(BODY_PIECE * piece))
+
+    def make(**given: Any) -> Reader:
+        protocol = Protocol(
+            **given,
+            admitted=admitted,
+            max_connections=share,
+            header_timeout_s=settings.header_timeout_s,
+            reception=reception,
+            hangups=hangups,
+        )
+        return Reader(protocol, buffer)
+
     return cast(type[asyncio.Protocol], make)
 
 

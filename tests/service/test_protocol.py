@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -25,6 +26,7 @@ from uvicorn.server import ServerState
 from service import protocol
 from service.app import create_app
 from service.exchange import Reception
+from service.flow_control import PIECE, piece_size
 from service.load import Backlog, Flow, Left, Load
 from service.metrics import Metrics
 from service.protocol import Protocol
@@ -781,3 +783,143 @@ async def test_an_address_without_a_path_is_refused(listen: Listen, lines: list[
         client.send(b"GET http://quartet HTTP/1.1\r\nHost: quartet\r\n\r\n")
         assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
     assert "unexpected error" not in [line["event"] for line in lines]
+
+
+# -- what is sent ahead of answers ---------------------------------------------------------------------
+
+AHEAD = 3_000_000  # bytes, more than the system keeps for a connection that is not read
+
+
+def unread(server: Listening) -> int:
+    """Bytes that the server's connections keep and no application has read."""
+    kept = 0
+    for connection in server.state.connections:
+        for cycle, _ in connection.pipeline:
+            kept += len(cycle.packed if isinstance(cycle, protocol.Waiting) else cycle.body)
+        if connection.running is not None:
+            kept += len(connection.running.body)
+    return kept
+
+
+@pytest.mark.parametrize("before", [1, 99])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_a_body_behind_a_request_is_not_read_ahead(
+    listen: Listen, engine: FakeEngine, before: int, framing: str
+) -> None:
+    """No more than a piece of it is kept until its turn, whatever is answered before; then it is read whole."""
+    engine.hold = asyncio.Event()
+    body = b'{"inputs": "a"}' + b" " * AHEAD
+    last = post(body)
+    if framing == "chunks":
+        last = CHUNKED + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with asyncio.timeout(30), listen() as server, server.client() as client:
+        client.send(GET * (before - 1) + post() + post() + last)
+        await engine.reached.wait()
+        await asyncio.sleep(0.2)
+        assert unread(server) <= 2 * PIECE
+        (connection,) = server.state.connections
+        assert connection.flow.read_paused
+        engine.hold.set()
+        answers = [await client.answer() for _ in range(before + 2)]
+        assert [200] * (before + 2) == [answer.status for answer in answers]
+        await until(lambda: not connection.flow.read_paused)
+        assert 0 == unread(server)
+
+
+async def test_refused_requests_let_no_body_in(listen: Listen) -> None:
+    """What follows them is read a piece at a time, however many clients send it and need no key."""
+    refused = b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    attack = refused * 99 + HEAD + b"Content-Length: %d\r\n\r\n" % 10**12
+    most = 0
+    async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(server.client()) for _ in range(16)]
+        for client in clients:
+            client.send(attack, b"x" * AHEAD)
+        while server.state.total_requests < 16 * 100:
+            most = max(most, unread(server))
+            await asyncio.sleep(0)
+    assert 0 < most <= 16 * 3 * PIECE
+
+
+async def test_requests_that_wait_take_little_memory(listen: Listen, engine: FakeEngine) -> None:
+    """A hundred of them with a hundred headers each take about what was sent, and are answered as if sent singly."""
+    engine.hold = asyncio.Event()
+    many = post(more=b"".join(b"a%d:\r\n" % n for n in range(90)))
+    async with asyncio.timeout(30), listen() as server, server.client() as client:
+        client.send(post() + many * 50)
+        await engine.reached.wait()
+        await asyncio.sleep(0.1)
+        (connection,) = server.state.connections
+        sizes = [
+            len(cycle.packed)
+            for cycle, _ in connection.pipeline
+            if isinstance(cycle, protocol.Waiting)
+        ]
+        assert len(sizes) >= len(connection.pipeline) - 1 > 40
+        assert max(sizes) < 4 * len(many)
+        engine.hold.set()
+        assert [200] * 51 == [(await client.answer()).status for _ in range(51)]
+
+
+async def test_a_head_behind_requests_that_wait_may_come_later(
+    listen: Listen, engine: FakeEngine
+) -> None:
+    """Its time begins when it is read; the connection goes on with it as with a first one."""
+    engine.hold = asyncio.Event()
+    async with (
+        asyncio.timeout(30),
+        listen(header_timeout_s=0.2) as server,
+        server.client() as client,
+    ):
+        client.send(post() + post() + GET[:20])
+        await engine.reached.wait()
+        await asyncio.sleep(0.4)
+        engine.hold.set()
+        assert [200, 200] == [(await client.answer()).status for _ in range(2)]
+        client.send(GET[20:])
+        assert 200 == (await client.answer()).status
+        client.send(GET[:20])
+        assert "slow_headers" == (await client.answer()).code
+
+
+@pytest.mark.parametrize("way", ["closes", "half-closes", "resets"])
+@pytest.mark.parametrize(
+    "behind",
+    [b"", b" " * 200_000, post(b"x" * 100_000)],
+    ids=["small-body", "large-body", "pipelined"],
+)
+async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(
+    listen: Listen, engine: FakeEngine, way: str, behind: bytes
+) -> None:
+    """Its work is cancelled at once. Of what it has sent, the system keeps what is not read."""
+    engine.hold = asyncio.Event()
+    pipelined = behind.startswith(b"POST")
+    request = post() + behind if pipelined else post(BODY + behind)
+    async with asyncio.timeout(30), listen() as server:
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setblocking(False)
+            sending = asyncio.create_task(loop.sock_sendall(client, request))
+            await engine.reached.wait()
+            await asyncio.sleep(0.1)
+            assert not engine.cancelled.is_set()
+            sending.cancel()
+            await asyncio.wait([sending])
+            if way == "resets":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if way == "half-closes":
+                client.shutdown(socket.SHUT_WR)
+            else:
+                client.close()
+            await asyncio.wait_for(engine.cancelled.wait(), 5)
+            await until(lambda: not server.state.connections)
+            await until(lambda: not server.state.tasks)
+
+
+@pytest.mark.parametrize(
+    ("memory", "connections", "size"),
+    [(80 << 20, 1000, 65_536), (80 << 20, 4000, 20_971), (1, 1, 4096)],
+)
+def test_pieces_fit_the_memory_of_bodies(memory: int, connections: int, size: int) -> None:
+    """One for each connection, within bounds."""
+    assert size == piece_size(memory, connections)
