@@ -1,4 +1,4 @@
-"""How connections are read: in small pieces, with pauses, during which a client that leaves is noticed."""
+"""Reading from connections: in small pieces, with pauses, during which a client that leaves is noticed."""
 
 import asyncio
 import select
@@ -8,6 +8,7 @@ from contextlib import suppress
 from uvicorn.protocols.http.flow_control import FlowControl
 
 PIECE = 65_536  # bytes that are read at once, at most
+BODY_PIECE = 2  # pieces that are read at once of a body whose request is being answered
 LEAST_PIECE = 4096
 
 
@@ -16,34 +17,51 @@ def piece_size(memory: int, connections: int) -> int:
     return max(LEAST_PIECE, min(PIECE, memory // connections))
 
 
-class Reader(asyncio.BufferedProtocol):
-    """Passes the data of one connection to a protocol, in pieces no larger than a buffer that connections share."""
+class Connection(asyncio.Protocol):
+    """A protocol that a reader passes data to; in_body: the rest of a body comes next, for the request that runs."""
 
-    def __init__(self, protocol: asyncio.Protocol, buffer: memoryview) -> None:
-        self._buffer = buffer
-        self._protocol = protocol
-        self._received = protocol.data_received
+    in_body = False
+
+    def rest(self) -> None:
+        """Read on in the next turn of the event loop."""
+
+
+class Reader(asyncio.BufferedProtocol):
+    """Passes the data of one connection on, in pieces no larger than a buffer that connections share.
+
+    After a full piece the connection rests, where the event loop would read many more before other connections.
+    """
+
+    def __init__(self, connection: Connection, buffer: memoryview) -> None:
+        self._connection = connection
+        self._received = connection.data_received
+        self._large, self._small = buffer, buffer[: len(buffer) // BODY_PIECE]
+        self._piece = self._small
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        self._piece = self._large if self._connection.in_body else self._small
+        return self._piece
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._received(bytes(self._buffer[:nbytes]))
+        piece = self._piece
+        self._received(bytes(piece[:nbytes]))
+        if nbytes == len(piece):
+            self._connection.rest()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(transport)
+        self._connection.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._protocol.connection_lost(exc)
+        self._connection.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
+        return self._connection.eof_received()
 
     def pause_writing(self) -> None:
-        self._protocol.pause_writing()
+        self._connection.pause_writing()
 
     def resume_writing(self) -> None:
-        self._protocol.resume_writing()
+        self._connection.resume_writing()
 
 
 class Hangups:
@@ -108,6 +126,16 @@ class Flow(FlowControl):
             self.forget()
             super().resume_reading()
 
+    def rest(self) -> None:
+        """Read on in the next turn of the event loop."""
+        if not self.read_paused and not self._transport.is_closing():
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.read_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def forget(self) -> None:
-        """Watch no longer: the connection is lost, or is read."""
+        """Stop watching for the client to leave."""
         self._hangups.forget(self._descriptor)

@@ -34,7 +34,7 @@ from service.errors import (
 )
 from service.excess import Excess
 from service.exchange import EXCHANGE, REFUSAL, Exchange, Reception, our_bug
-from service.flow_control import Flow, Hangups
+from service.flow_control import Connection, Flow, Hangups
 from service.logs import QUIET_ROUTES
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
@@ -52,7 +52,7 @@ class Enough(Exception):
     """The rest of what came is not to be parsed."""
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(HttpToolsProtocol, Connection):
     """One connection among those in `admitted`, of which there are to be `max_connections` at most."""
 
     flow: Flow
@@ -134,8 +134,11 @@ class Protocol(HttpToolsProtocol):
         if self.wire.get_write_buffer_size():
             self.watch_reader()
 
+    def rest(self) -> None:
+        self.flow.rest()
+
     def leave(self) -> None:
-        """Do what the event loop does at the end of what a client sends, which may never be read."""
+        """Close as the event loop does at the end of the client's data, of which some is not read."""
         self.eof_received()
         self.wire.close()
 
@@ -200,11 +203,11 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.own.flush()
         if self.running is not None:
-            self.running.body.clear()  # of what was not read, until the next request comes
+            self.running.body.clear()  # else it would be kept until the next request
         super().on_response_complete()
-        if self.is_closing():
+        if self.closing:
             return
-        self.flow.resume_reading()  # where the last that waited has begun
+        self.flow.resume_reading()  # the last request that waited may have begun
         if self.in_head:  # the next one's, which has its own timer
             self._unset_keepalive_if_required()
             self.watch_head()
@@ -235,7 +238,7 @@ class Protocol(HttpToolsProtocol):
     # -- bounds ------------------------------------------------------------------------------------
 
     def may_read(self) -> bool:
-        """Whether more may be read: not while a request waits behind another, unless it is only to be dropped."""
+        """Whether to read more: not while a request waits behind another, unless all data is dropped."""
         return not self.pipeline or self.closing
 
     def expect_request(self, seconds: float) -> None:
@@ -356,7 +359,7 @@ class Protocol(HttpToolsProtocol):
         )
 
     def unpack(self, waiting: "Waiting") -> RequestResponseCycle:
-        """The request again as it was."""
+        """The request as it was before it was packed."""
         own, body, keep_alive, expect_100_continue = marshal.loads(waiting.packed)
         scope = {**self.scope, **own, "state": self.app_state.copy()}
         cycle = self.new_cycle(
@@ -372,7 +375,7 @@ class Protocol(HttpToolsProtocol):
         if isinstance(cycle, Waiting):
             cycle = self.unpack(cycle)
             if not self.pipeline:
-                self.cycle = cycle  # it is still the last that came
+                self.cycle = cycle  # no request came after it
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
             cycle.waiting_for_100_continue = (
@@ -454,7 +457,10 @@ async def send_unchunked(
 
 
 class Waiting:
-    """A request that waits behind another, whole, as one object: as Python's own it takes a hundred times its bytes."""
+    """A whole request that waits behind another, packed into one object.
+
+    The objects of a short request take a hundred times the bytes that were sent.
+    """
 
     OWN = ("http_version", "method", "path", "raw_path", "query_string", "headers")
 

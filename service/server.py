@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from service.config import CANNOT_GO_ON
 from service.excess import Excess
 from service.exchange import Reception
-from service.flow_control import Hangups, Reader, piece_size
+from service.flow_control import BODY_PIECE, Hangups, Reader, piece_size
 from service.listeners import accept_all, let_nobody_connect, url_of
 from service.protocol import Protocol
 from service.room import BODIES
@@ -137,7 +137,7 @@ def connections(settings: Settings, reception: Reception) -> type[asyncio.Protoc
     extra = Excess(excess)
     hangups = Hangups()
     piece = piece_size(BODIES * settings.max_body_bytes, served)
-    buffer = memoryview(bytearray(piece))
+    buffer = memoryview(bytearray(BODY_PIECE * piece))
 
     def make(**given: Any) -> Reader:
         protocol = Protocol(

@@ -8,19 +8,22 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 
+from benchmarks.processes import resident_mb
+from service.keys import make_key
 from tests import hostile, samples
-from tests.e2e.conftest import Reply, Server
+from tests.e2e.conftest import Reply, Server, children, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -171,3 +174,46 @@ def test_bodies_of_wrong_length(tiny: Server, length: str) -> None:
         reply = Reply(told.status, dict(told.headers), told.read())
     assert reply.status in (400, 413, 415)
     assert "" == shape(reply)
+
+
+CONNECTIONS = 40
+AHEAD_S = 3.0
+ALLOWED_MB = 40.0
+REFUSED = b"POST /classify HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+ENDLESS = HEAD + b"Content-Length: 1000000000000\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_bundle: Path) -> Iterator[Server]:
+    """A server that answers 401 without a key."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("QUARTET_API_KEY", make_key())
+        with serving(tiny_bundle) as server:
+            yield server
+
+
+@pytest.mark.promise(
+    "Requests and bodies sent ahead of answers cannot fill the memory, with a key or without."
+)
+@pytest.mark.parametrize("ahead", [0, 99], ids=["control", "ahead"])
+def test_bodies_sent_ahead_take_little_memory(locked: Server, ahead: int) -> None:
+    """Clients without a key push endless bodies: alone, and behind requests that are refused."""
+    (http_process,) = children(locked)["http"]
+    before = resident_mb(http_process)
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", locked.port)))
+            for _ in range(CONNECTIONS)
+        ]
+        for client in clients:
+            client.setblocking(False)
+            client.send(REFUSED * ahead + ENDLESS)
+        most, end = before, time.monotonic() + AHEAD_S
+        while time.monotonic() < end:
+            for client in clients:
+                with suppress(BlockingIOError):
+                    client.send(b"x" * (1 << 20))
+            most = max(most, resident_mb(http_process))
+        assert 200 == locked.get("/health/live").status
+    assert most - before < ALLOWED_MB
+    until(lambda: locked.get("/health/ready").status == 200)
