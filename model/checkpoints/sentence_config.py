@@ -121,7 +121,7 @@ DENSE_TABLE = SettingsFile(
         *_honored("bias", note="true where it is left out"),
         *_honored("activation_function", note="Tanh (also where it is left out) or Identity"),
         _refused("module_input_name", SENTENCE, note="a layer for tokens"),
-        _refused("module_output_name", SENTENCE, note="a layer beside the vector"),
+        _refused("module_output_name", SENTENCE, note="a layer for another output"),
         _refused("use_residual", False),
     ),
 )
