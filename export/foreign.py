@@ -127,7 +127,7 @@ def _find(given: Path) -> tuple[Path, Path]:
 
 def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
     if task is not None:
-        return task  # the graph's outputs have to be those of the task
+        return task  # the outputs of the graph are checked later
     if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
         return "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]

@@ -1,4 +1,4 @@
-"""The settings in `config.json`, for each family: those of all models of transformers first, then the family's own.
+"""The settings in `config.json`, for each family: common settings first, then the family's own.
 
 `check_config` raises for a setting whose value transformers would compute otherwise. The values of sizes and rates are
 checked where the family's configuration is made (`model/config.py`).

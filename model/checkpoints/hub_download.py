@@ -136,7 +136,7 @@ def _fetch(source: str, name: str, revision: str | None, patterns: Sequence[str]
     except Exception as error:  # the hub client's many errors mean one thing here
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{source}: not a local directory, and not to be had from the hub: {reason}"
+            f"{source} is no local directory, and the hub does not provide it: {reason}"
         ) from error
 
 

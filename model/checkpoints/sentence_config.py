@@ -107,7 +107,7 @@ DENSE_TABLE = SettingsFile(
         *honored("bias", note="true where it is left out"),
         *honored("activation_function", note="Tanh (also where it is left out) or Identity"),
         refused("module_input_name", SENTENCE, note="a layer for tokens"),
-        refused("module_output_name", SENTENCE, note="a layer beside the vector"),
+        refused("module_output_name", SENTENCE, note="a layer for another output"),
         refused("use_residual", False),
     ),
 )

@@ -21,7 +21,7 @@ def check_unused(
 
     names: of all tensors in the checkpoint, in the hub's words
     used: of those that the model has
-    heads: whether the heads of other tasks are left out knowingly, as where an encoder alone is asked for
+    heads: whether the heads of other tasks are left out knowingly, as in an encoder alone
     """
     used = {name.removeprefix(family.prefix) for name in used}
     known, others = [*_without_effect(family)], [*_of_heads(family)]

@@ -85,7 +85,7 @@ def locate(server: Hub, cache: Path, *sources: str, **more: str) -> list[str]:
 
 
 def test_files(server: Hub, saved: Path, tmp_path: Path) -> None:
-    """What a reader opens is downloaded once, and nothing else: no pickle beside safetensors, no other framework."""
+    """What a reader opens is downloaded once, and nothing else: no pickle next to safetensors, no other framework."""
     commit = server.publish(NAME, saved)
     (first,) = locate(server, tmp_path, NAME)
     assert commit == commit_of(Path(first))
@@ -134,9 +134,9 @@ def test_revisions(server: Hub, saved: Path, tmp_path: Path) -> None:
     *found, none, nothing = locate(server, tmp_path / "cache", *sources)
     assert [second, second, first, first] == [Path(path).name for path in found]
     assert none.startswith(
-        f"error: {NAME}@none: not a local directory, and not to be had from the hub"
+        f"error: {NAME}@none is no local directory, and the hub does not provide it"
     )
-    assert nothing.startswith("error: no/thing: not a local directory")
+    assert nothing.startswith("error: no/thing is no local directory")
 
 
 @pytest.mark.parametrize("flag", [True, False])
