@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEAVES = {
     f"service.{name}"
-    for name in ("bundle", "encode", "words", "packing", "session", "decode")
+    for name in ("bundle", "encode", "words", "packing", "session", "decode", "tags")
 }
 
 
