@@ -30,7 +30,7 @@ from sklearn.metrics import accuracy_score, average_precision_score, f1_score, m
 from model import optim, rows, tasks
 from model.heads import Model
 from model.source import read_source
-from service import bundle, decode, packing
+from service import bundle, decode, packing, tags
 from service.encode import Encoded, Encoder, Encoding
 
 Floats = NDArray[np.float32]
@@ -202,20 +202,21 @@ def word_tags(
     logits: Sequence[Floats],
     labels: Sequence[str],
 ) -> list[str]:
-    """A tag for each of the data's words; O for one that has no token."""
+    """A BIO tag for each of the data's words; O for one that has no token."""
     named = [f"={label}" for label in labels]  # or tokens of "O" would be left out
     tokens = decode.ner(windows, logits, sentence.text, labels=named, aggregation_strategy="none")
     tag_at: dict[int, str] = {}
     for token in tokens:  # a character may be several
         tag_at.setdefault(token.start, token.entity[1:])
-    tags = ["O"] * len(sentence.words)
+    outside = tags.OUTSIDE
+    found = [outside] * len(sentence.words)
     for window, (at, words, begins) in zip(
         windows, tasks.place_words(sentence, windows), strict=True
     ):
         starts = window.offsets[at, 0]
         for word, start in zip(words[begins].tolist(), starts[begins].tolist(), strict=True):
-            tags[word] = tag_at.get(start, "O")
-    return tags
+            found[word] = tag_at.get(start, outside)
+    return tags.to_bio(found, [*labels, outside])
 
 
 # -- answers --------------------------------------------------------------------------------------

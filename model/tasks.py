@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from model.heads import IGNORE_INDEX, Inputs
 from model.optim import check_choice, check_counts, check_types
 from model.rows import DataError, Question, Sentence, Text
 from model.rows import read as read_rows
-from service import bundle, packing
+from service import bundle, packing, tags
 from service.encode import Encoded, Encoder, Encoding, Window
 
 Ints = NDArray[np.int64]
@@ -239,7 +240,7 @@ def check(rows: Sequence[Any], head: bundle.Head) -> None:
             case "classification":
                 text_labels(row, head)
             case "ner":
-                _indices(row.where, row.tags, head.labels)
+                tag_indices(row, head.labels)
             case "embedding" if (row.score is None) != (rows[0].score is None):
                 raise DataError(f"{row.where}: a file has scores for all of its rows or for none")
 
@@ -265,8 +266,12 @@ def text_labels(row: Text, head: bundle.Head) -> NDArray[Any]:
 def _indices(where: str, names: Sequence[str], labels: Sequence[str]) -> Ints:
     unknown = [name for name in names if name not in labels]
     if unknown:
-        raise DataError(f"{where}: {unknown[0]!r} is none of the labels {', '.join(labels)}")
+        raise _unknown(where, unknown[0], labels)
     return np.asarray([labels.index(name) for name in names], dtype=np.int64)
+
+
+def _unknown(where: str, name: str, labels: Sequence[str]) -> DataError:
+    return DataError(f"{where}: {name!r} is none of the labels {', '.join(labels)}")
 
 
 class Placed(NamedTuple):
@@ -303,6 +308,20 @@ def place_words(sentence: Sentence, windows: Sequence[Encoding]) -> list[Placed]
     ]
 
 
+def word_ends(windows: Sequence[Encoding], placed: Sequence[Placed]) -> list[Bools]:
+    """Whether each of the placed tokens ends its word. A word that a window ends within has no end there."""
+    ends = [window.offsets[where.rows, 1] for window, where in zip(windows, placed, strict=True)]
+    last: dict[int, int] = {}
+    for where, end in zip(placed, ends, strict=True):
+        for word, at in zip(where.words.tolist(), end.tolist(), strict=True):
+            last[word] = max(at, last.get(word, 0))
+    return [
+        (np.diff(where.words, append=-1) != 0)
+        & (end == np.array([last[word] for word in where.words.tolist()], end.dtype))
+        for where, end in zip(placed, ends, strict=True)
+    ]
+
+
 def token_labels(
     sentence: Sentence, windows: Sequence[Encoding], labels: Sequence[str]
 ) -> list[Ints]:
@@ -311,15 +330,41 @@ def token_labels(
     Every token of a word has a label, for the service's words are not the data's ("U.S." is four):
     where the first one begins an entity, the others are inside it.
     """
-    tags = _indices(sentence.where, sentence.tags, labels)
-    inside = [f"I-{tag[2:]}" if tag.startswith("B-") else tag for tag in sentence.tags]
-    others = _indices(sentence.where, inside, labels)
+    named = tag_indices(sentence, labels)
+    placed = place_words(sentence, windows)
     found = []
-    for window, (rows, words, begins) in zip(windows, place_words(sentence, windows), strict=True):
+    for window, where, ends in zip(windows, placed, word_ends(windows, placed), strict=True):
         ids = np.full(len(window), IGNORE_INDEX)
-        ids[rows] = np.where(begins, tags[words], others[words])
+        ids[where.rows] = named[where.words, where.begins.astype(int), ends.astype(int)]
         found.append(ids)
     return found
+
+
+def tag_indices(sentence: Sentence, labels: Sequence[str]) -> Ints:
+    """`[W, 2, 2]`: the index of the label, in the scheme of `labels`, of each word's tokens.
+
+    The second axis is 1 for the token that begins the word, the third for the one that ends it.
+    Raises DataError for a tag that the labels do not have.
+    """
+    after = [*sentence.tags[1:], tags.OUTSIDE]
+    found = np.empty((len(sentence.tags), 2, 2), np.int64)
+    for word, (tag, following) in enumerate(zip(sentence.tags, after, strict=True)):
+        for begins, ends in product((0, 1), repeat=2):
+            first = begins == 1 and tag.startswith("B-")
+            last = ends == 1 and following != f"I-{tag[2:]}"
+            index = _tag_index(tag, tuple(labels), first, last)
+            if index is None:
+                name = tag if tag == tags.OUTSIDE else f"{'B' if first else 'I'}-{tag[2:]}"
+                raise _unknown(sentence.where, name, labels)
+            found[word, begins, ends] = index
+    return found
+
+
+@functools.cache
+def _tag_index(tag: str, labels: tuple[str, ...], first: bool, last: bool) -> int | None:
+    if tag == tags.OUTSIDE:
+        return labels.index(tag) if tag in labels else None
+    return tags.place(labels, tag[2:], first=first, last=last)
 
 
 def _wide(window: Encoding) -> Bools:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from service import tags
 from service.encode import Encoding
 
 Floats = NDArray[np.float32]
@@ -125,7 +126,7 @@ def ner(
 
     logits: `[n, C]` of each window. aggregation_strategy:
       "none"     every token by itself, with its own label
-      "simple"   neighbouring tokens of one type are joined; "B-" always begins a new entity
+      "simple"   neighbouring tokens of one type are joined as the labels' scheme has it (see `service.tags`)
       "first", "average", "max"    the same for whole words, which score as their first token, as
                  the mean of their tokens, or as the token with the highest score
     An entity scores the mean of what was joined. Raises ValueError for any other strategy.
@@ -142,8 +143,9 @@ def ner(
     best, peaks = scores.argmax(axis=1), scores.max(axis=1)
     if aggregation_strategy == "none":
         return _entities(text, [labels[label] for label in best], peaks, offsets)
-    runs = _Runs.of(_breaks(best, labels))
-    types = [labels[label].split("-", 1)[-1] for label in best[runs.firsts]]
+    joined = tags.scheme(labels)
+    runs = _Runs.of(joined.breaks(best))
+    types = [joined.types[label] for label in best[runs.firsts].tolist()]
     return _entities(text, types, runs.mean(peaks), runs.span(offsets))
 
 
@@ -152,7 +154,7 @@ def _entities(text: str, names: list[str], scores: Floats, offsets: Ints) -> lis
     return [
         Entity(name, score, text[start:end], start, end)
         for name, score, (start, end) in found
-        if name != "O"
+        if name != tags.OUTSIDE
     ]
 
 
@@ -188,15 +190,6 @@ _WORD_SCORES: dict[str, Callable[[Floats, _Runs], Floats]] = {
     "max": lambda scores, words: words.highest(scores),
 }
 AGGREGATION_STRATEGIES = ("none", "simple", *_WORD_SCORES)
-
-
-def _breaks(best: Ints, labels: Sequence[str]) -> NDArray[np.bool]:
-    """Whether an entity ends between each two neighbours; a label without prefix continues."""
-    types = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
-    begins = np.array([label.startswith("B-") for label in labels])[best[1:]]
-    kinds = np.array([types.index(name) for name in types])[best]
-    breaks: NDArray[np.bool] = begins | (kinds[1:] != kinds[:-1])
-    return breaks
 
 
 def _merge_windows(

@@ -15,6 +15,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from service.words import Places
+
 Truncate = bool | Literal["window"]
 
 
@@ -37,8 +39,9 @@ class Window:
 class Encoding(Window):
     """A window of one input, and where its tokens stand in the text.
 
-    offsets         [n, 2]  half-open code points in the text that the token came from; (0, 0) at special tokens
-    words           [n]     index of the token's word in its text; -1 at special tokens
+    offsets         [n, 2]  half-open code points in the text that the token came from, from the first character that is
+                            no space to the last; of width 0 if there is none; (0, 0) at special tokens
+    words           [n]     index of the token's word in its text (see `service.words`); -1 at special tokens
     sequence        [n]     0 for the first text, 1 for the second of a pair, -1 at special tokens
     """
 
@@ -180,6 +183,7 @@ class Encoder:
             raise ValueError("the tokenizer must carry neither truncation nor padding")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self._places = Places(tokenizer)
         self._single = _frame(tokenizer, "a")
         self._pair = _frame(tokenizer, "a", "b")
 
@@ -288,7 +292,14 @@ class Encoder:
     def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         _shorten(encodings, needed)
-        return [_tokens(encoding) for encoding in encodings]
+        tokens = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            own = _tokens(encoding)
+            if not self._places.are_known(text):
+                placed = self._places.find(text, own.ids, own.offsets, own.words)
+                own = _Tokens(own.ids, *placed)
+            tokens.append(own)
+        return tokens
 
     def _refuse(self, too_long: list[int], limits: str = "") -> None:
         if too_long:

@@ -19,19 +19,21 @@ from numpy.typing import NDArray
 from transformers.pipelines.token_classification import AggregationStrategy
 
 from service.decode import Answer, Entity
+from service.words import Places
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Names = Collection[str]
 
 # The differences of docs/compat.md that change an answer, by the task that they are of.
-WORDS = "words are the tokenizer's"
+WORDS = "words end where the text shows it"
+CLEAN = "spans begin and end with characters"
 CONTEXT = "windows are merged by context"
 ONE_SOFTMAX = "one softmax over all windows"
 EDGES = "words end where they do in the text"
 EMPTY = "tokens without text do not count"
-OF_NER = (WORDS, CONTEXT, EMPTY)
-OF_QA = (ONE_SOFTMAX, EDGES, EMPTY)
+OF_NER = (WORDS, CONTEXT, EMPTY, CLEAN)
+OF_QA = (ONE_SOFTMAX, EDGES, EMPTY, WORDS, CLEAN)
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -54,7 +56,7 @@ class Tagged(NamedTuple):
     """A text as the pipeline has read it, in one window or several that share some tokens.
 
     outputs: of its `forward`; tokens: of each window without the special ones, with the scores of all labels, the
-    number that each has in the text (`place`) and its word by the tokenizer's own account
+    number that each has in the text (`place`), and its word (`of`) and its start and end (`edges`) by `service.words`
     """
 
     text: str
@@ -66,13 +68,31 @@ def tag(pipeline: Any, text: str, stride: int | None) -> Tagged:
     """stride: None reads the beginning of a long text, as the pipeline does when nothing is said."""
     given, *_ = pipeline._sanitize_parameters(stride=stride)
     outputs = [as_lists(pipeline.forward(window)) for window in pipeline.preprocess(text, **given)]
-    words = pipeline.tokenizer(text, add_special_tokens=False).word_ids()
+    offsets, words = placed(pipeline.tokenizer, text)
     tokens, begin = [], 0
     for output in outputs:
         found = enumerate(gather(pipeline, text, output), begin)
-        tokens.append([{**one, "place": place, "of": words[place]} for place, one in found])
+        tokens.append(
+            [
+                {**one, "place": place, "of": words[place], "edges": offsets[place]}
+                for place, one in found
+            ]
+        )
         begin += len(tokens[-1]) - (stride or 0)
     return Tagged(text, outputs, tokens)
+
+
+def placed(tokenizer: Any, text: str) -> tuple[list[list[int]], list[int]]:
+    """Offsets and words of a text's tokens as Quartet finds them, from what the tokenizer returns."""
+    encoding = tokenizer(text, add_special_tokens=False).encodings[0]
+    own = np.array([-1 if word is None else word for word in encoding.word_ids], np.int32)
+    offsets, words = Places(tokenizer.backend_tokenizer).find(
+        text,
+        np.array(encoding.ids, np.int64),
+        np.array(encoding.offsets, np.int32).reshape(-1, 2),
+        own,
+    )
+    return offsets.tolist(), words.tolist()
 
 
 def as_lists(output: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +128,9 @@ def read_entities(pipeline: Any, tagged: Tagged, strategy: str, differences: Nam
     if CONTEXT in differences:
         windows = [by_context(windows)]
     if EMPTY in differences:
-        windows = [[one for one in window if one["start"] < one["end"]] for window in windows]
+        windows = [[one for one in window if is_wide(one)] for window in windows]
+    if CLEAN in differences:
+        windows = [[clean(one) for one in window] for window in windows]
     if WORDS in differences:
         windows = [by_words(window) for window in windows]
     aggregate = partial(pipeline.aggregate, aggregation_strategy=AggregationStrategy(strategy))
@@ -117,6 +139,17 @@ def read_entities(pipeline: Any, tagged: Tagged, strategy: str, differences: Nam
     if len(windows) > 1:
         found = pipeline.aggregate_overlapping_entities(found)
     return plain(tagged.text, found)
+
+
+def is_wide(token: dict[str, Any]) -> bool:
+    start, end = token["edges"]
+    return bool(start < end)
+
+
+def clean(token: dict[str, Any]) -> dict[str, Any]:
+    """A token without the spaces at its edges, and with the whole of the characters there."""
+    start, end = token["edges"]
+    return {**token, "start": start, "end": end} if is_wide(token) else token
 
 
 def by_context(windows: list[list[Any]]) -> list[Any]:
@@ -131,7 +164,7 @@ def by_context(windows: list[list[Any]]) -> list[Any]:
 
 
 def by_words(window: list[Any]) -> list[Any]:
-    """A token goes on with the one before it if the tokenizer's pre-tokenizer has left the two together."""
+    """A token goes on with the one before it if the two are of one word."""
     before = [None, *(token["of"] for token in window)]
     return [
         {**token, "is_subword": token["of"] == word}
@@ -160,6 +193,7 @@ class Window(NamedTuple):
 
     starts, ends [n] logits; offsets [n, 2], words [n] and places [n] of the tokens in the context
     whole [n, 2] their offsets where the context is not cut (the first token of a window may keep its blank)
+    clean [n, 2] and own [n] their offsets and words by `service.words`; None: no others
     """
 
     starts: Floats
@@ -168,9 +202,11 @@ class Window(NamedTuple):
     words: Ints
     places: Ints
     whole: Ints
+    clean: Ints | None = None
+    own: Ints | None = None
 
     def take(self, rows: Any) -> "Window":
-        return Window(*(column[rows] for column in self))
+        return Window(*(None if column is None else column[rows] for column in self))
 
 
 class Answerer(NamedTuple):
@@ -198,6 +234,7 @@ def ask(answerer: Answerer, question: str, context: str, stride: int) -> list[Wi
         return_offsets_mapping=True,
     )
     whole = answerer.tokenizer(context, add_special_tokens=False).encodings[0].offsets
+    clean, own = placed(answerer.tokenizer, context)
     windows, begin = [], 0
     for number, encoding in enumerate(encoded.encodings):
         names = answerer.tokenizer.model_input_names
@@ -213,6 +250,8 @@ def ask(answerer: Answerer, question: str, context: str, stride: int) -> list[Wi
                 np.array([-1, *(encoding.word_ids[row] for row in of_context)]),
                 begin + np.arange(-1, len(of_context)),
                 np.array([(0, 0), *whole[begin : begin + len(of_context)]]),
+                np.array([(0, 0), *clean[begin : begin + len(of_context)]]),
+                np.array([-1, *own[begin : begin + len(of_context)]]),
             )
         )
         begin += len(of_context) - stride
@@ -232,7 +271,13 @@ def read_answers(
     if EDGES in differences:
         windows = [w._replace(offsets=w.whole) for w in windows]
     if EMPTY in differences:
-        windows = [w.take([0, *np.flatnonzero(w.offsets[:, 0] < w.offsets[:, 1])]) for w in windows]
+        offsets = [w.offsets if w.clean is None else w.clean for w in windows]
+        rows = [[0, *np.flatnonzero(places[:, 0] < places[:, 1])] for places in offsets]
+        windows = [w.take(own) for w, own in zip(windows, rows, strict=True)]
+    if CLEAN in differences:
+        windows = [w if w.clean is None else w._replace(offsets=w.clean) for w in windows]
+    if WORDS in differences:
+        windows = [w if w.own is None else w._replace(words=w.own) for w in windows]
     count = 2 * top_k + 10
     spans, nulls = [], []
     for window, starts, ends in zip(windows, *probabilities(windows, differences), strict=True):

@@ -99,7 +99,7 @@ function hue(label) {
 }
 
 function entityMark(text, entity) {
-  const label = (entity.entity_group ?? entity.entity).replace(/^[BI]-/, "");
+  const label = entity.entity_group ?? entity.entity.replace(/^[BI]-/, "");
   const title = `${label}, score ${score(entity.score)}`;
   const value = node("span", { className: "entity-score" }, entity.score.toFixed(2));
   return node("mark", { className: `entity ${hue(label)}`, title, dataset: { label } },

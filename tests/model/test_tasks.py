@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model import tasks, tokenizer
+from model import evaluate, tasks, tokenizer
 from model.families import FAMILIES
 from model.heads import IGNORE_INDEX
 from model.rows import DataError, Question, Sentence, Similar, Text
@@ -190,6 +190,27 @@ def test_words_split_at_punctuation_are_inside_their_entity(encoder: Encoder) ->
     assert encoded.windows[0].words.max() == 3
     tags = [LABELS[label] for label in labels if label != IGNORE_INDEX]
     assert tags == ["B-LOC", "I-LOC", "I-LOC", "I-LOC"]
+
+
+def test_entities_in_the_scheme_of_the_head(encoder: Encoder) -> None:
+    """An entity of the data has the labels of the head's scheme: at its first token, its last, and between."""
+    row = sentence("U.S. b A c A", "B-LOC I-LOC I-LOC O B-LOC")
+    expected = {
+        "BIES": "B-LOC I-LOC I-LOC I-LOC I-LOC E-LOC O S-LOC",
+        "BILU": "B-LOC I-LOC I-LOC I-LOC I-LOC L-LOC O U-LOC",
+        "I": "I-LOC I-LOC I-LOC I-LOC I-LOC I-LOC O I-LOC",
+        "": "LOC LOC LOC LOC LOC LOC O LOC",
+    }
+    for positions, wanted in expected.items():
+        names = ["O", *(f"{position}-LOC" for position in positions)] if positions else ["O", "LOC"]
+        windows = encoder.texts([row.text])[0].windows
+        (labels,) = tasks.token_labels(row, windows, names)
+        assert [names[label] for label in labels if label != IGNORE_INDEX] == wanted.split()
+        tasks.check([row], Head(task="ner", labels=tuple(names)))
+        logits = np.eye(len(names), dtype=np.float32)[np.maximum(labels, 0)]
+        assert evaluate.word_tags(row, windows, [logits], names) == row.tags
+    with pytest.raises(DataError, match="'I-LOC' is none of the labels O, B-LOC"):
+        tasks.token_labels(row, encoder.texts([row.text])[0].windows, ["O", "B-LOC"])
 
 
 def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:

@@ -111,19 +111,20 @@ def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     found = differences(compare.ner(ask, folder / family, inputs.texts, MAX_LENGTH))
 
     assert 9 == len(found)
-    assert {pipelines.EMPTY} >= found["/ner none"] | found["/ner simple"]
+    assert {pipelines.EMPTY, pipelines.CLEAN} >= found["/ner none"] | found["/ner simple"]
     assert pipelines.CONTEXT in found["/ner simple, in windows"]
     assert pipelines.CONTEXT not in found["/ner max"]
 
 
 def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
-    """Within a window there is no difference."""
+    """Within a window only the edges of words and characters make a difference."""
     found = differences(compare.qa(ask, folder / family, inputs.questions, MAX_LENGTH))
     short = [(question, context[:200]) for question, context in inputs.questions]
     alone = differences(compare.qa(ask, folder / family, short, MAX_LENGTH))
 
     assert all(pipelines.ONE_SOFTMAX in names for names in found.values())
-    assert {pipelines.EMPTY} >= set().union(*alone.values())
+    of_edges = {pipelines.EMPTY, pipelines.CLEAN, pipelines.WORDS}
+    assert of_edges >= set().union(*alone.values())
 
 
 def test_pipelines_have_their_own_ways(folder: Path) -> None:
