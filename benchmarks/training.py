@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks import checks, machine
 from model import config, optim, tasks
-from model.bert import BERT
+from model.bert_names import BERT
 from model.corpus import Corpus, Ints
 from model.heads import Model
 from model.pretrain import Settings, Trainer

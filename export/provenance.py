@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model import lock
+from model import checksums
 from model.checkpoint import read_teachers
 from model.checkpoints.hub_download import commit_of, split_name
 
@@ -51,9 +51,11 @@ def _in_full(table: Any) -> Any:
     """A data set that is named by its `key` as the lock has it; another one as it is."""
     if not isinstance(table, Mapping) or "key" not in table:
         return table
-    key, known = str(table["key"]), lock.read_lock()
+    key, known = str(table["key"]), checksums.read_lock()
     if key not in known:
         raise ValueError(f"provenance.datasets: {key!r} is none of {', '.join(known)}")
     if said := sorted(set(table) - {"key", "used_for"}):
-        raise ValueError(f"provenance.datasets: {key}: model/{lock.LOCK.name} says its {said[0]}")
+        raise ValueError(
+            f"provenance.datasets: {key}: model/{checksums.LOCK.name} says its {said[0]}"
+        )
     return known[key].describe(table.get("used_for", "")).model_dump()

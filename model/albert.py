@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from model.bert import BERT, Bert, Layer
+from model.bert import Bert, Layer
 from model.bert import Embeddings as BertEmbeddings
+from model.bert_names import BERT
 from model.config import BertConfig
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded, attention
 from model.config import BertConfig
-from model.family import Family
 from model.pooling import first_tokens
 
 # The erf form is BERT's, the tanh form an approximation that some descendants kept (Hendrycks and Gimpel 2016).
@@ -184,42 +183,3 @@ class NextSentence(nn.Module):
 
     def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
         return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]
-
-
-# The names that the hub has for these parts.
-TRUNK = {
-    r"embeddings\.word": ["embeddings.word_embeddings"],
-    r"embeddings\.position": ["embeddings.position_embeddings"],
-    r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
-    r"embeddings\.norm": ["embeddings.LayerNorm"],
-    r"layers\.(\d+)\.attention\.qkv": [
-        r"encoder.layer.\1.attention.self.query",
-        r"encoder.layer.\1.attention.self.key",
-        r"encoder.layer.\1.attention.self.value",
-    ],
-    r"layers\.(\d+)\.attention\.output": [r"encoder.layer.\1.attention.output.dense"],
-    r"layers\.(\d+)\.attention_norm": [r"encoder.layer.\1.attention.output.LayerNorm"],
-    r"layers\.(\d+)\.feed_forward\.up": [r"encoder.layer.\1.intermediate.dense"],
-    r"layers\.(\d+)\.feed_forward\.down": [r"encoder.layer.\1.output.dense"],
-    r"layers\.(\d+)\.feed_forward_norm": [r"encoder.layer.\1.output.LayerNorm"],
-    r"pooler\.dense": ["pooler.dense"],
-}
-BERT = Family(
-    config=BertConfig,
-    encoder=Bert,
-    architecture="Bert",
-    prefix="bert.",
-    trunk=TRUNK,
-    heads={
-        "classification": {"pooler.dense": "bert.pooler.dense", "classifier": "classifier"},
-        "ner": {"classifier": "classifier"},
-        "qa": {"qa_outputs": "qa_outputs"},
-    },
-    objectives={
-        "masked_lm": "cls.predictions",
-        "masked_lm.dense": "cls.predictions.transform.dense",
-        "masked_lm.norm": "cls.predictions.transform.LayerNorm",
-        "next_sentence.pooler.dense": "bert.pooler.dense",
-        "next_sentence.classifier": "cls.seq_relationship",
-    },
-)

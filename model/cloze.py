@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model import lock
+from model import checksums
 from model.corpus import documents, sentences
 
 PASSAGE = (50, 200)  # words
@@ -290,7 +290,7 @@ def main() -> None:
             parser.error(f"--{name}: {getattr(args, name)} is not from 0 to 1")
     try:
         for path in args.files:
-            lock.check(path)
+            checksums.check(path)
         made = make(args.files, args.questions, args.seed, args.named, args.lost)
         squad = as_squad(made)
     except (OSError, ValueError) as error:

@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from model import lock
-from model.lock import DataError
+from model import checksums
+from model.checksums import DataError
 
 Ints = NDArray[np.int64]
 
@@ -139,8 +139,8 @@ def load(files: list[Path], tokenizer_file: Path, cache: Path) -> Corpus:
     key = hashlib.sha256(tokenizer_file.read_bytes())
     key.update(f"sentences {VERSION}".encode())
     for path in files:
-        lock.check(path)
-        key.update(bytes.fromhex(lock.hash_file(path)))
+        checksums.check(path)
+        key.update(bytes.fromhex(checksums.hash_file(path)))
     kept = cache / f"corpus-{key.hexdigest()[:16]}.npz"
     if not kept.is_file():
         corpus = build(files, tokenizers.Tokenizer.from_file(str(tokenizer_file)))

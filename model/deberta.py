@@ -26,7 +26,8 @@ from model.attention import (
     real_slots,
     to_slots,
 )
-from model.bert import BERT, Bert, Layer
+from model.bert import Bert, Layer
+from model.bert_names import BERT
 from model.config import BertConfig
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}

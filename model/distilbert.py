@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.bert import BERT, Bert
+from model.bert import Bert
+from model.bert_names import BERT
 from model.config import BertConfig
 
 

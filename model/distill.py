@@ -15,7 +15,18 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import checkpoint, config, corpus, finetune, optim, pretrain, source, tasks, teach
+from model import (
+    checkpoint,
+    config,
+    corpus,
+    finetune,
+    optim,
+    pretrain,
+    settings_checks,
+    source,
+    tasks,
+    teach,
+)
 from model.corpus import Corpus
 from model.families import FAMILIES, family_of
 from model.heads import Model
@@ -65,11 +76,11 @@ class Settings(finetune.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        optim.check_counts(self, "corpus_batch_size")
-        optim.check_choice("unit", self.unit, UNITS)
-        optim.check_choice("distance", self.distance, teach.DISTANCES)
+        settings_checks.check_counts(self, "corpus_batch_size")
+        settings_checks.check_choice("unit", self.unit, UNITS)
+        settings_checks.check_choice("distance", self.distance, teach.DISTANCES)
         for name, weight in self.losses.items():
-            optim.check_choice("losses", name, teach.LOSSES)
+            settings_checks.check_choice("losses", name, teach.LOSSES)
             if weight < 0:
                 raise ValueError(f"losses: {name} counts {weight}, which is below 0")
         if not any(self.losses.values()):
@@ -91,7 +102,7 @@ class Settings(finetune.Settings):
         fresh = ("preset", "family", "shape", "max_position_embeddings", "tokenizer")
         of_fresh = [n for n in fresh if getattr(self, n)]
         if self.preset:
-            optim.check_choice("preset", self.preset, config.PRESETS)
+            settings_checks.check_choice("preset", self.preset, config.PRESETS)
             if of_layers:
                 raise ValueError(f"preset: a fresh student, of which {of_layers[0]} says nothing")
         elif of_fresh:
@@ -99,7 +110,7 @@ class Settings(finetune.Settings):
         if self.layers and self.num_layers:
             raise ValueError("layers and num_layers: one of them says it")
         if self.family:
-            optim.check_choice("family", self.family, FAMILIES)
+            settings_checks.check_choice("family", self.family, FAMILIES)
 
     def counts(self, *names: str) -> bool:
         """Does any of these losses count?"""

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import ACTIVATIONS, BERT, Bert, MaskedLM
+from model.bert import ACTIVATIONS, Bert, MaskedLM
 from model.bert import Embeddings as BertEmbeddings
+from model.bert_names import BERT
 from model.config import BertConfig
 from model.roberta import ROBERTA
 

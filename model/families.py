@@ -1,7 +1,7 @@
 """The families of encoders that are written here: a row each."""
 
 from model.albert import ALBERT
-from model.bert import BERT
+from model.bert_names import BERT
 from model.config import BertConfig
 from model.deberta import DEBERTA, DEBERTA_V2
 from model.distilbert import DISTILBERT

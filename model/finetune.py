@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import checkpoint, config, evaluate, optim, tasks, teach
+from model import checkpoint, config, evaluate, optim, settings_checks, tasks, teach
 from model.heads import Model
 from model.matching import begin_matching
 from model.run import Run, command
@@ -67,17 +67,17 @@ class Settings:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        optim.check_types(self)
+        settings_checks.check_types(self)
         if not 0 <= self.hold <= 1:
             raise ValueError(f"hold: {self.hold} is not from 0 to 1")
         self.check_start()
-        optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
-        optim.check_choice("precision", self.precision, optim.PRECISIONS)
+        settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
+        settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0")
-        optim.check_counts(self, "eval_every", "save_every")
+        settings_checks.check_counts(self, "eval_every", "save_every")
         if self.only:
-            optim.check_choice("only", self.only, self.heads)
+            settings_checks.check_choice("only", self.only, self.heads)
             self.heads = {self.only: self.heads[self.only]}
         self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
 
@@ -89,7 +89,7 @@ class Settings:
             raise ValueError("tokenizer: what it begins from has its own")
         if self.keep_heads and not self.init_from:
             raise ValueError("keep_heads: there is no checkpoint to begin from")
-        optim.check_choice("preset", self.preset, config.PRESETS)
+        settings_checks.check_choice("preset", self.preset, config.PRESETS)
 
 
 def read_head(name: str, table: dict[str, Any]) -> tasks.HeadSettings:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.lock import DataError
+from model.checksums import DataError
 
 PREFIX = "hub:"
 UNLABELLED = object()

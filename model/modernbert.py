@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded, attention, count_slots
-from model.bert import ACTIVATIONS, BERT
+from model.bert import ACTIVATIONS
+from model.bert_names import BERT
 from model.config import BertConfig
 from model.pooling import first_tokens, mean_tokens
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from model.attention import Layout, Padded
-from model.bert import BERT, Bert, Layer
+from model.bert import Bert, Layer
+from model.bert_names import BERT
 from model.config import BertConfig
 from model.modernbert import FeedForward, Rotation, SelfAttention, read_theta, rotation
 

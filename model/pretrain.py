@@ -19,8 +19,8 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from model import checkpoint, config, corpus, optim, samples
-from model.bert import BERT
+from model import checkpoint, config, corpus, optim, samples, settings_checks
+from model.bert_names import BERT
 from model.checkpoints.tokenizer_files import has_tokenizer
 from model.families import FAMILIES, family_of
 from model.family import Family
@@ -73,16 +73,16 @@ class Settings:
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
-        optim.check_types(self)
+        settings_checks.check_types(self)
         if not 0 <= self.hold <= 1:
             raise ValueError(f"hold: {self.hold} is not from 0 to 1")
-        optim.check_counts(self, "steps", "batch_tokens", "eval_every", "save_every")
-        optim.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
-        optim.check_choice("precision", self.precision, optim.PRECISIONS)
-        optim.check_choice("compile", self.compile, ("auto", "yes", "no"))
-        optim.check_choice("preset", self.preset, config.PRESETS)
+        settings_checks.check_counts(self, "steps", "batch_tokens", "eval_every", "save_every")
+        settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
+        settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
+        settings_checks.check_choice("compile", self.compile, ("auto", "yes", "no"))
+        settings_checks.check_choice("preset", self.preset, config.PRESETS)
         if self.family:
-            optim.check_choice("family", self.family, FAMILIES)
+            settings_checks.check_choice("family", self.family, FAMILIES)
         for name in ("mask_rate", "final_mask_rate"):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < 1:

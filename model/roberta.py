@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from model.bert import BERT, Bert
+from model.bert import Bert
 from model.bert import Embeddings as BertEmbeddings
+from model.bert_names import BERT
 from model.config import BertConfig
 
 

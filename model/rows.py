@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model import hub, lock
+from model import checksums, hub
+from model.checksums import DataError
 from model.corpus import read_lines
-from model.lock import DataError
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
 TAG = re.compile(r"O|[BI]-.+")
@@ -98,7 +98,7 @@ def read(source: str | Path, task: str, problem_type: str | None = None) -> list
     if named:
         records = hub.records(str(source), task, numbers=problem_type == "regression")
     else:
-        lock.check(path)
+        checksums.check(path)
         records = _records(path)
     match task:
         case "classification":

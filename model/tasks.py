@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import Layout
 from model.heads import IGNORE_INDEX, Inputs
-from model.optim import check_choice, check_counts, check_types
 from model.rows import DataError, Question, Sentence, Text
 from model.rows import read as read_rows
+from model.settings_checks import check_choice, check_counts, check_types
 from service import bundle, packing, tags
 from service.encode import Encoded, Encoder, Encoding, Window
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model import lock
-from model.bert import BERT
+from model import checksums
+from model.bert_names import BERT
 from model.families import FAMILIES
 from model.family import Family
 
@@ -148,7 +148,7 @@ def main() -> None:
     paragraphs = (paragraph for document in documents(arguments.files) for paragraph in document)
     try:
         for file in arguments.files:
-            lock.check(file)
+            checksums.check(file)
         tokenizer = train(
             paragraphs, arguments.vocab_size, not arguments.cased, FAMILIES[arguments.family]
         )

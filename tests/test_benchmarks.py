@@ -21,7 +21,7 @@ from benchmarks.limit import flops_per_token
 from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
 from benchmarks.servers import NOOP, Running
 from benchmarks.traffic import MIXES, NEWS, texts
-from model import lock
+from model import checksums
 from service import bundle
 from service.encode import Encoder
 from tests import samples
@@ -341,8 +341,8 @@ def test_runs_side_by_side() -> None:
 @pytest.mark.slow
 def test_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family is pretrained, judged and fine-tuned; asked again it knows, and it is told in a table and a picture."""
-    monkeypatch.setattr(lock, "LOCK", tmp_path / "datasets.toml")
-    lock.LOCK.touch()  # or these files would have to be those that have their names
+    monkeypatch.setattr(checksums, "LOCK", tmp_path / "datasets.toml")
+    checksums.LOCK.touch()  # or these files would have to be those that have their names
     data = tmp_path / "data"
     for name in ("pretrain", "classification/sst2", "classification/ag_news"):
         (data / name).mkdir(parents=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import model
 from model import checkpoint, names
-from model.bert import BERT, Bert
+from model.bert import Bert
+from model.bert_names import BERT
 from model.config import BertConfig, preset
 from model.training.capture import capture
 from service import packing

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import checkpoint, names
-from model.bert import BERT, Bert
+from model.bert import Bert
+from model.bert_names import BERT
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.heads import Model, Pretraining
 from model.names import CheckpointError

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from model import corpus, tokenizer
+from model.checksums import DataError
 from model.corpus import Corpus, sentences
 from model.families import FAMILIES
-from model.lock import DataError
 
 
 class TestSentences:

@@ -11,7 +11,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from model import hub, rows
-from model.lock import DataError
+from model.checksums import DataError
 from model.rows import Question, Similar, Text
 
 STRING, FLOAT = Value("string"), Value("float32")

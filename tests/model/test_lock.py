@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model import corpus, lock, rows, tokenizer
-from model.lock import DataError
+from model import checksums, corpus, lock, rows, tokenizer
+from model.checksums import DataError
 from model.run import read_config
 from service import bundle
 
@@ -26,7 +26,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"# A comment.\n[made-up]\n{KIND}\n[made-up.files]\n"
         f'"made/up.jsonl" = "{bundle.hash_file(file)}"\n"made/other.jsonl" = "{"0" * 64}"\n'
     )
-    monkeypatch.setattr(lock, "LOCK", tmp_path / "lock.toml")
+    monkeypatch.setattr(checksums, "LOCK", tmp_path / "lock.toml")
     return tmp_path / "data"
 
 
@@ -78,7 +78,7 @@ def test_the_path_counts_wherever_one_stands(
     (data / "made/up.jsonl").write_text("changed")
     monkeypatch.chdir(data.parent / where)
     with pytest.raises(DataError, match="Made up"):
-        lock.check((data / "made/up.jsonl").relative_to(Path.cwd()))
+        checksums.check((data / "made/up.jsonl").relative_to(Path.cwd()))
 
 
 @pytest.mark.parametrize("name", ["made/another.jsonl", "up.jsonl", "unmade/up.jsonl"])
@@ -97,9 +97,9 @@ def test_a_file_is_hashed_once_until_it_is_changed(
 ) -> None:
     file, hashed, real = data / "made/up.jsonl", [], bundle.hash_file
     monkeypatch.setattr(bundle, "hash_file", lambda path: hashed.append(path) or real(path))
-    before = [lock.hash_file(file), lock.hash_file(file)]
+    before = [checksums.hash_file(file), checksums.hash_file(file)]
     file.write_text("longer than it was before, whatever the clock says")
-    after = lock.hash_file(file)
+    after = checksums.hash_file(file)
     assert (2, [before[0]] * 2, True) == (len(hashed), before, after != before[0])
 
 
@@ -121,13 +121,13 @@ def test_a_folder_is_compared(
 @pytest.mark.parametrize("was", ["", "1" * 64])
 def test_update_locks_what_is_there(data: Path, was: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All else in the lock stays, what is missing too."""
-    before = lock.LOCK.read_text().replace(bundle.hash_file(data / "made/up.jsonl"), was)
-    lock.LOCK.write_text(before)
+    before = checksums.LOCK.read_text().replace(bundle.hash_file(data / "made/up.jsonl"), was)
+    checksums.LOCK.write_text(before)
     (data / "made/up.jsonl").write_text("changed")
     run(monkeypatch, data, "--update")
     now = bundle.hash_file(data / "made/up.jsonl")
-    assert before.replace(f'"{was}"', f'"{now}"') == lock.LOCK.read_text()
-    lock.check(data / "made/up.jsonl")
+    assert before.replace(f'"{was}"', f'"{now}"') == checksums.LOCK.read_text()
+    checksums.check(data / "made/up.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_update_locks_what_is_there(data: Path, was: str, monkeypatch: pytest.Mo
 def test_what_is_wrong_in_the_lock_is_named(
     data: Path, change: tuple[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock.LOCK.write_text(lock.LOCK.read_text().replace(*change))
+    checksums.LOCK.write_text(checksums.LOCK.read_text().replace(*change))
     with pytest.raises(SystemExit, match=f"lock.toml: .*(?s:.*){reason}"):
         run(monkeypatch, data)
 
@@ -174,12 +174,12 @@ def named() -> dict[str, set[str]]:
 @pytest.mark.parametrize("reader", named())
 def test_all_that_is_read_is_locked(reader: str) -> None:
     """Every file that a config or benchmark names is a data set's, so that its terms are known."""
-    files = [file for locked in lock.read_lock().values() for file in locked.files]
+    files = [file for locked in checksums.read_lock().values() for file in locked.files]
     assert [] == [n for n in named()[reader] if not any(file.startswith(n) for file in files)]
 
 
 def test_a_file_belongs_to_one_data_set() -> None:
-    locked = lock.read_lock().values()
+    locked = checksums.read_lock().values()
     files = [file for data_set in locked for file in data_set.files]
     assert len(files) == len(set(files)) > 50
     assert all(data_set.files and data_set.rows for data_set in locked)

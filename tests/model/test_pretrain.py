@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from model import corpus, optim, pretrain, samples
-from model.bert import BERT
+from model.bert_names import BERT
 from model.heads import Pretraining
 from model.samples import Batch, Sampler, Specials
 from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps

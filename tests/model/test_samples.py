@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model import corpus, samples, tokenizer
-from model.bert import BERT
+from model.bert_names import BERT
 from model.corpus import Corpus
 from model.families import FAMILIES
 from model.family import Family, Pairs
