@@ -295,7 +295,7 @@ class Settings(BaseSettings):
 def is_link(variable: str, value: str) -> bool:
     """Whether Kubernetes sets this variable for a Service named `quartet` or `quartet-...`, as it does in each pod.
 
-    `QUARTET_PORT` and `QUARTET_METRICS_PORT` are settings, too, and are told from these by their value.
+    `QUARTET_PORT` and `QUARTET_METRICS_PORT` are settings unless their value is an address.
     """
     name = variable.upper()
     if not is_ours(name):

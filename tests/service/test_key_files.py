@@ -45,7 +45,7 @@ async def watched(**flags: str) -> AsyncIterator[list[Keys]]:
 
 
 async def until(changes: list[Keys], number: int) -> list[str]:
-    """Wait for so many changes; returns the names of the last."""
+    """Wait for a number of changes; returns the names of the last."""
     async with asyncio.timeout(30):
         while len(changes) < number:
             await asyncio.sleep(0.001)
@@ -53,7 +53,7 @@ async def until(changes: list[Keys], number: int) -> list[str]:
 
 
 async def test_a_file_that_is_written_again(lines: list[EventDict]) -> None:
-    """The keys in it replace those of before, and the log has their names."""
+    """The keys in it replace the previous ones, and the log has their names."""
     Path("keys.toml").write_text(records(a="1", b="2", c="3"))
     async with watched(api_keys="keys.toml") as changes:
         Path("keys.toml").write_text(records(a="1", b="4", d="5"))

@@ -53,7 +53,7 @@ def close(*pairs: tuple[Child, Orders]) -> None:
 def test_a_process_that_cannot_be_started_again_ends_the_service(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[EventDict]
 ) -> None:
-    """After so many starts in a row of which none served, the service ends, for its supervisor to see."""
+    """After a number of failed starts in a row the service ends, for its supervisor to see."""
     monkeypatch.setattr(processes, "FAILED_STARTS", 2)
     main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
     main._served.add("inference")  # once, long ago

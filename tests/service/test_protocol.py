@@ -187,7 +187,7 @@ async def test_lines_for_an_old_client(listen: Listen, more: bytes) -> None:
 async def test_an_old_client_is_answered(
     listen: Listen, method: str, path: str, status: int, more: bytes
 ) -> None:
-    """An answer of known length to HTTP/1.0 has that length, and closes the connection, whatever is asked for."""
+    """An answer of known length to HTTP/1.0 has that length, and closes the connection."""
     async with listen() as server, server.client() as client:
         client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
         head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
