@@ -189,7 +189,7 @@ def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Rep
     heads = source.model.described
     announce(asked, source.folder, heads, encoder)
     if unread := unread_settings(source.folder):
-        print(f"settings that no library reads, and Quartet neither: {unread}")
+        print(f"settings that neither Quartet nor the reference library reads: {unread}")
     write_graphs(source, folder, asked.precisions)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = _describe(
