@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 from onnx import TensorProto
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from export import emulate
@@ -257,7 +259,7 @@ def test_heads(case: Case, task: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, logits, **TOLERANCE)
 
     tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
     checkpoint.save_head(tmp_path / "ours", model, task, tokenizer)
     again = TASKS[task].from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
@@ -272,7 +274,7 @@ def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: 
     torch.manual_seed(0)
     config = family_config(CASES[model_type])
     model = perturb(Model(config, {task: Head(task=task)}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     checkpoint.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
     again = checkpoint.load_model(tmp_path / "ours").eval()
     packed = ours(sample(CASES[model_type]))
@@ -295,7 +297,7 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
     model = Model(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     checkpoint.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
     again = checkpoint.load_model(tmp_path / "ours")
     assert again.config == config
@@ -334,7 +336,7 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
     tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
     checkpoint.save_pretraining(tmp_path / "ours", model, tokenizer)
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
@@ -383,7 +385,7 @@ def test_pretraining(case: Case, tmp_path: Path) -> None:
     perturb(auto.from_config(case.config())).save_pretrained(tmp_path / "theirs")
     model = make_pretraining(family_config(case), next_sentence=family.pairs is not None)
     checkpoint.init_pretraining(model, tmp_path / "theirs")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
@@ -424,7 +426,7 @@ def test_replaced_tokens(name: str, tmp_path: Path) -> None:
     peer.save_pretrained(tmp_path / "theirs")
     other.save_pretrained(tmp_path / "theirs" / "generator")
     checkpoint.init_pretraining(model, tmp_path / "theirs")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
@@ -468,7 +470,7 @@ def test_what_electra_shares(tmp_path: Path) -> None:
     assert own.position is shared.position
     assert own.project is not shared.project
     assert model.generator.config.hidden_size == 8  # one head of four
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
     other = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
     checkpoint.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")

@@ -488,7 +488,7 @@ REFUSED_TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         "tokenizer.json cannot be read: ",
     ),
     "more tokens than the model": (
-        lambda f: (f / "vocab.txt").write_text("\n".join(map(str, range(9000)))),
+        lambda f: (f / "vocab.txt").write_text("\n".join([*VOCABULARY, *map(str, range(9000))])),
         "tokens, the model ",
     ),
 }
