@@ -106,4 +106,8 @@ def _terms(manifest: Manifest) -> str:
         f"Weights: {manifest.weights_license}. The data sets have terms of their own, above.\n\n"
         f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
     )
+    by_head = manifest.provenance.commercial_use_by_head(manifest.heads)
+    if len(set(by_head.values())) > 1:
+        rows = [[f"`{head}`", use] for head, use in by_head.items()]
+        told += f"\n\n{_table(['head', 'commercial use, by the terms of its own data'], rows)}"
     return _section("Terms", told)

@@ -6,10 +6,11 @@ how a bundle is made or served.
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,10 +153,30 @@ class Provenance(_Record):
     @property
     def commercial_use(self) -> str:
         """Whether the terms of all data sets allow it, in a line: "yes", or the worst answer and whose it is."""
-        for answer in ("no", "unclear"):
-            if names := [data.name for data in self.datasets if data.commercial_use == answer]:
-                return f"{answer}: {'; '.join(names)}"
-        return "yes" if self.datasets else "unclear: no data set is named"
+        return _commercial_use(self.datasets)
+
+    def commercial_use_by_head(self, heads: Collection[str]) -> dict[str, str]:
+        """Summarize, for each head, the terms of the data sets that it was trained on, as `commercial_use` does.
+
+        A data set belongs to the heads that its `used_for` names, and to all heads if it names none.
+        """
+        words = [set(re.findall(r"\w(?:[\w.-]*\w)?", data.used_for)) for data in self.datasets]
+        return {
+            head: _commercial_use(
+                data
+                for data, named in zip(self.datasets, words, strict=True)
+                if head in named or not named & set(heads)
+            )
+            for head in heads
+        }
+
+
+def _commercial_use(datasets: Iterable[DataSet]) -> str:
+    known = list(datasets)
+    for answer in ("no", "unclear"):
+        if names := [data.name for data in known if data.commercial_use == answer]:
+            return f"{answer}: {'; '.join(names)}"
+    return "yes" if known else "unclear: no data set is named"
 
 
 class Manifest(_Record):

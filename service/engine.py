@@ -459,6 +459,7 @@ class Engine:
             "metrics": manifest.metrics,
             "weights_license": manifest.weights_license,
             "commercial_use": manifest.provenance.commercial_use,
+            "commercial_use_by_head": manifest.provenance.commercial_use_by_head(manifest.heads),
             "datasets": [data.model_dump() for data in manifest.provenance.datasets],
         }
 

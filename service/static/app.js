@@ -344,10 +344,17 @@ function describe({ precision, provider, max_length: length }) {
   return [precision, device, length && `${length} tokens`].filter(Boolean).join(" · ");
 }
 
-function terms({ commercial_use: use }) {
+function terms({ commercial_use: use, commercial_use_by_head: byHead = {} }) {
   if (!use) return [];
   const [answer, names] = use.split(/: (.*)/s);
-  return ["Commercial use, by its data’s terms: ", node("strong", {}, answer), ...(names ? [` (${names})`] : [])];
+  const answers = Object.entries(byHead).map(([head, each]) => [head, each.split(":")[0]]);
+  const differ = new Set(answers.map(([, each]) => each)).size > 1;
+  return [
+    "Commercial use, by its data’s terms: ",
+    node("strong", {}, answer),
+    ...(names ? [` (${names})`] : []),
+    ...(differ ? [`; by head: ${answers.map((pair) => pair.join(" ")).join(", ")}`] : []),
+  ];
 }
 
 async function loadModels(panels) {

@@ -257,18 +257,24 @@ def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("use", "shown"),
+    ("use", "by_head", "shown"),
     [
-        ("yes", "Commercial use, by its data’s terms: yes"),
-        ("no: A: a part; B", "Commercial use, by its data’s terms: no (A: a part; B)"),
+        ("yes", {"a": "yes", "b": "yes"}, "Commercial use, by its data’s terms: yes"),
+        ("no: A: a part; B", {}, "Commercial use, by its data’s terms: no (A: a part; B)"),
+        (
+            "no: A",
+            {"a": "no: A", "b": "yes"},
+            "Commercial use, by its data’s terms: no (A); by head: a no, b yes",
+        ),
     ],
 )
 def test_terms_of_the_data_are_shown(
-    browser: Browser, server_url: str, use: str, shown: str
+    browser: Browser, server_url: str, use: str, by_head: dict[str, str], shown: str
 ) -> None:
     """Whether the data of the model that is asked may be used commercially, and if not, which may not."""
     page = browser.new_page()
-    others = [{"id": "b@1", "commercial_use": use}, {"id": "c@1"}]
+    terms = {"commercial_use": use, "commercial_use_by_head": by_head}
+    others = [{"id": "b@1", **terms}, {"id": "c@1"}]
     answer_with(page, "models", json={"models": [{"id": "a@1"}, *others]})
     page.goto(server_url)
     expect(page.locator("#model")).to_be_enabled()

@@ -244,6 +244,19 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
         assert told in card
 
 
+def test_terms_of_each_head_are_on_the_card(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path
+) -> None:
+    """Where they differ, a table says which head may be used for what."""
+    told = PROVENANCE.replace('used_for = "nothing either"', 'used_for = "entities"')
+    assert told != PROVENANCE
+    (tmp_path / "told.toml").write_text(told)
+    assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
+    card = (out / "README.md").read_text()
+    assert "| `sentiment` | yes |\n" in card
+    assert "| `entities` | no: CoNLL-2003 English |\n" in card
+
+
 TAUGHT = '{"teachers": ["a large model", "another"]}'
 
 

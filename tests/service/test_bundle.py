@@ -627,3 +627,24 @@ def test_data_sets_allow_together_what_the_least_allows(
         for number, answer in enumerate(answers)
     ]
     assert told == bundle.Provenance(datasets=tuple(sets)).commercial_use
+
+
+def test_each_head_has_the_terms_of_its_own_data() -> None:
+    """A data set belongs to the heads that it was used for; one that names none was used for all."""
+    sets = [
+        bundle.DataSet(name=name, origin="here", terms="some", commercial_use=answer, used_for=used)
+        for name, answer, used in (
+            ("text", "yes", "pretraining"),
+            ("films", "unclear", "sentiment, tokenizer"),
+            ("news", "no", "topic and sentiments"),
+        )
+    ]
+    provenance = bundle.Provenance(datasets=tuple(sets))
+    assert provenance.commercial_use_by_head(["sentiment", "topic", "answers"]) == {
+        "sentiment": "unclear: films",
+        "topic": "no: news",
+        "answers": "yes",
+    }
+    assert bundle.Provenance().commercial_use_by_head(["topic"]) == {
+        "topic": "unclear: no data set is named"
+    }

@@ -563,6 +563,7 @@ async def test_description(tiny: Engine) -> None:
     )
     assert ["sentiment", "topics", "entities", "answers", "embeddings"] == [*told["heads"]]
     assert "unclear: no data set is named" == told["commercial_use"]
+    assert dict.fromkeys(told["heads"], told["commercial_use"]) == told["commercial_use_by_head"]
     assert tiny.fingerprint.startswith(f"{tiny.sha256[:12]};precision=fp32;provider=CPU")
 
 
