@@ -68,7 +68,7 @@ bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, s
 	@$(RUN) -m benchmarks.goals $(ARGS)
 
 bench-faults: $(VENV)/.test ## Overload Quartet and a peer, kill and stop them, and send them what is bad (half an hour)
-	@$(RUN) -m benchmarks.underfire $(ARGS)
+	@$(RUN) -m benchmarks.faults.run_faults $(ARGS)
 
 bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
 	@$(RUN) -m benchmarks.limit $(ARGS)
@@ -85,10 +85,10 @@ bench-gpu: ## Measure what a GPU allows and how much of it is reached, in an env
 	@.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-train: $(VENV)/.test ## Measure pretraining and fine-tuning beside transformers, step by step (some minutes)
-	@$(RUN) -m benchmarks.training $(ARGS)
+	@$(RUN) -m benchmarks.training.step_speed $(ARGS)
 
 bench-pretraining: $(VENV)/.test ## Pretrain four families under one budget, and fine-tune each (some hours of one core)
-	@$(RUN) -m benchmarks.pretraining $(ARGS)
+	@$(RUN) -m benchmarks.training.pretraining $(ARGS)
 
 tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and print what to set
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)

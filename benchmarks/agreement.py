@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from benchmarks import models, servers
-from benchmarks.environments import Unavailable
-from benchmarks.servers import Entities, Scores, Server, Vector
+from benchmarks.lib import models, servers
+from benchmarks.lib.environments import Unavailable
+from benchmarks.lib.servers import Entities, Scores, Server, Vector
 
 AT_ONCE = 8
 TASKS = ("embed", "classify", "ner")

@@ -5,9 +5,9 @@
 The same weights (MiniLM, by default) are served by six servers, in interleaved rounds: the packed fp32 graph, the same
 without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs once more with HTTP and
 inference in one process. Among them, and as often, are measured the bare packed sessions of both precisions: no HTTP,
-the same texts in sorted batches (`benchmarks/bare.py`). With `--beside-noop` a server that does nothing answers as many
-requests meanwhile as the service does, so that both pay for asking and for sockets. After 32 connections each server is
-offered 80 % of what it then answered, at random moments.
+the same texts in sorted batches (`benchmarks/lib/onnxruntime_baseline.py`). With `--beside-noop` a server that does
+nothing answers as many requests meanwhile as the service does, so that both pay for asking and for sockets. After 32
+connections each server is offered 80 % of what it then answered, at random moments.
 """
 
 import argparse
@@ -22,10 +22,19 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import bare, checks, limit, machine, models, rounds, servers, traffic
-from benchmarks.checks import Check
-from benchmarks.servers import Server
-from service import bundle
+from benchmarks import limit
+from benchmarks.lib import (
+    goal_checks,
+    machine,
+    models,
+    onnxruntime_baseline,
+    rounds,
+    servers,
+    traffic,
+)
+from benchmarks.lib.goal_checks import Check
+from benchmarks.lib.servers import Server
+from service.core import bundle
 
 CONNECTIONS = (1, 8, 32, 128, 256)
 CALM = 0.8  # of its capacity is what a server is offered in the open loop
@@ -86,7 +95,7 @@ def main() -> None:
     rows = rounds.summaries(tested)
     wanted = [*goals(tested, given.connections, described["flags"])]
     rounds.show(rows)
-    checks.show(wanted)
+    goal_checks.show(wanted)
     results = {
         "machine": described,
         "cores": given.cores,
@@ -111,33 +120,35 @@ def goals(
     tested: Sequence[rounds.Tested], connections: Sequence[int], flags: Sequence[str]
 ) -> Iterator[Check]:
     """What is wanted of the service, with what was found."""
-    named = checks.by_name(tested)
+    named = goal_checks.by_name(tested)
     fp32, int8, alone = (named(name) for name in ("packed fp32", "packed int8", "one by one fp32"))
     beside = {precision: named(f"bare {precision}") for precision in OF_BARE}
     for one, precision in ((fp32, "fp32"), (int8, "int8")):
         for load in sorted({32, 128} & {*connections}):
             what = f"{precision}: of the bare session, at {load} connections"
-            yield Check(what, checks.ratios(one, beside[precision], load), OF_BARE[precision])
+            yield Check(what, goal_checks.ratios(one, beside[precision], load), OF_BARE[precision])
         if 1 in connections:
             what = f"{precision}: p50 beyond the bare session's, 1 connection"
-            added = checks.added_ms(one, beside[precision])
+            added = goal_checks.added_ms(one, beside[precision])
             yield Check(what, added, ADDED_MS, at_most=True, unit="ms")
     faster = max([times for flag, times in INT8.items() if flag in flags], default=1.0)
     for load in sorted({32, 128} & {*connections}):
         yield Check(
-            f"int8: times fp32, at {load} connections", checks.ratios(int8, fp32, load), faster
+            f"int8: times fp32, at {load} connections", goal_checks.ratios(int8, fp32, load), faster
         )
     for load in connections:
         what = f"batching: times the rate without, at {load} connections"
-        yield Check(what, checks.ratios(fp32, alone, load), 1.0)
+        yield Check(what, goal_checks.ratios(fp32, alone, load), 1.0)
     many = [load for load in sorted(connections) if load >= 8]
     for one, precision in ((fp32, "fp32"), (int8, "int8")):
         if len(many) > 1:
             what = f"{precision}: throughput kept with more connections"
-            yield Check(what, checks.least_kept(one, beside[precision], many), KEPT)
+            yield Check(what, goal_checks.least_kept(one, beside[precision], many), KEPT)
             what = f"{precision}: p99's growth by that of connections"
-            yield Check(what, checks.tail_growth(one, beside[precision], many), 1.0, at_most=True)
-        calm = checks.calm_tail(one, f"{CALM:.0%}")
+            yield Check(
+                what, goal_checks.tail_growth(one, beside[precision], many), 1.0, at_most=True
+            )
+        calm = goal_checks.calm_tail(one, f"{CALM:.0%}")
         what = f"{precision}: p99 by p50, offered {CALM:.0%} of capacity"
         yield Check(what, calm, TAIL, at_most=True)
 
@@ -150,8 +161,8 @@ def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterat
     yield replace(fp32, name="one by one fp32", env={"QUARTET_MAX_BATCH_SIZE": "1"})
     yield replace(fp32, name="padded fp32", prepare=lambda *_: padded)
     yield replace(fp32, name="fp32 in one process", env={"QUARTET_HTTP_WORKERS": "0"})
-    yield bare.server("embed", "fp32", texts, scratch)
-    yield bare.server("embed", "int8", texts, scratch)
+    yield onnxruntime_baseline.server("embed", "fp32", texts, scratch)
+    yield onnxruntime_baseline.server("embed", "int8", texts, scratch)
     yield replace(int8, name="packed int8")
     yield replace(int8, name="int8 in one process", env={"QUARTET_HTTP_WORKERS": "0"})
 

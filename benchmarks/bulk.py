@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import bare, rounds, servers
-from benchmarks.checks import Check
+from benchmarks.lib import onnxruntime_baseline, rounds, servers
+from benchmarks.lib.goal_checks import Check
 
 OF_BARE = 0.95
 WAIT_S = 600.0  # for an answer
@@ -42,7 +42,7 @@ def measure(
 ) -> tuple[list[Check], dict[str, object]]:
     """All texts in one request, of the bare session; and the singles' wait, by the longest of its batches."""
     with ExitStack() as stack:
-        server = bare.server("embed", precision, texts, scratch)
+        server = onnxruntime_baseline.server("embed", precision, texts, scratch)
         beside = rounds.start(stack, server, model, scratch)
         server = replace(servers.quartet(precision), env=PATIENT)
         running = rounds.start(stack, server, model, scratch)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import uvloop
 
-from benchmarks import bare, bulk, processes, rounds, servers
-from benchmarks.checks import Check
-from benchmarks.load import Measured, closed_loop, request_bytes
-from service import bundle
+from benchmarks import bulk
+from benchmarks.lib import onnxruntime_baseline, processes, rounds, servers
+from benchmarks.lib.goal_checks import Check
+from benchmarks.lib.load_generator import Measured, closed_loop, request_bytes
+from service.core import bundle
 
 CONNECTIONS = 32
 KEPT = 0.9
@@ -36,7 +37,12 @@ def measure(
     """The most of `loaded` are served, and so many asked, beside a server of one; texts per second, and threads."""
     copies = [copy(model, scratch, f"copy{number + 1}") for number in range(max(loaded))]
     ids = [bundle.load(path).manifest.id for path in copies]
-    sizes = [*map(bare.tokens, bare.encode(bundle.load(model), "embed", texts))]
+    sizes = [
+        *map(
+            onnxruntime_baseline.tokens,
+            onnxruntime_baseline.encode(bundle.load(model), "embed", texts),
+        )
+    ]
     weights = np.asarray(sizes) / np.mean(sizes)
     with ExitStack() as stack:
         one = replace(servers.quartet("fp32"), name="one bundle")

@@ -12,8 +12,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks import agreement, environments, machine, models, rounds, servers, traffic
-from benchmarks.environments import Unavailable
+from benchmarks import agreement
+from benchmarks.lib import environments, machine, models, rounds, servers, traffic
+from benchmarks.lib.environments import Unavailable
 
 CONNECTIONS = (1, 8, 32, 128)
 RATES = (20, 40, 80, 120, 160, 240, 320)  # requests per second

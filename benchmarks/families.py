@@ -1,7 +1,7 @@
 """Every family beside transformers, in company and padded: `python -m benchmarks.families [FAMILY...] [--write FILE]`.
 
-Four layers of 256 with random weights, sixteen texts of the lengths that news have (`benchmarks/traffic.py`). The table
-goes to the standard output and, with --write, between the two marks in a Markdown file.
+Four layers of 256 with random weights, sixteen texts of the lengths that news have (`benchmarks/lib/traffic.py`). The
+table goes to the standard output and, with --write, between the two marks in a Markdown file.
 
     hidden      largest difference of any hidden state from transformers'
     packed      largest difference of the packed graph's logits from PyTorch's
@@ -26,19 +26,20 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks import machine, traffic
-from export import graph, quantize
+from benchmarks.lib import machine, traffic
+from export import trace_graphs
 from export.goldens import torch_outputs
-from model import checkpoint
+from export.passes import quantize
 from model.attention import Layout
+from model.checkpoints import checkpoint
 from model.config import preset
-from model.families import FAMILIES
-from model.family import Family
+from model.families.registry import FAMILIES
+from model.families.spec import Family
 from model.heads import Model
 from model.training.capture import capture
-from service import packing
-from service.packing import Packed, each
-from service.session import CPU, SessionOptions, open_graph, packed_feeds, padded_feeds
+from service.core import packing
+from service.core.packing import Packed, each
+from service.core.session import CPU, SessionOptions, open_graph, packed_feeds, padded_feeds
 from service.settings import usable_cores
 
 MARKS = "<!-- families: begin -->", "<!-- families: end -->"
@@ -102,10 +103,10 @@ def measure(model_type: str, folder: Path) -> Row:
     peer = save_peer(model_type, folder / "checkpoint")
     model = checkpoint.load_model(folder / "checkpoint")
     batch = sample(model)
-    packed = graph.export_packed(model)
+    packed = trace_graphs.export_packed(model)
     graphs = {
         "packed": packed,
-        "padded": graph.export_portable(model),
+        "padded": trace_graphs.export_portable(model),
         "int8": quantize.quantize(packed),
     }
     runs = {name: opened(proto, folder / f"{name}.onnx") for name, proto in graphs.items()}

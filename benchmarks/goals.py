@@ -13,19 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import (
-    bulk,
-    bundles,
-    checks,
-    life,
-    machine,
-    models,
-    overload,
-    servers,
-    tasks,
-    traffic,
-)
-from benchmarks.checks import Check
+from benchmarks import bulk, bundles, life, tasks
+from benchmarks.faults import overload
+from benchmarks.lib import goal_checks, machine, models, servers, traffic
+from benchmarks.lib.goal_checks import Check
 
 PARTS = {
     "bulk": bulk.measure,
@@ -63,7 +54,7 @@ def main() -> None:
         print(f"\n{part}: {told.get('failed', '')}")
         for name, figure in told.get("figures", {}).items():
             print(f"    {name}: {shown(figure)}")
-    checks.show(wanted)
+    goal_checks.show(wanted)
     line = json.dumps({"machine": described, "mix": given.mix, "parts": parts})
     print(line)
     if given.out:

@@ -22,12 +22,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from benchmarks import limit, machine, models, rounds, servers, traffic
-from service import bundle
-from service.bundle import Bundle
-from service.encode import Encoding
-from service.packing import pack
-from service.session import CUDA, Session, SessionOptions, cuda_problem, ort
+from benchmarks import limit
+from benchmarks.lib import machine, models, rounds, servers, traffic
+from service.core import bundle
+from service.core.bundle import Bundle
+from service.core.encode import Encoding
+from service.core.packing import pack
+from service.core.session import CUDA, Session, SessionOptions, cuda_problem, ort
 from service.settings import usable_cores
 
 SIDE = 8192  # of the square matrices whose product is the device's rate

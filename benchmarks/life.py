@@ -6,10 +6,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks import models, processes, rounds, servers
-from benchmarks.checks import Check
-from benchmarks.environments import ROOT
-from benchmarks.load import closed_loop
+from benchmarks.lib import models, processes, rounds, servers
+from benchmarks.lib.environments import ROOT
+from benchmarks.lib.goal_checks import Check
+from benchmarks.lib.load_generator import closed_loop
 
 DEFAULT = ROOT / "bundles" / "quartet-mini"
 BASE = ROOT / "build" / "bundles" / "bert-base"  # removed, it is exported again

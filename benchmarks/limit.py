@@ -20,13 +20,14 @@ import numpy as np
 import onnx
 import orjson
 
-from benchmarks import machine, models, rounds, servers, traffic
-from benchmarks.bare import Bare, packed_graph
+from benchmarks.lib import machine, models, rounds, servers, traffic
+from benchmarks.lib.onnxruntime_baseline import Bare, packed_graph
 from export.verify import graph_runner
-from service import bundle, decode, schemas
-from service.encode import Encoder, Encoding
-from service.packing import pack
-from service.session import ort
+from service.api import schemas
+from service.core import bundle, decode
+from service.core.encode import Encoder, Encoding
+from service.core.packing import pack
+from service.core.session import ort
 from service.settings import usable_cores
 
 SIDE = 1024  # of the square matrices whose product is the machine's rate

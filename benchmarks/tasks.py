@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import bare, rounds, servers
-from benchmarks.checks import Check
-from service import bundle
+from benchmarks.lib import onnxruntime_baseline, rounds, servers
+from benchmarks.lib.goal_checks import Check
+from service.core import bundle
 
 CONNECTIONS = 32
 TASKS = ("classify", "ner", "qa", "embed")
@@ -24,7 +24,12 @@ def measure(
     """Tokens per second of each task, of a mix of all, and of the bare session on the same encodings."""
     full = bundle.load(model)
     tokens = {
-        task: np.array([bare.tokens(windows) for windows in bare.encode(full, task, texts)])
+        task: np.array(
+            [
+                onnxruntime_baseline.tokens(windows)
+                for windows in onnxruntime_baseline.encode(full, task, texts)
+            ]
+        )
         for task in TASKS
     }
     with ExitStack() as stack:
@@ -40,7 +45,7 @@ def measure(
             return lambda: rounds.closed(*found).rate
 
         def without(task: str) -> tuple[servers.Running, Callable[[], float]]:
-            server = bare.server(task, "fp32", texts, scratch)
+            server = onnxruntime_baseline.server(task, "fp32", texts, scratch)
             beside, mean = rounds.start(stack, server, model, scratch), tokens[task].mean()
             return beside, lambda: rounds.told(beside, CONNECTIONS, seconds).rate * mean
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, rounds, servers, traffic
-from benchmarks.servers import Server
-from service import bundle
+from benchmarks.lib import machine, rounds, servers, traffic
+from benchmarks.lib.servers import Server
+from service.core import bundle
 from service.settings import PREFIX, usable_cores
 
 CALMEST, BUSIEST = 1, 32  # connections

@@ -20,27 +20,18 @@ from typing import Any, get_args
 import onnx
 from pydantic import ValidationError
 
-from export import (
-    append,
-    card,
-    evaluation,
-    firsts,
-    foreign,
-    goldens,
-    graph,
-    half,
-    provenance,
-    quantize,
-    verify,
-)
+from export import evaluation, goldens, model_card, provenance, trace_graphs, verify
+from export.external import attach_head, onnx_source
+from export.passes import first_token_only, quantize
+from export.passes import fp16 as half
 from model.checkpoints.hub_download import join_name
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import Source, read_source
 from model.checkpoints.unread import unread_settings
-from model.names import CheckpointError
-from model.source import Source, read_source
-from service import bundle
-from service.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
-from service.encode import Encoder
-from service.session import RUNTIME, Outputs
+from service.core import bundle
+from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
+from service.core.encode import Encoder
+from service.core.session import RUNTIME, Outputs
 
 PORTABLE = "fp32.portable.onnx"
 TOKENIZER = "tokenizer.json"
@@ -176,7 +167,7 @@ def export(asked: Request) -> None:
         metrics = measure(draft, encoder, asked)
         finished = finish(draft, report, metrics, asked)
         with bundle.writing(asked.out, replace=asked.replace) as folder:
-            keep(finished, full, folder, card.render(finished, asked.told, report.lines))
+            keep(finished, full, folder, model_card.render(finished, asked.told, report.lines))
     summarise(asked.out, finished)
 
 
@@ -201,25 +192,25 @@ def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Rep
         heads=heads,
         default_precision=asked.default_precision,
         graphs=graph_records(folder),
-        embedding_space=embedding_space(heads, folder / graph.WEIGHTS, folder / TOKENIZER),
+        embedding_space=embedding_space(heads, folder / trace_graphs.WEIGHTS, folder / TOKENIZER),
     )
     return encoder, draft, check(draft, source, encoder)
 
 
 def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
     """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
-    given = foreign.read_foreign(asked.checkpoint, asked.task)
+    given = onnx_source.read_foreign(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
     encodings = goldens.golden_encodings(encoder)
-    answers = foreign.run_foreign(given, encodings)
-    recipe = foreign.read_recipe(given, encodings, answers)
+    answers = onnx_source.run_foreign(given, encodings)
+    recipe = onnx_source.read_recipe(given, encodings, answers)
     name: str = recipe.head.task
     heads = {name: recipe.head}
     announce(asked, given.folder, heads, encoder)
-    record = append.write_graph(given.graph, recipe, folder)
+    record = attach_head.write_graph(given.graph, recipe, folder)
     given.tokenizer.save(str(folder / TOKENIZER))
     expected = [{name: recipe.apply(own)} for own in answers]
-    files = [folder / file for file in (record["file"], graph.WEIGHTS, TOKENIZER)]
+    files = [folder / file for file in (record["file"], trace_graphs.WEIGHTS, TOKENIZER)]
     draft = _describe(
         asked,
         encoder,
@@ -265,20 +256,20 @@ def _max_length(asked: Request, longest: int | None) -> int:
 def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> None:
     """The fp32 graphs, which share one weight file, and what else is asked for."""
     print("tracing the packed and the portable graph ...")
-    packed = graph.export_packed(source.model)
-    portable = graph.export_portable(source.model)
+    packed = trace_graphs.export_packed(source.model)
+    portable = trace_graphs.export_portable(source.model)
     if "int8" in precisions:
         quantized = quantize.quantize(packed)
-        firsts.narrow(quantized)
+        first_token_only.narrow(quantized)
         onnx.save(quantized, folder / "int8.onnx")
-    firsts.narrow(packed)
-    graph.save_sharing_weights(
-        {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / graph.WEIGHTS
+    first_token_only.narrow(packed)
+    trace_graphs.save_sharing_weights(
+        {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / trace_graphs.WEIGHTS
     )
     if "fp16" in precisions:
         print("tracing the graph for CUDA ...")
-        halved = graph.export_cuda(half.halved(source.model))
-        graph.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
+        halved = trace_graphs.export_cuda(half.halved(source.model))
+        trace_graphs.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
 
 
 def _describe(
@@ -312,20 +303,30 @@ def _describe(
 
 
 def graph_records(folder: Path) -> list[dict[str, Any]]:
-    weights = bundle.describe_file(folder / graph.WEIGHTS)
-    fp32 = {"precision": "fp32", "opset": graph.OPSET, "provider": "any", "weights": weights}
+    weights = bundle.describe_file(folder / trace_graphs.WEIGHTS)
+    fp32 = {"precision": "fp32", "opset": trace_graphs.OPSET, "provider": "any", "weights": weights}
     records = [
         {**fp32, **bundle.describe_file(folder / "fp32.onnx"), "layout": "packed"},
         {**fp32, **bundle.describe_file(folder / PORTABLE), "layout": "portable"},
     ]
     if (folder / "int8.onnx").is_file():
-        int8 = {"precision": "int8", "opset": graph.OPSET, "provider": "cpu", "layout": "packed"}
+        int8 = {
+            "precision": "int8",
+            "opset": trace_graphs.OPSET,
+            "provider": "cpu",
+            "layout": "packed",
+        }
         records.append({**int8, **bundle.describe_file(folder / "int8.onnx")})
     if (folder / "fp16.onnx").is_file():
-        fp16 = {"precision": "fp16", "opset": graph.OPSET, "provider": "cuda", "layout": "packed"}
+        fp16 = {
+            "precision": "fp16",
+            "opset": trace_graphs.OPSET,
+            "provider": "cuda",
+            "layout": "packed",
+        }
         fp16["weights"] = bundle.describe_file(folder / HALF_WEIGHTS)
         proto = onnx.load(folder / "fp16.onnx", load_external_data=False)
-        fp16["attention_bias"] = graph.has_attention_bias(proto)
+        fp16["attention_bias"] = trace_graphs.has_attention_bias(proto)
         records.append({**fp16, **bundle.describe_file(folder / "fp16.onnx")})
     return records
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from export.verify import Run
 from model.evaluate import Evaluation, judge
-from service.bundle import Head
-from service.encode import Encoder
+from service.core.bundle import Head
+from service.core.encode import Encoder
 
 MAX_LOSS = 1.0  # points of the head's metric
 

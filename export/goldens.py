@@ -7,10 +7,10 @@ import torch
 
 from model.attention import Layout
 from model.heads import Model
-from service.bundle import Golden
-from service.encode import Encoder, Encoding
-from service.packing import Packed, pack, split
-from service.session import Outputs
+from service.core.bundle import Golden
+from service.core.encode import Encoder, Encoding
+from service.core.packing import Packed, pack, split
+from service.core.session import Outputs
 
 TEXTS = (
     "The ferry to the island was late again, but nobody on the quay seemed to mind.",

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model import checksums
-from model.checkpoint import read_teachers
+from model.checkpoints.checkpoint import read_teachers
 from model.checkpoints.hub_download import commit_of, split_name
+from model.data import checksums
 
 # `card.render` tells of all but the manifest's.
 TOLD = ("description", "training", "limits", "weights_license", "provenance")

@@ -15,12 +15,12 @@ import numpy as np
 from scipy import stats
 
 from export import verify
-from model import tasks
+from model.data import examples
+from model.data.labelled_rows import Question, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, judge, run_sorted
-from model.rows import Question, Sentence, Similar, Text
-from service import decode
-from service.bundle import Bundle, BundleError, Head, load
-from service.encode import Encoder, load_tokenizer
+from service.core import decode
+from service.core.bundle import Bundle, BundleError, Head, load
+from service.core.encode import Encoder, load_tokenizer
 
 SAME_RANK = (
     0.15  # a pair's rank by cosine and its rank by score, as shares of the file, agree within this
@@ -58,7 +58,7 @@ def judge_rows(
 
     Raises DataError for a file that does not fit the head.
     """
-    found = tasks.read(file, head)
+    found = examples.read(file, head)
     evaluation = judge(run, encoder, head, name, file)
     match head.task:
         case "classification":
@@ -73,7 +73,7 @@ def judge_rows(
 
 
 def _compare_texts(found: Sequence[Text], evaluation: Evaluation, head: Head) -> list[Result]:
-    if tasks.is_graded(head) or head.problem_type == "multi_label_classification":
+    if examples.is_graded(head) or head.problem_type == "multi_label_classification":
         return []  # no answer is simply right
     return [
         Result(
@@ -136,7 +136,7 @@ def _compare_pairs(
     """Compare each pair's rank by cosine with its rank by score; pairs without scores have none."""
     if found[0].score is None:
         return []
-    encoded = [text for row in tasks.encode(found, head, encoder, 0) for text in row]
+    encoded = [text for row in examples.encode(found, head, encoder, 0) for text in row]
     windows = [window for text in encoded for window in text.windows]
     outputs = iter(output[name] for output in run_sorted(run, windows))
     vectors = np.stack(

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.emulate import emulated
-from service.bundle import Bundle, Graph, Head, cosine, deviation
-from service.encode import Encoding
-from service.packing import Packed, pack, split
-from service.session import CPU, CUDA, Outputs, Session, SessionOptions, cuda_problem
+from export.cuda_emulator import emulated
+from service.core.bundle import Bundle, Graph, Head, cosine, deviation
+from service.core.encode import Encoding
+from service.core.packing import Packed, pack, split
+from service.core.session import CPU, CUDA, Outputs, Session, SessionOptions, cuda_problem
 
 Run = Callable[[Sequence[Encoding]], list[Outputs]]
 
@@ -33,7 +33,7 @@ class ParityError(Exception):
 class Agreement:
     """How two runs' outputs of one head agree over some inputs."""
 
-    difference: float  # the largest, see `service.bundle.deviation`
+    difference: float  # the largest, see `service.core.bundle.deviation`
     cosine: float  # the smallest of any input's whole output
     same: float  # the share of decisions (labels, tags, span ends) that are equal
 

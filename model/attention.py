@@ -8,8 +8,8 @@ into `[B, S]` slots and back, in the way that the device or the exported graph d
     Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
     Layout, CPU half     the same written out, where gradients are wanted: its backward pass is the faster one
     Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
-    Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back (`export.maskless`
-                         then hides padding in another way, where it can)
+    Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+                         (`export.passes.mask_free_attention` then hides padding in another way, where it can)
     Layout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
     Padded               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from service import packing
+from service.core import packing
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -32,7 +32,7 @@ weight_captures: list[list[Tensor]] = []
 
 @dataclass(frozen=True)
 class Layout:
-    """`service.packing.Layout` as tensors on the model's device."""
+    """`service.core.packing.Layout` as tensors on the model's device."""
 
     lengths: Tensor  # [B]
     unpack: Tensor  # [B, S]

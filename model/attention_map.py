@@ -12,12 +12,12 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from model import checkpoint
 from model.attention import Layout
+from model.checkpoints import checkpoint
 from model.fill import OURS, find_checkpoint, read_encoder
 from model.training.capture import capture
-from service import packing
-from service.encode import Encoding
+from service.core import packing
+from service.core.encode import Encoding
 
 MAX_TOKENS = 48  # of which labels and cells can still be read
 

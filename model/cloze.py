@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model import checksums
-from model.corpus import documents, sentences
+from model.data import checksums
+from model.data.corpus import documents, sentences
 
 PASSAGE = (50, 200)  # words
 SENTENCE = (6, 50)  # words, of one that a question is made of

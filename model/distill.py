@@ -15,25 +15,17 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import (
-    checkpoint,
-    config,
-    corpus,
-    finetune,
-    optim,
-    pretrain,
-    settings_checks,
-    source,
-    tasks,
-    teach,
-)
-from model.corpus import Corpus
-from model.families import FAMILIES, family_of
+from model import config, finetune, pretrain, settings_checks
+from model.checkpoints import checkpoint, source
+from model.data import corpus, examples
+from model.data.corpus import Corpus
+from model.data.pretraining_batches import Sampler, Specials
+from model.families.registry import FAMILIES, family_of
 from model.heads import Model
-from model.run import command
-from model.samples import Sampler, Specials
-from model.teach import Answers, Lesson, Teacher, Teaching
-from service.encode import Encoder, Window, load_tokenizer
+from model.training import distillation, optim
+from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.training_run import command
+from service.core.encode import Encoder, Window, load_tokenizer
 
 UNITS = ("sentences", "blocks", "passages")
 SHORTEST_PASSAGE = 16  # tokens, special tokens included
@@ -78,13 +70,13 @@ class Settings(finetune.Settings):
         super().__post_init__()
         settings_checks.check_counts(self, "corpus_batch_size")
         settings_checks.check_choice("unit", self.unit, UNITS)
-        settings_checks.check_choice("distance", self.distance, teach.DISTANCES)
+        settings_checks.check_choice("distance", self.distance, distillation.DISTANCES)
         for name, weight in self.losses.items():
-            settings_checks.check_choice("losses", name, teach.LOSSES)
+            settings_checks.check_choice("losses", name, distillation.LOSSES)
             if weight < 0:
                 raise ValueError(f"losses: {name} counts {weight}, which is below 0")
         if not any(self.losses.values()):
-            raise ValueError(f"losses: none of {', '.join(teach.LOSSES)} counts")
+            raise ValueError(f"losses: none of {', '.join(distillation.LOSSES)} counts")
         for name, loss in OF_LOSSES.items():
             if getattr(self, name) != getattr(Settings, name, []) and not self.counts(loss):
                 raise ValueError(f"{name}: losses.{loss} counts nothing")
@@ -140,7 +132,7 @@ def begin(s: Settings, teachers: Mapping[str, Teacher]) -> Begin:
         Specials.of(tokenizer, family)
         return Begin(shape, tokenizer, file)
     name = s.init_from or s.teacher
-    whole = teachers.get(name) or teach.load(name, torch.device("cpu"))
+    whole = teachers.get(name) or distillation.load(name, torch.device("cpu"))
     shape = whole.model.config
     layers = choose_layers(s, shape.num_hidden_layers)
     file = source.tokenizer_file(checkpoint.locate(name), Path(s.output))
@@ -184,7 +176,7 @@ def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
     """Begin as some layers of a checkpoint, and with its heads where it has the same; gives the names of these."""
     checkpoint.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
-    return teach.keep_heads(student, whole)
+    return distillation.keep_heads(student, whole)
 
 
 # -- plain text -------------------------------------------------------------------------------------------------------
@@ -211,22 +203,22 @@ class Texts:
             return self.corpus.num_sentences
         return math.ceil(len(self.corpus.ids) / self.specials.room(self.length))
 
-    def batch(self, seed: tuple[int, ...], step: int) -> tasks.Batch:
+    def batch(self, seed: tuple[int, ...], step: int) -> examples.Batch:
         """The batch of a step: a pure function of seed and step, and the same sentences in any tokens."""
         if self.unit == "passages":
             return self._passages(seed, step)
         if self.sampler is None:
             room = self.specials.room(self.length)
-            drawn = tasks.draw(self.size, self.batch_size, seed, step)
+            drawn = examples.draw(self.size, self.batch_size, seed, step)
             texts = (self.corpus.tokens(i, i + 1)[:room] for i in drawn)
-            return tasks.Batch([Window(*self.specials.around(text)) for text in texts], [])
+            return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
         number = int(np.random.SeedSequence(seed).generate_state(1)[0])
         size, length = self.batch_size, self.length
         blocks = self.sampler.samples(seed=number, step=step, size=size, length=length, rate=0.0)
         rows = zip(blocks.original_ids.numpy(), blocks.token_type_ids.numpy(), strict=True)
-        return tasks.Batch([Window(ids, types) for ids, types in rows], [])
+        return examples.Batch([Window(ids, types) for ids, types in rows], [])
 
-    def _passages(self, seed: tuple[int, ...], step: int) -> tasks.Batch:
+    def _passages(self, seed: tuple[int, ...], step: int) -> examples.Batch:
         """Draw passages of similar length, so that little of a batch is padding.
 
         The logarithm of a step's longest length is uniform from SHORTEST_PASSAGE to `length`. A passage has as many
@@ -248,7 +240,7 @@ class Texts:
                 np.searchsorted(starts[first : end + 1], starts[first] + room, side="right")
             )
             texts.append(self.corpus.tokens(first, first + max(1, fitting - 1))[:room])
-        return tasks.Batch([Window(*self.specials.around(text)) for text in texts], [])
+        return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
 
 
 def read_texts(
@@ -276,7 +268,7 @@ def read_texts(
     lesson = Lesson(read(file, encoder.tokenizer, shape), answers, trunk)
     twins: dict[str, Texts] = {}
     for teacher in lesson.teachers:
-        if teach.read_alike(teacher, encoder, what, by_token):
+        if distillation.read_alike(teacher, encoder, what, by_token):
             its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
             twins[teacher.name] = read(its, teacher.tokenizer, teacher.model.config)
     return replace(lesson, twins=twins)
@@ -299,7 +291,7 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     if s.counts("labels") and not labelled:
         raise ValueError("losses.labels: no head has rows")
     for name, h in s.heads.items():
-        kinds = teach.kinds_of(h.task)
+        kinds = distillation.kinds_of(h.task)
         if h.teacher and not s.counts(*kinds):
             raise ValueError(
                 f"heads.{name}: it has a teacher, and losses.{kinds[0]} counts nothing"
@@ -307,8 +299,8 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
     if s.corpus and len(labelled) == len(lessons):
         raise ValueError("corpus: none of the losses that count can be learnt from plain text")
     for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
-        asked = answers[name] and s.counts(*teach.kinds_of(s.heads[name].task))
-        if not (s.counts("labels", *teach.BY_TOKEN) or asked):
+        asked = answers[name] and s.counts(*distillation.kinds_of(s.heads[name].task))
+        if not (s.counts("labels", *distillation.BY_TOKEN) or asked):
             raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
 
 
@@ -346,7 +338,7 @@ def distill(s: Settings) -> dict[str, Any]:
 
     # teachers
     sources = {s.teacher, *(h.teacher for h in s.heads.values() if h.teacher)}
-    teachers = {source: teach.load(source, device) for source in sorted(sources)}
+    teachers = {source: distillation.load(source, device) for source in sorted(sources)}
     trunk = teachers[s.teacher]
     teacher_of = {name: teachers[h.teacher or s.teacher] for name, h in s.heads.items()}
 
@@ -356,16 +348,16 @@ def distill(s: Settings) -> dict[str, Any]:
     longest = max(each.max_length for each in encoders.values()) if encoders else 0
     longest = max(longest, s.max_length if s.corpus else 0)
     finetune.check_fits(s.preset or s.init_from or s.teacher, shape, tokenizer, longest)
-    of_trunk = trunk if s.counts(*teach.BY_TOKEN) else None
+    of_trunk = trunk if s.counts(*distillation.BY_TOKEN) else None
     if of_trunk:
-        counting = ", ".join(f"losses.{name}" for name in teach.BY_TOKEN if s.counts(name))
-        teach.read_alike(trunk, Encoder(tokenizer, longest), counting, by_token=True)
+        counting = ", ".join(f"losses.{name}" for name in distillation.BY_TOKEN if s.counts(name))
+        distillation.read_alike(trunk, Encoder(tokenizer, longest), counting, by_token=True)
     described, answers, lessons = finetune.read_lessons(
         s, encoders, shape.hidden_size, teacher_of, s.losses, of_trunk
     )
     if s.corpus:
         vectors = {n: answers[n] for n, h in described.items() if h.task == "embedding"}
-        asked = vectors if s.counts(*teach.kinds_of("embedding")) else {}
+        asked = vectors if s.counts(*distillation.kinds_of("embedding")) else {}
         if of_trunk or asked:
             texts = Encoder(tokenizer, s.max_length)
             lessons.append(read_texts(s, shape, texts, tokenizer_file, asked, of_trunk))

@@ -27,11 +27,12 @@ from seqeval.metrics import precision_score as entity_precision
 from seqeval.metrics import recall_score as entity_recall
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef
 
-from model import optim, rows, tasks
+from model.checkpoints.source import read_source
+from model.data import examples, labelled_rows
 from model.heads import Model
-from model.source import read_source
-from service import bundle, decode, packing, tags
-from service.encode import Encoded, Encoder, Encoding
+from model.training import optim
+from service.core import bundle, decode, packing, tags
+from service.core.encode import Encoded, Encoder, Encoding
 
 Floats = NDArray[np.float32]
 Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
@@ -68,8 +69,8 @@ def judge(
     limit: so many rows, evenly spread over the file (0: all). Raises DataError for data that cannot
     be read as the head's, or has a label that the head does not have.
     """
-    found = spread(tasks.read(file, head), limit)
-    encoded = list(tasks.encode(found, head, encoder, stride))
+    found = spread(examples.read(file, head), limit)
+    encoded = list(examples.encode(found, head, encoder, stride))
     windows = [window for row in encoded for text in row for window in text.windows]
     outputs = (output[name] for output in run_sorted(run, windows))
     texts = [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
@@ -113,7 +114,7 @@ def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32
         training = model.training
         model.eval()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            outputs = tasks.forward(model, encodings, heads)
+            outputs = examples.forward(model, encodings, heads)
         model.train(training)
         arrays = {name: output.cpu().numpy() for name, output in outputs.items()}
         return packing.split(arrays, packing.make_layout(map(len, encodings)), per_token)
@@ -124,7 +125,9 @@ def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32
 # -- classification -------------------------------------------------------------------------------
 
 
-def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -> Evaluation:
+def judge_texts(
+    found: Sequence[labelled_rows.Text], texts: Outputs, head: bundle.Head
+) -> Evaluation:
     """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; of grades, correlations, and
     average precision where a single label holds or not."""
     ranked = [
@@ -137,8 +140,8 @@ def judge_texts(found: Sequence[rows.Text], texts: Outputs, head: bundle.Head) -
         )
         for text, logits in texts
     ]
-    gold = [tasks.text_labels(row, head) for row in found]
-    if tasks.is_graded(head):
+    gold = [examples.text_labels(row, head) for row in found]
+    if examples.is_graded(head):
         scores = [labels[0].score for labels in ranked]
         grades = np.concatenate(gold)
         if head.problem_type != "regression" and {*grades.tolist()} == {0, 1}:
@@ -180,7 +183,7 @@ def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, flo
 
 
 def judge_sentences(
-    found: Sequence[rows.Sentence], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.Sentence], texts: Outputs, head: bundle.Head
 ) -> Evaluation:
     """F1, precision and recall of whole entities (CoNLL's); a word's tag is its first token's."""
     answers = [
@@ -197,7 +200,7 @@ def judge_sentences(
 
 
 def word_tags(
-    sentence: rows.Sentence,
+    sentence: labelled_rows.Sentence,
     windows: Sequence[Encoding],
     logits: Sequence[Floats],
     labels: Sequence[str],
@@ -211,7 +214,7 @@ def word_tags(
     outside = tags.OUTSIDE
     found = [outside] * len(sentence.words)
     for window, (at, words, begins) in zip(
-        windows, tasks.place_words(sentence, windows), strict=True
+        windows, examples.place_words(sentence, windows), strict=True
     ):
         starts = window.offsets[at, 0]
         for word, start in zip(words[begins].tolist(), starts[begins].tolist(), strict=True):
@@ -223,7 +226,7 @@ def word_tags(
 
 
 def judge_questions(
-    found: Sequence[rows.Question], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.Question], texts: Outputs, head: bundle.Head
 ) -> Evaluation:
     """Exact match and F1 as SQuAD counts them.
 
@@ -320,9 +323,11 @@ def _words_f1(words: list[str], gold: list[str]) -> float:
 # -- embeddings -----------------------------------------------------------------------------------
 
 
-def judge_vectors(found: Sequence[rows.Similar], texts: Outputs, head: bundle.Head) -> Evaluation:
+def judge_vectors(
+    found: Sequence[labelled_rows.Similar], texts: Outputs, head: bundle.Head
+) -> Evaluation:
     """Spearman and Pearson of the cosine with the score; without scores, how well positives are found."""
-    tasks.check(found, head)
+    examples.check(found, head)
     vectors = np.stack(
         [
             decode.embed(pooled, [len(w) for w in text.windows], normalize=True, dimensions=None)
@@ -336,7 +341,7 @@ def judge_vectors(found: Sequence[rows.Similar], texts: Outputs, head: bundle.He
     return Evaluation(metrics, nearest(vectors))
 
 
-def retrieval(found: Sequence[rows.Similar], vectors: Floats) -> dict[str, float]:
+def retrieval(found: Sequence[labelled_rows.Similar], vectors: Floats) -> dict[str, float]:
     """How well each row's first text finds its second among the second texts and negatives of all rows.
 
     vectors: `[n, D]`, of length 1, of every row's texts and then its negatives. `mrr` is the mean of

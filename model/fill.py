@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model import checkpoint
 from model.attention import Layout
+from model.checkpoints import checkpoint
 from model.checkpoints.tokenizer_files import read_tokenizer
-from model.families import family_of
+from model.families.registry import family_of
 from model.heads import Pretraining
-from service import packing
-from service.encode import Encoder
+from service.core import packing
+from service.core.encode import Encoder
 
 OURS = Path("runs/quartet-mini/pretrain/checkpoint")
 

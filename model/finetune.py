@@ -19,14 +19,17 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import checkpoint, config, evaluate, optim, settings_checks, tasks, teach
+from model import config, evaluate, settings_checks
+from model.checkpoints import checkpoint
+from model.checkpoints.source import tokenizer_file as own_tokenizer
+from model.data import examples
 from model.heads import Model
-from model.matching import begin_matching
-from model.run import Run, command
-from model.source import tokenizer_file as own_tokenizer
-from model.teach import Answers, Lesson, Teacher, Teaching
-from service import bundle
-from service.encode import Encoder, load_tokenizer
+from model.training import distillation, optim
+from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.token_matching_init import begin_matching
+from model.training.training_run import Run, command
+from service.core import bundle
+from service.core.encode import Encoder, load_tokenizer
 
 
 @dataclass
@@ -92,17 +95,17 @@ class Settings:
         settings_checks.check_choice("preset", self.preset, config.PRESETS)
 
 
-def read_head(name: str, table: dict[str, Any]) -> tasks.HeadSettings:
+def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
     """Raises ValueError for a name that a bundle cannot have, and for what is wrong with the settings."""
     if not re.fullmatch(bundle.NAME, name):
         raise ValueError(f"heads: {name!r} is not of letters and digits, and . _ - behind them")
     if name in bundle.INPUTS:
         raise ValueError(f"heads: {name!r} is the name of a graph's input: choose another name")
-    known = {field.name for field in dataclasses.fields(tasks.HeadSettings)}
+    known = {field.name for field in dataclasses.fields(examples.HeadSettings)}
     if unknown := sorted(set(table) - known):
         raise ValueError(f"heads.{name}: unknown setting {unknown[0]!r}")
     try:
-        head = tasks.HeadSettings(**table)
+        head = examples.HeadSettings(**table)
     except (TypeError, ValueError) as error:
         raise ValueError(f"heads.{name}: {error}") from None
     if not (head.train or head.task == "embedding"):  # which plain text may teach
@@ -207,19 +210,19 @@ def read_lessons(
     """
     described, answers, lessons = {}, {}, []
     for name, h in s.heads.items():
-        found = tasks.read_training(h)
-        tasks.check_contrast(found, h)
-        described[name] = head = tasks.describe(h, found, hidden_size)
+        found = examples.read_training(h)
+        examples.check_contrast(found, h)
+        described[name] = head = examples.describe(h, found, hidden_size)
         if h.dev:  # what is wrong with it is said now
-            tasks.check(tasks.read(h.dev, head), head)
+            examples.check(examples.read(h.dev, head), head)
         teacher = teacher_of.get(name)
-        answers[name] = teach.ask(teacher, name, head) if teacher else None
+        answers[name] = distillation.ask(teacher, name, head) if teacher else None
         if h.teacher and answers[name] is None:
             has = ", ".join(teacher.model.described) or "none"
             raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
         if found:
-            asked = answers[name] if any(map(weights.get, teach.kinds_of(h.task))) else None
-            lessons += teach.lessons(found, name, head, h, encoders[name], asked, trunk)
+            asked = answers[name] if any(map(weights.get, distillation.kinds_of(h.task))) else None
+            lessons += distillation.lessons(found, name, head, h, encoders[name], asked, trunk)
     return described, answers, lessons
 
 
@@ -245,7 +248,7 @@ def finetune(s: Settings) -> dict[str, Any]:
     longest = max(encoder.max_length for encoder in encoders.values())
     check_fits(s.init_from or s.preset, shape, tokenizer, longest)
     own = {name: h.teacher for name, h in s.heads.items() if h.teacher}
-    teachers = {name: teach.load(name, optim.pick_device()) for name in {*own.values()}}
+    teachers = {name: distillation.load(name, optim.pick_device()) for name in {*own.values()}}
     teacher_of = {name: teachers[source] for name, source in own.items()}
     weights = {"labels": 1.0, "logits": 1.0, "embedding": 1.0}
     described, answers, lessons = read_lessons(s, encoders, shape.hidden_size, teacher_of, weights)
@@ -257,7 +260,7 @@ def finetune(s: Settings) -> dict[str, Any]:
         checkpoint.init_from(model, source)
     kept = None
     if s.keep_heads:
-        kept = teach.keep_heads(model, teach.load(s.init_from, torch.device("cpu")))
+        kept = distillation.keep_heads(model, distillation.load(s.init_from, torch.device("cpu")))
     if kept == []:
         raise ValueError(f"keep_heads: {s.init_from} has none of {', '.join(described)}")
     given = {"temperature": s.temperature, "anneal": s.anneal}

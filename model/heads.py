@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from model.attention import Layout, Padded
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
-from model.families import family_of
+from model.families.registry import family_of
 from model.pooling import first_tokens, mean_tokens
-from service import bundle
+from service.core import bundle
 
 IGNORE_INDEX = -100
 AnyLayout = Layout | Padded

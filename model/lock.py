@@ -1,6 +1,6 @@
 """The data sets and their terms: `python -m model.lock FOLDER [--update]` compares a folder's files with them.
 
-`datasets.toml` has the terms of each data set and the SHA-256 of its files (`model.checksums`).
+`datasets.toml` has the terms of each data set and the SHA-256 of its files (`model.data.checksums`).
 """
 
 import argparse
@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from model import checksums
-from model.checksums import hash_file, read_lock
+from model.data import checksums
+from model.data.checksums import hash_file, read_lock
 
 FILE = re.compile(r'^"(?P<path>[^"]+)" = "[0-9a-f]*"$', re.MULTILINE)
 

@@ -19,18 +19,21 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from model import checkpoint, config, corpus, optim, samples, settings_checks
-from model.bert_names import BERT
+from model import config, settings_checks
+from model.checkpoints import checkpoint
+from model.checkpoints.source import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
-from model.families import FAMILIES, family_of
-from model.family import Family
+from model.data import corpus, pretraining_batches
+from model.data.pretraining_batches import Batch, Sampler, Samples, Specials
+from model.families.bert_names import BERT
+from model.families.registry import FAMILIES, family_of
+from model.families.spec import Family
 from model.heads import make_pretraining
-from model.matching import begin_matching
-from model.ranks import Ranks
-from model.run import Run, command
-from model.samples import Batch, Sampler, Samples, Specials
-from model.source import read_tokenizer
-from service.encode import load_tokenizer
+from model.training import optim
+from model.training.data_parallel import Ranks
+from model.training.token_matching_init import begin_matching
+from model.training.training_run import Run, command
+from service.core.encode import load_tokenizer
 
 
 @dataclass
@@ -318,7 +321,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
         specials,
         family.pairs if in_pairs else None,
         ranks.device,
-        samples.continues(tokenizer) if s.whole_words else None,
+        pretraining_batches.continues(tokenizer) if s.whole_words else None,
     )
     begun = family.mask_rate if s.mask_rate is None else s.mask_rate
     ended = begun if s.final_mask_rate is None else s.final_mask_rate

@@ -12,10 +12,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model import checksums
-from model.bert_names import BERT
-from model.families import FAMILIES
-from model.family import Family
+from model.data import checksums
+from model.families.bert_names import BERT
+from model.families.registry import FAMILIES
+from model.families.spec import Family
 
 ALPHABET = 400  # characters that pieces of words are made of; others are unknown
 
@@ -136,7 +136,7 @@ def _frame(tokenizer: tokenizers.Tokenizer, family: Family) -> None:
 
 
 def main() -> None:
-    from model.corpus import documents
+    from model.data.corpus import documents
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)

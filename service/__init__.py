@@ -1,6 +1,6 @@
 """Quartet's serving room: bundles behind HTTP, with dynamic batching and without torch."""
 
-from service.streams import open_standard_streams
+from service.core.standard_streams import open_standard_streams
 
 __version__ = "0.1.0"
 

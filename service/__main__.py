@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import structlog
 from pydantic.fields import FieldInfo
 
-from service import __version__, logs
-from service.config import ConfigError, KeySource, configure, report
-from service.cuda import has_gpu
-from service.processes import Processes
+from service import __version__
+from service.core.cuda import has_gpu
+from service.observability import logs
+from service.processes.supervisor import Processes
 from service.settings import (
     NOT_FLAGS,
     Settings,
@@ -24,9 +24,10 @@ from service.settings import (
     usable_cores,
     variable,
 )
+from service.settings_sources import ConfigError, KeySource, configure, report
 
 TELEMETRY_OFF = (
-    "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.session sets it to 1 where it is unset
+    "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.core.session sets it to 1 where it is unset
 )
 
 log = structlog.get_logger()
@@ -67,7 +68,9 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     settings = settings.model_copy(update={"http_workers": workers})
     if workers:
         sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
-    from service.alone import serve_alone  # what the main process of several does not need
+    from service.processes.single_process import (
+        serve_alone,  # what the main process of several does not need
+    )
 
     serve_alone(settings, listeners, source)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import structlog
 
-from service.config import ConfigError, KeySource
 from service.keys import Keys
+from service.settings_sources import ConfigError, KeySource
 
 log = structlog.get_logger()
 

@@ -1,8 +1,8 @@
 """Every setting, once: its environment variable, its flag, its default and when to change it.
 
-A field `max_wait_ms` is read from `--max-wait-ms`, from `QUARTET_MAX_WAIT_MS` and, by `service.config`, from a file;
-the first that is there wins. Settings are a frozen value, read at the edge and handed on as plain arguments; the leaf
-modules never see it.
+A field `max_wait_ms` is read from `--max-wait-ms`, from `QUARTET_MAX_WAIT_MS` and, by `service.settings_sources`, from
+a file; the first that is there wins. Settings are a frozen value, read at the edge and handed on as plain arguments;
+the leaf modules never see it.
 """
 
 import difflib

@@ -89,8 +89,8 @@ class Traced:
         def copy(proto: onnx.ModelProto) -> onnx.ModelProto:
             return onnx.ModelProto.FromString(proto.SerializeToString())
 
-        monkeypatch.setattr("export.graph.export_packed", lambda _: copy(self.packed))
-        monkeypatch.setattr("export.graph.export_portable", lambda _: copy(self.portable))
+        monkeypatch.setattr("export.trace_graphs.export_packed", lambda _: copy(self.packed))
+        monkeypatch.setattr("export.trace_graphs.export_portable", lambda _: copy(self.portable))
 
 
 @pytest.fixture(scope="session")
@@ -107,16 +107,16 @@ def traced(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Traced:
     import onnx
     import torch
 
-    from export import graph
-    from model.checkpoint import load_model
+    from export import trace_graphs
+    from model.checkpoints.checkpoint import load_model
 
     torch.set_num_threads(1)  # models this small are slowed by a second thread
 
     def trace(folder: Path) -> None:
         model = load_model(tiny_checkpoint)
         folder.mkdir()
-        onnx.save(graph.export_packed(model), folder / "packed.onnx")
-        onnx.save(graph.export_portable(model), folder / "portable.onnx")
+        onnx.save(trace_graphs.export_packed(model), folder / "packed.onnx")
+        onnx.save(trace_graphs.export_portable(model), folder / "portable.onnx")
 
     folder = built_once("graphs/tiny", trace)
     return Traced(onnx.load(folder / "packed.onnx"), onnx.load(folder / "portable.onnx"))

@@ -13,7 +13,7 @@ import onnx
 import tokenizers
 from onnx import TensorProto, helper, numpy_helper
 
-from service.bundle import describe_file
+from service.core.bundle import describe_file
 from tests.samples import OUTLIER
 
 WORD = OUTLIER

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from model.bert_names import BERT
+from model.families.bert_names import BERT
 from model.tokenizer import train
 from tests import hub, samples
 

@@ -9,8 +9,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer
 
-from model.families import FAMILIES
-from model.family import Family
+from model.families.registry import FAMILIES
+from model.families.spec import Family
 from model.tokenizer import train
 from tests import samples
 from tests.tiny import perturb

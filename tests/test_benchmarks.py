@@ -14,16 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bare, bench, plot, pretraining, rounds, servers, tables, tune
+from benchmarks import bench, plot, tables, tune
 from benchmarks.bench import only_portable
-from benchmarks.checks import Check
+from benchmarks.lib import onnxruntime_baseline, rounds, servers
+from benchmarks.lib.goal_checks import Check
+from benchmarks.lib.load_generator import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.lib.servers import NOOP, Running
+from benchmarks.lib.traffic import MIXES, NEWS, texts
 from benchmarks.limit import flops_per_token
-from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
-from benchmarks.servers import NOOP, Running
-from benchmarks.traffic import MIXES, NEWS, texts
-from model import checksums
-from service import bundle
-from service.encode import Encoder
+from benchmarks.training import pretraining
+from model.data import checksums
+from service.core import bundle
+from service.core.encode import Encoder
 from tests import samples
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -265,7 +267,7 @@ def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
 @pytest.mark.exclusive
 def test_bench(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """The bare sessions are measured in turn with the servers, and what is wanted stands beside what is found."""
-    monkeypatch.setattr(bare, "TRIAL_S", 0.01)
+    monkeypatch.setattr(onnxruntime_baseline, "TRIAL_S", 0.01)
     monkeypatch.setattr(rounds, "WARM_S", 0.05)
     texts = tmp_path / "texts"
     texts.write_text("Ada drew a comet.\nAda\n" * 20)

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from service import admin, bundle, openapi, schemas
-from service.bundle import Manifest, Provenance
-from service.config import configure
+from service.api import admin, openapi, schemas
+from service.api.native import router
+from service.core import bundle
+from service.core.bundle import Manifest, Provenance
 from service.errors import QuartetError
 from service.keys import read_keys
-from service.metrics import Metrics
-from service.routes import router
+from service.observability.metrics import Metrics
 from service.settings import NOT_FLAGS, Settings, flag, variable
+from service.settings_sources import configure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -184,9 +185,9 @@ def test_worked_example_is_right():
 def test_training_examples_are_settings(tmp_path):
     """The settings and the provenance that are shown are read as they stand."""
     from export.provenance import read_told
+    from model.data.examples import is_graded
     from model.distill import Settings as Distilling
     from model.finetune import Settings as Finetuning
-    from model.tasks import is_graded
 
     *settings, provenance = examples(read("training.md"), "toml")
     single, joint, graded, half, general = map(tomllib.loads, settings)

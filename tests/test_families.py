@@ -18,18 +18,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
-from export import emulate
+from export import cuda_emulator
 from export.__main__ import main as export
 from export.goldens import torch_outputs
-from model import checkpoint
-from model.families import FAMILIES, family_of
+from model.checkpoints import checkpoint
+from model.families.registry import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
 from model.tokenizer import train
 from model.training.capture import capture
-from service import bundle
-from service.bundle import Bundle, Head, Precision, cosine
-from service.packing import Packed, each
-from service.session import CPU, Session, SessionOptions
+from service.core import bundle
+from service.core.bundle import Bundle, Head, Precision, cosine
+from service.core.packing import Packed, each
+from service.core.session import CPU, Session, SessionOptions
 from tests import hub, samples
 from tests.conftest import chosen
 from tests.e2e.conftest import Server, serving
@@ -602,7 +602,7 @@ def test_half(exported: Exported, model_type: str) -> None:
     """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding, and states its attention bias."""
     packed = exported.batch([197, *MIXED[1:]])  # in 200 slots on CUDA
     expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
-    found = emulate.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
+    found = cuda_emulator.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
     assert cosine(found, expected) > 1 - 1e-4
     (record,) = [g for g in exported.bundle.manifest.graphs if g.provider == "cuda"]
     assert (model_type in BIASED) is record.attention_bias

@@ -1,57 +1,14 @@
-"""The layers, read off every import: export -> model -> the leaves of service, and no way back."""
+"""The order of the rooms (`tests/rooms.py`), held against every import."""
 
 import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parent.parent
-LEAVES = {
-    f"service.{name}"
-    for name in ("bundle", "cuda", "encode", "words", "packing", "session", "decode", "tags")
-}
-
-
-def find_modules() -> dict[str, Path]:
-    """The file of each of our modules, by dotted name."""
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in ("service", "model", "export")
-        for path in (ROOT / package).rglob("*.py")
-    }
-
-
-MODULES = find_modules()
-
-
-def imports(module: str) -> Iterator[str]:
-    """Every module that one of ours imports, anywhere in its text, by its longest dotted name."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module, f"{module} has a relative import"
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else node.module
-
-
-def crossings(importers: str, imported: str, allowed: set[str] = frozenset()) -> list[str]:
-    """Imports from one package of another package, but for the allowed modules."""
-    return [
-        f"{module} imports {name}"
-        for module in MODULES
-        if module.split(".")[0] == importers
-        for name in imports(module)
-        if name.split(".")[0] == imported and name not in allowed
-    ]
+from tests.rooms import BETWEEN, BLOCK, MODULES, ORDER, PAGE, ROOT, imports, render, room_of
 
 
 def declared(*extras: str) -> set[str]:
@@ -68,10 +25,60 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-@pytest.mark.parametrize("trainer", ["model", "export", "torch"])
-def test_service_knows_nothing_of_training(trainer):
-    """No file of the service imports model, export or torch."""
-    assert [] == crossings("service", trainer)
+def test_imports_go_up_the_order():
+    """A module imports only its own room and rooms above it in `ORDER`."""
+    against = [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in imports(module)
+        if name in MODULES and ORDER.index(room_of(name)) > ORDER.index(room_of(module))
+    ]
+
+    assert [] == against
+
+
+def test_packages_meet_in_the_core():
+    """`service` imports no other package of ours; `model` and `export` import only `service.core` of `service`."""
+    crossings = [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in imports(module)
+        if name in MODULES
+        and name.split(".")[0] != module.split(".")[0]
+        and room_of(name) not in BETWEEN[module.split(".")[0]]
+    ]
+
+    assert [] == crossings
+
+
+def test_service_imports_no_torch():
+    """No module of the service imports torch."""
+    importing = [m for m in MODULES if m.split(".")[0] == "service" and "torch" in imports(m)]
+
+    assert [] == importing
+
+
+def test_every_room_has_modules():
+    """The order names no room that does not exist."""
+    assert set(ORDER) == {room_of(module) for module in MODULES}
+
+
+def test_every_room_is_described():
+    """Each package's docstring has a line on what it is and one on what may be used from outside."""
+    packages = [m for m, path in MODULES.items() if path.name == "__init__.py" and "." in m]
+    docs = {
+        m: ast.get_docstring(ast.parse(MODULES[m].read_text(encoding="utf-8"))) for m in packages
+    }
+
+    assert [] == [package for package, doc in docs.items() if len((doc or "").split("\n\n")) < 2]
+
+
+def test_the_picture_of_the_rooms_is_current():
+    """The picture in docs/architecture.md is drawn from the imports: `python -m tests.rooms` renews it."""
+    block = BLOCK.search(PAGE.read_text(encoding="utf-8"))
+
+    assert block is not None
+    assert block[1] + render() + block[2] == block[0]
 
 
 def test_service_imports_only_what_serving_installs():
@@ -90,34 +97,6 @@ def test_service_imports_only_what_serving_installs():
     assert set() == used - known
 
 
-def test_leaves_exist():
-    """The leaves are modules of the service."""
-    assert set() == LEAVES - MODULES.keys()
-
-
-def test_leaves_import_only_leaves():
-    """No leaf imports a module of the service that is not a leaf itself."""
-    leaks = [
-        f"{leaf} imports {name}"
-        for leaf in sorted(LEAVES & MODULES.keys())
-        for name in imports(leaf)
-        if name.split(".")[0] == "service" and name not in LEAVES
-    ]
-
-    assert [] == leaks
-
-
-@pytest.mark.parametrize("package", ["model", "export"])
-def test_training_imports_only_the_leaves_of_the_service(package):
-    """Training and export share the service's leaves with it, and nothing else."""
-    assert [] == crossings(package, "service", allowed=LEAVES)
-
-
-def test_model_does_not_know_export():
-    """No file of model imports export."""
-    assert [] == crossings("model", "export")
-
-
 def test_only_the_session_imports_the_runtime():
     """ONNX Runtime is imported where its telemetry is switched off, and nowhere else in this repository."""
     folders = ("benchmarks", "deploy", "export", "model", "service", "tests")
@@ -130,7 +109,7 @@ def test_only_the_session_imports_the_runtime():
         if not apart & {*path.parts} and importing.search(path.read_text(encoding="utf-8"))
     }
 
-    assert {"service/session.py"} == found
+    assert {"service/core/session.py"} == found
 
 
 def test_no_module_imports_itself_round_a_corner():
@@ -150,7 +129,7 @@ def test_no_module_is_named_like_a_library():
 
 def test_importing_the_app_loads_no_torch():
     """A fresh interpreter that imports the app has loaded neither torch nor our training code."""
-    script = "import sys, service.app; print(*{name.split('.')[0] for name in sys.modules})"
+    script = "import sys, service.api.app; print(*{name.split('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.alone import open_local_engines
-from service.app import create_app
-from service.metrics import Metrics
+from service.api.app import create_app
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
 from service.settings import Settings
 from tests.test_docs import slugs
 

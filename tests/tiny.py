@@ -7,10 +7,11 @@ import tokenizers
 import torch
 from torch import nn
 
-from model import checkpoint, tokenizer
+from model import tokenizer
+from model.checkpoints import checkpoint
 from model.config import BertConfig
 from model.heads import Model
-from service.bundle import Head
+from service.core.bundle import Head
 from tests import samples
 
 M = TypeVar("M", bound=nn.Module)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from service import bundle
-from service.session import CPU, Session, SessionOptions
+from service.core import bundle
+from service.core.session import CPU, Session, SessionOptions
 
 GRAPH, WEIGHTS = "fp32.onnx", "weights.bin"
 

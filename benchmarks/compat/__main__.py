@@ -20,11 +20,11 @@ from typing import Any
 
 import transformers
 
-from benchmarks import environments, machine, servers
 from benchmarks.compat import checkpoints, compare, texts
 from benchmarks.compat.checkpoints import MAX_LENGTH
 from benchmarks.compat.compare import Tally
-from benchmarks.environments import PEERS, ROOT
+from benchmarks.lib import environments, machine, servers
+from benchmarks.lib.environments import PEERS, ROOT
 
 PEER = "question_answering"
 AT_ONCE = 10  # texts in a request

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import models
 from benchmarks.compat import texts
-from model import checkpoint, rows, tasks, tokenizer
-from model.families import FAMILIES
+from benchmarks.lib import models
+from model import tokenizer
+from model.checkpoints import checkpoint
+from model.data import examples as tasks
+from model.data import labelled_rows
+from model.families.registry import FAMILIES
 from model.heads import Model
-from service.bundle import Head
-from service.encode import Encoder, load_tokenizer
+from service.core.bundle import Head
+from service.core.encode import Encoder, load_tokenizer
 
 MAX_LENGTH = (
     384  # of a window, in tokens: what the pipeline for questions takes when nothing is said
@@ -79,7 +82,7 @@ def fit(model: Model, name: str, encoder: Encoder, data: Path) -> None:
 
 def read(path: Path, head: Head) -> list[Any]:
     kind = head.problem_type if head.problem_type == "regression" else None
-    return rows.read(path, head.task, kind)
+    return labelled_rows.read(path, head.task, kind)
 
 
 def targets(example: tasks.Example, head: Head) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.compat import pipelines
 from benchmarks.compat.pipelines import Names
-from service.decode import AGGREGATION_STRATEGIES, Answer, Entity, Label
+from service.core.decode import AGGREGATION_STRATEGIES, Answer, Entity, Label
 
 # Path, columns of the body that have a value for each input, the other fields -> results.
 Ask = Callable[[str, Mapping[str, Sequence[Any]], Mapping[str, Any]], list[Any]]

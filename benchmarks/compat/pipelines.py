@@ -18,8 +18,8 @@ import transformers
 from numpy.typing import NDArray
 from transformers.pipelines.token_classification import AggregationStrategy
 
-from service.decode import Answer, Entity
-from service.words import Places
+from service.core.decode import Answer, Entity
+from service.core.words import Places
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -56,7 +56,8 @@ class Tagged(NamedTuple):
     """A text as the pipeline has read it, in one window or several that share some tokens.
 
     outputs: of its `forward`; tokens: of each window without the special ones, with the scores of all labels, the
-    number that each has in the text (`place`), and its word (`of`) and its start and end (`edges`) by `service.words`
+    number that each has in the text (`place`), and its word (`of`) and its start and end (`edges`) by
+    `service.core.words`
     """
 
     text: str
@@ -193,7 +194,7 @@ class Window(NamedTuple):
 
     starts, ends [n] logits; offsets [n, 2], words [n] and places [n] of the tokens in the context
     whole [n, 2] their offsets where the context is not cut (the first token of a window may keep its blank)
-    clean [n, 2] and own [n] their offsets and words by `service.words`; None: no others
+    clean [n, 2] and own [n] their offsets and words by `service.core.words`; None: no others
     """
 
     starts: Floats

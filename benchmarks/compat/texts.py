@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model import corpus, rows
+from model.data import corpus, labelled_rows
 
 DATA = Path("../shared/data")
 SHORTEST, MIDDLE, LONGEST = (
@@ -55,7 +55,7 @@ def pairs(count: int, data: Path = DATA) -> list[tuple[str, str]]:
 
 def questions(count: int, data: Path = DATA) -> list[tuple[str, str]]:
     """Questions, half of them without an answer, each with its paragraph and those that follow in the article."""
-    found = rows.read(data / "qa/squad_v2.0_dev.json.gz", "qa")
+    found = labelled_rows.read(data / "qa/squad_v2.0_dev.json.gz", "qa")
     contexts = list(dict.fromkeys(row.context for row in found))
     where = {context: number for number, context in enumerate(contexts)}
     chosen = [found[i] for i in np.linspace(0, len(found) - 1, count).round().astype(int)]
@@ -80,11 +80,11 @@ def grow(pieces: Iterable[str], size: int) -> str:
 
 
 def text_of(path: Path) -> Iterator[str]:
-    return (row.text for row in rows.read(path, "classification"))
+    return (row.text for row in labelled_rows.read(path, "classification"))
 
 
 def sentences(path: Path) -> Iterator[str]:
-    return (row.text for row in rows.read(path, "ner"))
+    return (row.text for row in labelled_rows.read(path, "ner"))
 
 
 def paragraphs(path: Path) -> Iterator[str]:
@@ -93,5 +93,5 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 def pair_rows(data: Path, name: str, count: int) -> Sequence[tuple[str, str]]:
     problem_type = "regression" if name.startswith("sts") else None
-    found = rows.read(data / f"{name}.jsonl.gz", "classification", problem_type)
+    found = labelled_rows.read(data / f"{name}.jsonl.gz", "classification", problem_type)
     return [(row.text, row.pair) for row in found[:count]]

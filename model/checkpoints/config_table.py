@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import (
     Setting,
     SettingsFile,
@@ -15,7 +16,6 @@ from model.checkpoints.settings_table import (
     no_effect,
     refused,
 )
-from model.names import CheckpointError
 
 
 def _file(families: str, *settings: Setting) -> SettingsFile:

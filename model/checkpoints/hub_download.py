@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from glob import escape
 from pathlib import Path
 
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     MODULES,
     ROOT,
@@ -22,7 +23,6 @@ from model.checkpoints.weight_files import (
     PICKLE,
     SAFETENSORS,
 )
-from model.names import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)

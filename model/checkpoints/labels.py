@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.names import CheckpointError
+from model.checkpoints.hub_names import CheckpointError
 
 DEFAULT_COUNT = 2  # of transformers, where config.json has neither id2label nor num_labels
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused
-from model.names import CheckpointError
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
 PREFIX = "sentence_transformers."

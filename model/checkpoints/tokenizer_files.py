@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
 
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_classes import (
     ALWAYS_AS_SAVED,
@@ -30,8 +31,7 @@ from model.checkpoints.tokenizer_settings import (
     read_settings,
 )
 from model.checkpoints.tokenizer_tables import TOKENIZER_CONFIG, TOKENIZER_JSON
-from model.names import CheckpointError
-from service.encode import load_tokenizer
+from service.core.encode import load_tokenizer
 
 SAVED = "tokenizer.json"
 SAVE = "load it with transformers' AutoTokenizer and write it with save_pretrained to get tokenizer.json"

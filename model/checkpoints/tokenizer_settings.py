@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from model.checkpoint import read_json
+from model.checkpoints.checkpoint import read_json
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_classes import Token
 from model.checkpoints.tokenizer_tables import SPECIAL, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
-from model.names import CheckpointError
 
 NAMED = tuple(setting.name for setting in SPECIAL)  # the order in which missing ones are added
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from model.family import Family
-from model.names import CheckpointError
+from model.checkpoints.hub_names import CheckpointError
+from model.families.spec import Family
 
 # Of all families: what a model computes itself.
 BUFFERS = r"(.*\.)?(position_ids|token_type_ids|inv_freq|original_inv_freq)"

@@ -1,1 +1,4 @@
-"""What every training script shares; `capture` also serves scripts that look inside an encoder."""
+"""What training scripts share: optimizers, resumable runs, distillation objectives, captures of an encoder.
+
+Callers are the scripts in `model`.
+"""

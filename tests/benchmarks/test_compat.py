@@ -10,7 +10,7 @@ import pytest
 from benchmarks.compat import pipelines, texts
 from benchmarks.compat.compare import Tally, distance
 from benchmarks.compat.pipelines import EMPTY, OF_NER, OF_QA, ONE_SOFTMAX, Window, read_answers
-from service.decode import Answer, Label
+from service.core.decode import Answer, Label
 
 PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
 RIGHT, OTHER, THIRD = ([Label(name, 0.5)] for name in "abc")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import families
-from model.families import FAMILIES
+from model.families.registry import FAMILIES
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from benchmarks import bare, bulk, bundles, goals, life, models, rounds, servers, tasks
-from model.source import read_source
-from service import bundle
+from benchmarks import bulk, bundles, goals, life, tasks
+from benchmarks.lib import models, onnxruntime_baseline, rounds, servers
+from model.checkpoints.source import read_source
+from service.core import bundle
 
 TEXTS = ["Ada drew a comet.", "Ada", "The river and the town of a north station."] * 4
 SHORT = {"rounds_": 2, "seconds": 1.0}
@@ -15,7 +16,7 @@ SHORT = {"rounds_": 2, "seconds": 1.0}
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    monkeypatch.setattr(bare, "TRIAL_S", 0.01)
+    monkeypatch.setattr(onnxruntime_baseline, "TRIAL_S", 0.01)
     monkeypatch.setattr(rounds, "WARM_S", 0.05)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, limit
-from service import bundle
-from service.session import CPU, cuda_problem
+from service.core import bundle
+from service.core.session import CPU, cuda_problem
 from tests.conftest import ROOT
 
 

@@ -120,8 +120,8 @@ def children(server: Server) -> dict[str, list[int]]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if parent == server.process.pid and b"service.child" in arguments:
-                role = arguments[arguments.index(b"service.child") + 1].decode()
+            if parent == server.process.pid and b"service.processes.child_main" in arguments:
+                role = arguments[arguments.index(b"service.processes.child_main") + 1].decode()
                 found[role].append(int(entry.name))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service import bundle
+from service.core import bundle
 from tests import samples
 from tests.e2e.conftest import Reply, Server, queued, serving, start, until
 

@@ -20,7 +20,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from benchmarks.processes import resident_mb
+from benchmarks.lib.processes import resident_mb
 from service.keys import make_key
 from tests import hostile, samples
 from tests.e2e.conftest import Reply, Server, children, serving, until

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service import bundle
+from service.core import bundle
 from service.keys import make_key, record
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from benchmarks.load import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.lib.load_generator import Measured, closed_loop, open_loop, request_bytes
 from tests import samples
 from tests.e2e.conftest import Server, serving, until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import resident_mb
+from benchmarks.lib.processes import resident_mb
 from tests.e2e.clients import asking, lone_answers, seen_by, wrong_of
 from tests.e2e.conftest import Server, kill_inference, serving, until
 from tests.e2e.test_models import Desk, desk

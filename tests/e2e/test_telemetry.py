@@ -139,7 +139,13 @@ def test_export(tiny_checkpoint, tmp_path, calls, environment):
 
 @pytest.mark.parametrize(
     "module",
-    ["export.fold", "benchmarks.limit", "benchmarks.gpu", "model.finetune", "tests.export.helpers"],
+    [
+        "export.passes.fold",
+        "benchmarks.limit",
+        "benchmarks.gpu",
+        "model.finetune",
+        "tests.export.helpers",
+    ],
 )
 def test_import(module, calls, environment):
     """A process that begins with any of our modules that compute connects to nothing."""
@@ -164,7 +170,7 @@ def test_telemetry_can_be_switched_on(mini_bundle, environment):
 @pytest.mark.parametrize(
     ("module", "variable", "off", "on"),
     [
-        ("service.session", "ORT_DISABLE_TELEMETRY", "1", "0"),
+        ("service.core.session", "ORT_DISABLE_TELEMETRY", "1", "0"),
         ("model", "HF_HUB_DISABLE_TELEMETRY", "1", "0"),
         ("model", "HF_UPDATE_DOWNLOAD_COUNTS", "0", "1"),
     ],

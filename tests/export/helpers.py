@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from export.goldens import torch_outputs
 from model.heads import Model
-from service import packing
-from service.packing import Packed
-from service.session import ort
+from service.core import packing
+from service.core.packing import Packed
+from service.core.session import ort
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}  # PyTorch and ONNX Runtime sum in different orders
 

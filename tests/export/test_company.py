@@ -9,10 +9,10 @@ import onnx
 import pytest
 
 from export.verify import COMPANY_TOLERANCE, Run, graph_runner
-from service import bundle, packing
-from service.bundle import Bundle
-from service.encode import Encoder, Encoding
-from service.session import CPU, Outputs, Session, SessionOptions
+from service.core import bundle, packing
+from service.core.bundle import Bundle
+from service.core.encode import Encoder, Encoding
+from service.core.session import CPU, Outputs, Session, SessionOptions
 from tests import samples
 
 SERVED = [

@@ -11,14 +11,15 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export import graph, quantize, verify
+from export import trace_graphs, verify
 from export.__main__ import main
 from export.goldens import run_torch
+from export.passes import quantize
 from export.provenance import read_told
-from model.checkpoint import load_model
-from service import bundle
-from service.encode import Encoder
-from service.session import RUNTIME, SessionOptions, open_session
+from model.checkpoints.checkpoint import load_model
+from service.core import bundle
+from service.core.encode import Encoder
+from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
 from tests.conftest import Traced
 from tests.tiny import HEADS
@@ -172,7 +173,7 @@ def test_exact_only(tiny_checkpoint: Path, out: Path) -> None:
 @pytest.fixture
 def half_traced(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let exports with an fp16 graph take the one that has been traced."""
-    monkeypatch.setattr(graph, "export_cuda", lambda _: onnx.load(gpu_bundle / "fp16.onnx"))
+    monkeypatch.setattr(trace_graphs, "export_cuda", lambda _: onnx.load(gpu_bundle / "fp16.onnx"))
 
 
 def test_half(gpu_bundle: Path) -> None:
@@ -465,14 +466,14 @@ def test_shipped_provenance_is_the_lock_s() -> None:
 
 def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packed graph another model's: one norm is a tenth off."""
-    whole = graph.export_packed
+    whole = trace_graphs.export_packed
 
     def broken(model: Any) -> onnx.ModelProto:
         proto = whole(model)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
-    monkeypatch.setattr(graph, "export_packed", broken)
+    monkeypatch.setattr(trace_graphs, "export_packed", broken)
 
 
 def scale_weights(proto: onnx.ModelProto, name: str, factor: float | np.ndarray) -> None:
@@ -500,15 +501,15 @@ def test_portable_parity_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor is a bundle whose portable graph alone is wrong."""
-    whole = graph.export_portable
+    whole = trace_graphs.export_portable
 
     def broken(model: Any) -> onnx.ModelProto:
         proto = whole(model)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
-    monkeypatch.setattr(graph, "export_portable", broken)
-    monkeypatch.setattr(graph, "save_sharing_weights", save_apart)
+    monkeypatch.setattr(trace_graphs, "export_portable", broken)
+    monkeypatch.setattr(trace_graphs, "save_sharing_weights", save_apart)
     status = export(tiny_checkpoint, out)
     assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)
 
@@ -521,11 +522,11 @@ def test_half_parity_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor is one whose graph for CUDA is another model's: here every position is the next one's."""
-    proto = graph.export_cuda(load_model(tiny_checkpoint))
+    proto = trace_graphs.export_cuda(load_model(tiny_checkpoint))
     (table,) = (t for t in proto.graph.initializer if t.name.endswith("position.weight"))
     rolled = np.roll(numpy_helper.to_array(table), 1, axis=0)
     table.CopyFrom(numpy_helper.from_array(rolled, table.name))
-    monkeypatch.setattr(graph, "export_cuda", lambda _: proto)
+    monkeypatch.setattr(trace_graphs, "export_cuda", lambda _: proto)
     status = export(tiny_checkpoint, out, "--precision", "fp32", "fp16")
     assert_refused(status, "fp16 packed: head sentiment has cosine", out, capsys)
 

@@ -9,9 +9,9 @@ import pytest
 
 from export import samples
 from export.samples import Result
-from model import rows
+from model.data import labelled_rows
 
-EVALUATION = Path(rows.__file__).parent / "evaluation"
+EVALUATION = Path(labelled_rows.__file__).parents[1] / "evaluation"
 FILES = {
     "sentiment": "sentiment.jsonl",
     "topic": "topic.jsonl",
@@ -103,7 +103,7 @@ def test_there_are_twenty_evaluation_sentences_of_each_task(name: str) -> None:
     task = {"sentiment": "classification", "topic": "classification", "entities": "ner"}.get(
         name, {"answers": "qa", "embeddings": "embedding"}.get(name, "")
     )
-    found = rows.read(EVALUATION / FILES[name], task)
+    found = labelled_rows.read(EVALUATION / FILES[name], task)
     assert len(found) == 20
     match name:
         case "sentiment" | "topic":

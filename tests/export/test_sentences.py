@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from export.goldens import run_torch
-from model import checkpoint
-from model.families import FAMILIES
-from model.names import CheckpointError
-from model.source import Source, read_source
-from service import decode
-from service.encode import Encoder
+from model.checkpoints import checkpoint
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import Source, read_source
+from model.families.registry import FAMILIES
+from service.core import decode
+from service.core.encode import Encoder
 from tests import hub, samples
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}

@@ -16,13 +16,14 @@ import transformers
 from safetensors.torch import save_file
 from scipy import stats
 
-from export import graph
+from export import trace_graphs
 from export.goldens import run_torch
-from model import evaluate, teach
-from model.names import CheckpointError
-from model.source import Source, read_max_length, read_source, read_tokenizer
-from service import decode
-from service.encode import Encoder
+from model import evaluate
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import Source, read_max_length, read_source, read_tokenizer
+from model.training import distillation
+from service.core import decode
+from service.core.encode import Encoder
 from tests import samples
 from tests.export.helpers import Arrays, assert_close, batch, padded_feeds, run_packed
 from tests.tiny import perturb
@@ -108,7 +109,7 @@ def test_hub_architectures(architecture: str, tokenizer: Path, tmp_path: Path) -
     task, fields = ARCHITECTURES[architecture]
     peer = peer_of(architecture, tokenizer, **fields)
     source = read_source(save(tmp_path, peer, tokenizer))
-    found = run_packed(graph.export_packed(source.model), PACKED)
+    found = run_packed(trace_graphs.export_packed(source.model), PACKED)
     assert_close(peer_outputs(task, peer), found)
 
 
@@ -215,7 +216,7 @@ class TestSentenceTransformers:
         write_pooling(encoder, "cls_token")
         write_dense(encoder, TANH)
         model = read_source(encoder).model
-        (vector,) = run_packed(graph.export_packed(model), PACKED).values()
+        (vector,) = run_packed(trace_graphs.export_packed(model), PACKED).values()
         assert (len(PACKED.lengths), 20) == vector.shape
         assert 1 + 1e-6 > np.abs(vector).max() > 0.5  # the runtime's tanh may pass 1 by rounding
 
@@ -234,7 +235,7 @@ class TestSentenceTransformers:
         left, right = ([samples.text(9, seed=seed + s) for s in range(0, 12, 2)] for seed in (0, 1))
         ours, theirs = vectors(source, left), vectors(source, right)
 
-        teacher = teach.load(str(encoder), torch.device("cpu"))
+        teacher = distillation.load(str(encoder), torch.device("cpu"))
         asked = Source(encoder, teacher.model, teacher.tokenizer, source.max_length)
         np.testing.assert_array_equal(vectors(asked, left), ours)
 

@@ -16,8 +16,8 @@ from export.verify import (
     check_parity,
     compare,
 )
-from service.bundle import Head
-from service.encode import Encoding
+from service.core.bundle import Head
+from service.core.encode import Encoding
 
 Outputs = list[dict[str, NDArray[np.float32]]]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded
 from model.config import BertConfig
-from model.run import Run
-from service import packing
-from service.packing import Packed
+from model.training.training_run import Run
+from service.core import packing
+from service.core.packing import Packed
 
 # fp32 sums in another order: a few units in the last place per layer, of values around one.
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.attention import Layout, Padded, attention
-from service import packing
+from service.core import packing
 from tests.model.helpers import LENGTHS, TOLERANCE
 
 HEADS, HIDDEN = 4, 24

@@ -9,8 +9,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from model import attention_map, checkpoint
+from model import attention_map
 from model.bert import Bert
+from model.checkpoints import checkpoint
 from model.fill import read_encoder
 from tests.model.helpers import TOLERANCE, perturb, shape
 

@@ -11,14 +11,14 @@ import transformers
 from torch import Tensor
 
 import model
-from model import checkpoint, names
 from model.bert import Bert
-from model.bert_names import BERT
+from model.checkpoints import checkpoint, hub_names
 from model.config import BertConfig, preset
+from model.families.bert_names import BERT
 from model.training.capture import capture
-from service import packing
-from service.encode import Encoder
-from service.packing import Packed, each
+from service.core import packing
+from service.core.encode import Encoder
+from service.core.packing import Packed, each
 from tests.model.helpers import (
     LENGTHS,
     TOLERANCE,
@@ -74,7 +74,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
     encoder = Bert(config).eval()
-    names.from_hub(encoder, peer.state_dict(), names.trunk_names(BERT), "transformers")
+    hub_names.from_hub(encoder, peer.state_dict(), hub_names.trunk_names(BERT), "transformers")
 
     for seed, lengths in enumerate(LENGTHS.values()):
         assert_parity(encoder, peer, batch(lengths, seed=seed))
@@ -192,7 +192,7 @@ def test_written_from_scratch() -> None:
     files = sorted(Path(next(iter(model.__path__))).rglob("*.py"))
     assert "bert.py" in {file.name for file in files}
 
-    names = {
+    hub_names = {
         (file.name, name)
         for file in files
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -200,7 +200,7 @@ def test_written_from_scratch() -> None:
         if isinstance(name, str) and name.startswith(ready_made)
     }
 
-    assert names == set()
+    assert hub_names == set()
 
 
 def test_config_is_kept() -> None:

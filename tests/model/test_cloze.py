@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from model import cloze, rows
+from model import cloze
+from model.data import labelled_rows
 
 HARBOUR = (
     "The old harbour of Port Ansel lies on the western shore of the bay and was dug by hand in 1843. "
@@ -215,7 +216,7 @@ def test_a_file_can_be_learnt_from(
     assert first.read_bytes() == second.read_bytes()
 
     paragraphs = json.loads(gzip.decompress(first.read_bytes()))["data"][0]["paragraphs"]
-    read = rows.read(first, "qa")
+    read = labelled_rows.read(first, "qa")
     assert len(read) == len(paragraphs) == 3
 
 

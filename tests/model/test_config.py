@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 from model.config import PRESETS, BertConfig, preset
-from model.modernbert import ModernBertConfig
-from model.nomic_bert import NomicBertConfig
+from model.families.modernbert import ModernBertConfig
+from model.families.nomic_bert import NomicBertConfig
 
 
 @pytest.mark.parametrize(

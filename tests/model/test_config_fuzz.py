@@ -10,9 +10,9 @@ import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from model import checkpoint
+from model.checkpoints import checkpoint
 from model.checkpoints.config_table import tables_of
-from model.names import CheckpointError
+from model.checkpoints.hub_names import CheckpointError
 from tests.parity.test_config_settings import save
 
 FAMILIES = ("bert", "distilbert", "modernbert", "nomic_bert", "deberta-v2")

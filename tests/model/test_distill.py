@@ -12,15 +12,17 @@ import torch
 import transformers
 from tokenizers import Tokenizer, normalizers
 
-from model import checkpoint, distill, evaluate, finetune, teach, tokenizer
+from model import distill, evaluate, finetune, tokenizer
 from model.bert import Bert
+from model.checkpoints import checkpoint
 from model.distill import Settings
-from model.families import FAMILIES
+from model.families.registry import FAMILIES
 from model.heads import Model
-from model.run import read_config
+from model.training import distillation
 from model.training.capture import capture
-from service.bundle import Head
-from service.encode import Encoder, load_tokenizer
+from model.training.training_run import read_config
+from service.core.bundle import Head
+from service.core.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
@@ -159,7 +161,7 @@ ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "simila
 # -- what a student begins as -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", teach.DISTANCES)
+@pytest.mark.parametrize("distance", distillation.DISTANCES)
 def test_a_student_of_all_layers_is_the_teacher(
     distance: str,
     joint: Path,
@@ -419,7 +421,7 @@ def test_what_a_text_is(
         "corpus_batch_size": 5,
     }
     known = load_tokenizer(tokenizer_file)
-    teacher = teach.load(str(joint), torch.device("cpu"))
+    teacher = distillation.load(str(joint), torch.device("cpu"))
     for unit in distill.UNITS:
         s = Settings(output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text)
         lesson = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
@@ -491,13 +493,13 @@ def test_both_read_the_same_texts(
 ) -> None:
     """Of rows and of text, each in tokens of its own."""
     read: list[list[list[int]]] = []
-    look = teach.look
+    look = distillation.look
 
-    def watched(model: Model, encodings: Any, *rest: Any) -> teach.Seen:
+    def watched(model: Model, encodings: Any, *rest: Any) -> distillation.Seen:
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
-    monkeypatch.setattr(teach, "look", watched)
+    monkeypatch.setattr(distillation, "look", watched)
     heads = tables(data, "names", "vectors")
     fresh = {
         "preset": "tiny",
@@ -517,11 +519,11 @@ def test_both_read_the_same_sentences(
     joint: Path, other: Path, corpus_file: Path, tmp_path: Path
 ) -> None:
     """Whatever they are cut into."""
-    teacher = teach.load(str(joint), torch.device("cpu"))
+    teacher = distillation.load(str(joint), torch.device("cpu"))
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
     s = Settings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
     known = load_tokenizer(other)
-    asked = {"vectors": teach.Answers(teacher, "vectors")}
+    asked = {"vectors": distillation.Answers(teacher, "vectors")}
     lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
     streams = (lesson.stream, lesson.twins[str(joint)])
     mine, its = (t.batch((1, 0), 2).encodings for t in streams)
@@ -606,7 +608,7 @@ def test_passages_of_a_step_are_of_one_length(
         max_length=64,
         corpus_batch_size=8,
     )
-    teacher = teach.load(str(joint), torch.device("cpu"))
+    teacher = distillation.load(str(joint), torch.device("cpu"))
     lesson = distill.read_texts(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
     steps = [lesson.stream.batch((1, 0), step).encodings for step in range(40)]
     text = lesson.stream.corpus
@@ -665,14 +667,14 @@ def test_annealing_ends_with_the_labels(
 ) -> None:
     """It begins with the teacher's answers alone, and every step gives a little to the labels."""
     shares: list[list[float]] = []
-    forward = teach.Teaching.forward
+    forward = distillation.Teaching.forward
 
     def watched(*given: Any) -> Any:
         parts = forward(*given)
         shares.append([weight for weight, _ in parts.values()])
         return parts
 
-    monkeypatch.setattr(teach.Teaching, "forward", watched)
+    monkeypatch.setattr(distillation.Teaching, "forward", watched)
     heads = tables(data, "names")
     heads["names"]["teacher"] = str(taught)
     finetune.finetune(
@@ -829,7 +831,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     text = TEXTS[5]
     read = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     window = Encoder.from_file(folder / "tokenizer.json", 32).texts([text])[0].windows[0]
-    seen = teach.look(checkpoint.load_model(folder), [window], ["classification"])
+    seen = distillation.look(checkpoint.load_model(folder), [window], ["classification"])
     torch.testing.assert_close(
         seen.outputs["classification"], theirs(**read).logits, rtol=0, atol=1e-5
     )

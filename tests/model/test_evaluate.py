@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from seqeval.metrics import f1_score
 
-from model import checkpoint, evaluate, rows, tasks, tokenizer
-from model.families import FAMILIES
+from model import evaluate, tokenizer
+from model.checkpoints import checkpoint
+from model.data import examples, labelled_rows
+from model.families.registry import FAMILIES
 from model.heads import Model
-from service.bundle import Head
-from service.encode import Encoder, Encoding
+from service.core.bundle import Head
+from service.core.encode import Encoder, Encoding
 from tests.model.helpers import perturb, shape
 
 SENTENCE = "Ada drew a comet in Turin . Grace Wu sold 2 tables , Zoë forgot it at U.S. dawn"
@@ -105,7 +107,7 @@ def judge(
 def alone(model: Model, name: str, encoding: Encoding) -> NDArray[np.float32]:
     """One encoding's output, by the model itself."""
     with torch.no_grad():
-        return tasks.forward(model, [encoding], [name])[name].numpy()
+        return examples.forward(model, [encoding], [name])[name].numpy()
 
 
 def close(expected: float) -> object:
@@ -120,7 +122,7 @@ def test_accuracy_is_the_share_of_right_argmaxes(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """The same as without decoding, one text at a time."""
-    found = rows.read(files["sentiment"], "classification")
+    found = labelled_rows.read(files["sentiment"], "classification")
     labels = HEADS["sentiment"].labels
     direct = [
         labels[alone(model, "sentiment", encoder.texts([row.text])[0].windows[0])[0].argmax()]
@@ -137,7 +139,7 @@ def test_a_label_holds_from_one_half(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Each of several labels is decided by the sign of its own logit."""
-    found = rows.read(files["topics"], "classification", "multi_label_classification")
+    found = labelled_rows.read(files["topics"], "classification", "multi_label_classification")
     direct = [
         alone(model, "topics", encoder.texts([row.text])[0].windows[0])[0] >= 0 for row in found
     ]
@@ -153,7 +155,7 @@ def test_a_regression_is_judged_by_correlation(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Spearman's of the logits."""
-    found = rows.read(files["stars"], "classification", "regression")
+    found = labelled_rows.read(files["stars"], "classification", "regression")
     direct = [alone(model, "stars", encoder.texts([row.text])[0].windows[0])[0, 0] for row in found]
     metrics, answers = judge(model, encoder, "stars", files)
     largest = max(row.score for row in found)
@@ -165,7 +167,7 @@ def test_a_word_has_the_tag_of_its_first_token(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Found by walking over characters; entities are then compared by seqeval."""
-    found = rows.read(files["entities"], "ner")
+    found = labelled_rows.read(files["entities"], "ner")
     direct = {}
     for number, row in enumerate(found):
         (encoded,) = encoder.texts([row.text], truncate="window")
@@ -189,9 +191,9 @@ def test_a_word_has_the_tag_of_its_first_token(
 def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
     """They begin at one place, and what the others say of the word is not its tag."""
     of_bytes = tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
-    row = rows.Sentence("here", ["日本", "Émile"], ["B-LOC", "O"])
+    row = labelled_rows.Sentence("here", ["日本", "Émile"], ["B-LOC", "O"])
     (encoded,) = Encoder(of_bytes, 48).texts([row.text])
-    (placed,) = tasks.place_words(row, encoded.windows)
+    (placed,) = examples.place_words(row, encoded.windows)
     labels = HEADS["entities"].labels
     logits = np.full((len(encoded.windows[0]), len(labels)), -9, np.float32)
     logits[:, labels.index("I-PER")] = 1
@@ -204,7 +206,7 @@ def test_an_answer_is_the_likeliest_text(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Found by trying every start and end, in the one window of each question."""
-    found = rows.read(files["answers"], "qa")
+    found = labelled_rows.read(files["answers"], "qa")
     expected = []
     for row in found:
         (encoded,) = encoder.questions([row.question], [row.context])
@@ -231,7 +233,7 @@ def test_similarity_is_the_cosine_of_vectors(
     model: Model, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Of both texts of a pair, each by itself."""
-    found = rows.read(files["vectors"], "embedding")
+    found = labelled_rows.read(files["vectors"], "embedding")
     cosines = []
     for row in found:
         first, second = (
@@ -311,13 +313,15 @@ def test_scores_of_some_pairs_cannot_be_judged(
     path = tmp_path / "a.jsonl"
     scored = '{"text": "a", "text_pair": "b", "score": %d}'
     path.write_text("\n".join([scored % 1, '{"texts": ["a", "b"]}', scored % 0]))
-    with pytest.raises(rows.DataError, match=r"a\.jsonl:2: .* for all of its rows or for none"):
+    with pytest.raises(
+        labelled_rows.DataError, match=r"a\.jsonl:2: .* for all of its rows or for none"
+    ):
         judge(model, encoder, "vectors", {"vectors": path})
 
 
 def test_a_single_label_holds_or_not(encoder: Encoder) -> None:
     """From one half, and the order of scores has an average precision."""
-    found = [rows.Text("here", "a", "b", score=grade) for grade in (0.0, 1.0, 1.0, 0.0)]
+    found = [labelled_rows.Text("here", "a", "b", score=grade) for grade in (0.0, 1.0, 1.0, 0.0)]
     (pair,) = encoder.pairs(["a"], ["b"])
     texts = [(pair, [np.float32([logit])]) for logit in (-3.0, 0.1, -0.1, 0.2)]
     metrics, answers = evaluate.judge_texts(found, texts, HEADS["relevance"])
@@ -435,8 +439,8 @@ def unit(*degrees: float) -> NDArray[np.float32]:
     return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
-def anchored(*texts: str, negatives: Sequence[str] = ()) -> rows.Similar:
-    return rows.Similar("here", texts, None, tuple(negatives))
+def anchored(*texts: str, negatives: Sequence[str] = ()) -> labelled_rows.Similar:
+    return labelled_rows.Similar("here", texts, None, tuple(negatives))
 
 
 def test_positives_are_ranked_among_all_others() -> None:

@@ -10,10 +10,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from model import checkpoint, fill, tokenizer
+from model import fill, tokenizer
 from model.bert import Bert
+from model.checkpoints import checkpoint
 from model.config import preset
-from model.families import FAMILIES
+from model.families.registry import FAMILIES
 from model.heads import Pretraining, make_pretraining
 from tests.model.helpers import perturb, shape
 

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import checkpoint, finetune, optim, rows
+from model import finetune
 from model.bert import Bert
+from model.checkpoints import checkpoint
 from model.config import preset
+from model.data import labelled_rows
+from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import Settings
 from model.heads import Model
-from model.matching import begin_matching
-from model.nomic_bert import NomicBert, NomicBertConfig
-from model.teach import Lesson
-from service.bundle import Head
+from model.training import optim
+from model.training.distillation import Lesson
+from model.training.token_matching_init import begin_matching
+from service.core.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
@@ -244,13 +247,13 @@ def relevance(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Is it the same thing? Half of the time it is."""
     folder = tmp_path_factory.mktemp("relevance")
     every = itertools.product(range(4), repeat=4)
-    rows = [
+    labelled_rows = [
         {"text": f"{THINGS[a]} {NAMES[m]}", "text_pair": f"{NAMES[n]} {THINGS[b]}", "same": a == b}
         for a, b, m, n in every
         if a == b or (a + b + m + n) % 3 == 0
     ]
-    binary = [{**row, "label": int(row["same"])} for row in rows]
-    graded = [{**row, "score": 0.9 if row["same"] else 0.2} for row in rows]
+    binary = [{**row, "label": int(row["same"])} for row in labelled_rows]
+    graded = [{**row, "score": 0.9 if row["same"] else 0.2} for row in labelled_rows]
     return {
         "binary": jsonl(folder / "binary.jsonl", binary[::2]),
         "graded": jsonl(folder / "graded.jsonl", graded[::2]),
@@ -576,8 +579,8 @@ def test_kept_heads_answer_by_their_labels(
 def by_label(model: Model, name: str) -> dict[str, Tensor]:
     """The classifier's weights and bias of each label of a head, in the head's order."""
     classifier = model.heads[name].classifier
-    rows = torch.cat([classifier.weight, classifier.bias[:, None]], dim=1)
-    return dict(zip(model.described[name].labels, rows, strict=True))
+    labelled_rows = torch.cat([classifier.weight, classifier.bias[:, None]], dim=1)
+    return dict(zip(model.described[name].labels, labelled_rows, strict=True))
 
 
 def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
@@ -673,7 +676,7 @@ def test_a_wrong_dev_file_is_found_before_training(
 ) -> None:
     """Not after an hour of it."""
     table = {**heads(data)["names"], "dev": data["entities"]}
-    with pytest.raises(rows.DataError, match="not JSON"):
+    with pytest.raises(labelled_rows.DataError, match="not JSON"):
         start({"names": table})
     assert not (tmp_path / "run").exists()
 
@@ -707,7 +710,7 @@ def test_a_dev_file_of_other_labels_is_found_before_training(
 ) -> None:
     """What the head could never be judged on."""
     table = {**heads(data)[head], "dev": jsonl(tmp_path / "dev.jsonl", lines)}
-    with pytest.raises(rows.DataError, match=message.replace("dev:", r"dev\.jsonl:")):
+    with pytest.raises(labelled_rows.DataError, match=message.replace("dev:", r"dev\.jsonl:")):
         start({"head": table})
     assert not (tmp_path / "run").exists()
 

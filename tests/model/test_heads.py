@@ -16,8 +16,8 @@ from model.heads import (
     make_head,
     mean_tokens,
 )
-from service.bundle import Head
-from service.packing import each
+from service.core.bundle import Head
+from service.core.packing import each
 from tests.model.helpers import (
     LENGTHS,
     TOLERANCE,

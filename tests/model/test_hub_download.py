@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model import checkpoint
+from model.checkpoints import checkpoint
 from model.checkpoints.hub_download import (
     SETTINGS_FILES,
     commit_of,
@@ -21,7 +21,7 @@ from model.checkpoints.hub_download import (
     weight_folders,
     with_folders,
 )
-from model.names import CheckpointError
+from model.checkpoints.hub_names import CheckpointError
 from tests import hub
 from tests.hub_server import Hub, serve_hub
 
@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 NAME = "someone/model"
 LOCATE = """
 import json, sys
-from model.checkpoint import locate
-from model.names import CheckpointError
+from model.checkpoints.checkpoint import locate
+from model.checkpoints.hub_names import CheckpointError
 found = []
 for source in sys.argv[1:]:
     try:

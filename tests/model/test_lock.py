@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from model import checksums, corpus, lock, rows, tokenizer
-from model.checksums import DataError
-from model.run import read_config
-from service import bundle
+from model import lock, tokenizer
+from model.data import checksums, corpus, labelled_rows
+from model.data.checksums import DataError
+from model.training.training_run import read_config
+from service.core import bundle
 
 ROOT = Path(__file__).parents[2]
 SHARED = "../shared/data/"
@@ -41,17 +42,17 @@ def told(text: str) -> list[tuple[str, ...]]:
 
 
 def test_a_file_that_is_as_locked_is_read(data: Path) -> None:
-    assert 1 == len(rows.read(data / "made/up.jsonl", "classification"))
+    assert 1 == len(labelled_rows.read(data / "made/up.jsonl", "classification"))
 
 
 def test_a_changed_file_is_refused_with_both_sums(data: Path) -> None:
     """The error says how to lock what is there."""
     file = data / "made/up.jsonl"
     locked = bundle.hash_file(file)
-    rows.read(file, "classification")
+    labelled_rows.read(file, "classification")
     file.write_text('{"text": "b", "label": "x"}\n')
     with pytest.raises(DataError, match="Made up") as refused:
-        rows.read(file, "classification")
+        labelled_rows.read(file, "classification")
     message = str(refused.value)
     assert [bundle.hash_file(file), locked] == re.findall(r"\b[0-9a-f]{64}\b", message)
     assert f"python -m model.lock {data}/ --update" in message
@@ -89,7 +90,7 @@ def test_other_files_are_not_even_hashed(
     (data / name).parent.mkdir(exist_ok=True)
     (data / name).write_text('{"text": "b", "label": "x"}\n')
     monkeypatch.setattr(bundle, "hash_file", None)
-    assert 1 == len(rows.read(data / name, "classification"))
+    assert 1 == len(labelled_rows.read(data / name, "classification"))
 
 
 def test_a_file_is_hashed_once_until_it_is_changed(

@@ -19,10 +19,12 @@ import transformers
 from tokenizers import Tokenizer
 from torch import nn
 
-from model import checkpoint, corpus, pretrain, tokenizer
-from model.families import FAMILIES
+from model import pretrain, tokenizer
+from model.checkpoints import checkpoint
+from model.data import corpus
+from model.data.pretraining_batches import Batch, Sampler, Samples, Specials
+from model.families.registry import FAMILIES
 from model.heads import make_pretraining
-from model.samples import Batch, Sampler, Samples, Specials
 
 
 @pytest.fixture(scope="module")

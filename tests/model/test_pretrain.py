@@ -14,10 +14,12 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer
 
-from model import corpus, optim, pretrain, samples
-from model.bert_names import BERT
+from model import pretrain
+from model.data import corpus, pretraining_batches
+from model.data.pretraining_batches import Batch, Sampler, Specials
+from model.families.bert_names import BERT
 from model.heads import Pretraining
-from model.samples import Batch, Sampler, Specials
+from model.training import optim
 from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps
 
 
@@ -41,7 +43,7 @@ def test_corpus_files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def held(corpus_file: Path, small_tokenizer: Tokenizer) -> samples.Samples:
+def held(corpus_file: Path, small_tokenizer: Tokenizer) -> pretraining_batches.Samples:
     """Pairs from the made-up corpus."""
     text = corpus.build([corpus_file], small_tokenizer)
     sampler = Sampler(text, Specials.of(small_tokenizer, BERT), "nsp")
@@ -49,7 +51,7 @@ def held(corpus_file: Path, small_tokenizer: Tokenizer) -> samples.Samples:
 
 
 @pytest.fixture
-def drawn(held: samples.Samples) -> Batch:
+def drawn(held: pretraining_batches.Samples) -> Batch:
     """The same as a batch."""
     return held.pack()
 
@@ -93,7 +95,7 @@ def test_loss_at_masked_positions_only(drawn: Batch, small_tokenizer: Tokenizer)
     assert len(drawn.labels) == len(drawn.masked) < len(drawn.inputs[0]) / 4
 
 
-def test_evaluate(held: samples.Samples, small_tokenizer: Tokenizer) -> None:
+def test_evaluate(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
     """Evaluating averages over samples without dropout, and leaves the model in training."""
     model = model_for(small_tokenizer, hidden_dropout_prob=0.5).train()
 
@@ -103,7 +105,7 @@ def test_evaluate(held: samples.Samples, small_tokenizer: Tokenizer) -> None:
     assert found == pretrain.evaluate(model, [held])
 
 
-def test_evaluate_in_pieces(held: samples.Samples, small_tokenizer: Tokenizer) -> None:
+def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
     """With room for fewer tokens at once the losses are the same, and no batch is larger."""
     model, read = model_for(small_tokenizer), []
     model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
@@ -384,11 +386,11 @@ def test_fewer_and_fewer_are_hidden(
     trained, held = [], []
     step, evaluate = pretrain.Trainer.step, pretrain.evaluate
 
-    def stepped(self: Any, whole: samples.Samples, *args: Any) -> Any:
+    def stepped(self: Any, whole: pretraining_batches.Samples, *args: Any) -> Any:
         trained.append(sum(whole.guesses) / whole.tokens)
         return step(self, whole, *args)
 
-    def evaluated(model: Any, fixed: list[samples.Samples], tokens: int) -> Any:
+    def evaluated(model: Any, fixed: list[pretraining_batches.Samples], tokens: int) -> Any:
         held.extend(sum(whole.guesses) / whole.tokens for whole in fixed)
         return evaluate(model, fixed, tokens)
 
@@ -446,7 +448,9 @@ def test_phases_of_a_run(
     drawn: list[tuple[int, ...]] = []
     step = pretrain.Trainer.step
 
-    def listen(trainer: pretrain.Trainer, whole: samples.Samples, *rest: Any) -> dict[str, float]:
+    def listen(
+        trainer: pretrain.Trainer, whole: pretraining_batches.Samples, *rest: Any
+    ) -> dict[str, float]:
         drawn.append(whole.lengths)
         return step(trainer, whole, *rest)
 
@@ -462,13 +466,13 @@ def test_whole_words(
 ) -> None:
     """Where asked for, the tokens that go on with a word are known to who hides them."""
     known: list[Any] = []
-    make = samples.Sampler
+    make = pretraining_batches.Sampler
     monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))
     for asked in (False, True):
         short = {**arguments, "steps": 1, "whole_words": asked}
         run(monkeypatch, tmp_path / str(asked), short)
 
-    goes_on = samples.continues(Tokenizer.from_file(arguments["tokenizer"]))
+    goes_on = pretraining_batches.continues(Tokenizer.from_file(arguments["tokenizer"]))
     assert known == [None, goes_on]
     assert 0 < sum(goes_on) < len(goes_on)
 

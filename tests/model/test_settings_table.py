@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting, SettingsFile, render_table
-from model.names import CheckpointError
 
 FILE = SettingsFile(
     "some_config.json",

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from model import tokenizer
-from model.families import FAMILIES
+from model.families.registry import FAMILIES
 from model.tokenizer import train
 from tests import samples
 
@@ -71,7 +71,7 @@ def test_vocabulary_size_is_a_limit() -> None:
 def test_the_same_everywhere(family: str) -> None:
     """Another process learns the same tokenizer from the same texts."""
     program = (
-        "from model.families import FAMILIES; from model.tokenizer import train; from tests import samples;"
+        "from model.families.registry import FAMILIES; from model.tokenizer import train; from tests import samples;"
         f"print(train(samples.corpus(), 400, family=FAMILIES[{family!r}]).to_str())"
     )
     root = Path(tokenizer.__file__).parents[1]

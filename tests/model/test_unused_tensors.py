@@ -8,9 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model import checkpoint
-from model.families import FAMILIES
-from model.names import CheckpointError
+from model.checkpoints import checkpoint
+from model.checkpoints.hub_names import CheckpointError
+from model.families.registry import FAMILIES
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, theirs
 from tests.parity.test_config_settings import edit, fields_of
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model import checkpoint
+from model.checkpoints import checkpoint
+from model.checkpoints.hub_names import CheckpointError, check_numbers
 from model.checkpoints.weight_files import find_weights, read_tensors
-from model.names import CheckpointError, check_numbers
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 
 PACKED = batch([9, 1, 4])

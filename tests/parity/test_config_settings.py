@@ -14,11 +14,11 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from model import checkpoint
+from model.checkpoints import checkpoint
 from model.checkpoints.config_table import CONFIG_TABLES, OF_FAMILY, tables_of, unknown_settings
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting
-from model.families import FAMILIES
-from model.names import CheckpointError
+from model.families.registry import FAMILIES
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, theirs
 
 SHAPE = {

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from export.__main__ import main as export
-from service import decode
-from service.encode import Encoder
+from service.core import decode
+from service.core.encode import Encoder
 from tests import samples
 from tests.e2e.calls import close
 from tests.e2e.conftest import Server, serving

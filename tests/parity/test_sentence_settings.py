@@ -19,6 +19,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from export.goldens import run_torch
 from model.checkpoints import sentence_config
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
@@ -30,10 +31,9 @@ from model.checkpoints.sentence_config import (
     unknown_sentence_settings,
 )
 from model.checkpoints.settings_table import Handling
-from model.names import CheckpointError
-from model.source import read_source
-from service import decode
-from service.encode import Encoder
+from model.checkpoints.source import read_source
+from service.core import decode
+from service.core.encode import Encoder
 from tests import hub, samples
 
 TEXTS = [samples.text(words, seed=words) for words in (1, 9, 30, 200)]

@@ -18,6 +18,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from model.checkpoints import tables, tokenizer_classes
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting, SettingsFile, render_table
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
@@ -27,8 +28,7 @@ from model.checkpoints.tokenizer_tables import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
 )
-from model.names import CheckpointError
-from service.encode import Encoder
+from service.core.encode import Encoder
 
 Document = dict[str, Any]
 

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from service.app import create_app
-from service.logs import add_names
-from service.metrics import Metrics
+from service.api.app import create_app
+from service.observability.logs import add_names
+from service.observability.metrics import Metrics
 from service.settings import PREFIX, Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 

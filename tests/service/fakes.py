@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from service.commands import Command
-from service.decode import Answer, Entity, Label
-from service.engine import Reply, Ticket, Timing, Usage
+from service.core.decode import Answer, Entity, Label
+from service.engines.commands import Command
+from service.engines.engine import Reply, Ticket, Timing, Usage
 from service.errors import QuartetError, UnknownModel
-from service.load import Load
+from service.scheduling.load import Load
 from service.settings import Settings
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)

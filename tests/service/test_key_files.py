@@ -11,9 +11,9 @@ import pytest
 from structlog.typing import EventDict
 
 from service import key_files
-from service.config import KeySource, configure
 from service.key_files import KeyFiles
 from service.keys import Keys
+from service.settings_sources import KeySource, configure
 
 
 @pytest.fixture(autouse=True)

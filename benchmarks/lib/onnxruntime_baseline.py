@@ -1,0 +1,245 @@
+"""The bare packed session: a graph on inputs already encoded, without HTTP, batching by need, or decoding.
+
+It is the measure of what the service adds, so it runs in a process of its own that is measured in turn with the
+servers, and stands still meanwhile. At start it tries layouts (one session on all cores or one on each, batches of
+1, 8 or 32 inputs of about one length) and keeps the fastest. Then it is told a load over HTTP, and answers with what it
+measured itself: for one connection, inputs one after the other on one session of all cores; for more, its best layout.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.lib import servers, traffic
+from benchmarks.lib.servers import WINDOW, Call, Server
+from export.verify import Run, graph_runner
+from service.core import bundle
+from service.core.encode import Encoder, Encoding
+from service.engines.engine import STRIDE
+from service.settings import usable_cores
+
+BATCHES = (1, 8, 32)
+TRIAL_S = 1.5
+Batch = Sequence[Encoding]
+
+
+class Layout(NamedTuple):
+    """So many sessions on threads of their own, which take batches of one size from one list."""
+
+    sessions: int
+    threads: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.sessions} x {self.threads} threads, batches of {self.size}"
+
+
+def server(task: str, precision: str, texts: Sequence[str], scratch: Path) -> Server:
+    """The bare session as one of the servers in the rounds, with the texts that they are asked."""
+    file = scratch / f"bare-{task}.json"
+    file.write_text(json.dumps(list(texts)))
+
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        given = [str(model), str(file), "--task", task, "--precision", precision]
+        given += ["--trial-seconds", str(TRIAL_S), "--port", str(port)]
+        return [str(python), "-m", "benchmarks.lib.onnxruntime_baseline", *given]
+
+    return Server(
+        name=f"bare {task} {precision}" if task != "embed" else f"bare {precision}",
+        command=command,
+        ready=WINDOW,
+        prepare=servers.to_bundle,
+        calls={task: Call(WINDOW, lambda _: {}, lambda said: said)},
+        note="p50 and p99 are of a text at one connection, of a batch at more",
+        measures_itself=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("texts", type=Path, help="a JSON list")
+    parser.add_argument("--task", default="embed")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument(
+        "--trial-seconds", type=float, default=TRIAL_S, help="of each layout, twice"
+    )
+    parser.add_argument("--port", type=int, required=True)
+    given = parser.parse_args()
+    full = bundle.load(given.bundle)
+    items = encode(full, given.task, json.loads(given.texts.read_text()))
+    session = Bare(full, given.precision, items, given.trial_seconds)
+    print(session.layout, session.trials, flush=True)
+    HTTPServer(("127.0.0.1", given.port), answering(session)).serve_forever()
+
+
+def encode(full: bundle.Bundle, task: str, texts: Sequence[str]) -> list[Batch]:
+    """The windows of each text, for `qa` behind a question, as the service cuts them when Quartet is asked here."""
+    encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
+    if task != "qa":
+        return [item.windows for item in encoder.texts(texts)]
+    head = next(head for head in full.manifest.heads.values() if head.task == "qa")
+    encoded = encoder.questions(
+        [traffic.question(text) for text in texts],
+        texts,
+        stride=STRIDE,
+        max_query_tokens=head.max_query_tokens,
+    )
+    return [item.windows for item in encoded]
+
+
+class Bare:
+    """Sessions of one graph, and the inputs that they are run on; `layout` was the fastest at start."""
+
+    def __init__(
+        self,
+        full: bundle.Bundle,
+        precision: str,
+        items: Sequence[Batch],
+        trial_s: float = TRIAL_S,
+    ) -> None:
+        self.items = items
+        self.mean = float(np.mean([tokens(item) for item in items]))
+        graph = packed_graph(full, precision)
+        cores = usable_cores()
+        self.runs = {
+            sessions: [graph_runner(full, graph, cores // sessions) for _ in range(sessions)]
+            for sessions in dict.fromkeys((1, cores))
+        }
+        layouts = [
+            Layout(sessions, cores // sessions, size)
+            for size, sessions in itertools.product(BATCHES, self.runs)
+        ]
+        self.batches = {size: shuffled_batches(items, size) for size in BATCHES}
+        self.trials: dict[str, float] = {}
+        for layout in layouts * 2:  # the machine may be slow for a moment
+            rate = self.together(layout, trial_s, warm_s=0.1)["rate"]
+            self.trials[str(layout)] = max(rate, self.trials.get(str(layout), 0.0))
+        self.layout = max(layouts, key=lambda layout: self.trials[str(layout)])
+
+    def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, Any]:
+        """What it did in a window: inputs of mean length per second, and milliseconds of a batch (alone: of each)."""
+        if connections == 1:
+            return self.alone(seconds, warm_s)
+        return self.together(self.layout, seconds, warm_s)
+
+    def alone(self, seconds: float, warm_s: float) -> dict[str, Any]:
+        """One input after the other from the first, as one connection asks a server."""
+        (run,) = self.runs[1]
+        part = in_turn(run, itertools.cycle(self.items), seconds, warm_s, [])
+        numbers = (part.first + np.arange(len(part.spent))) % len(self.items)
+        each = zip(numbers.tolist(), (1000 * part.spent).tolist(), strict=True)
+        return {**self.told([part]), "each": [*each]}
+
+    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, float]:
+        runs = self.runs[layout.sessions]
+        batches = self.batches[layout.size]
+        ended: list[Run] = []
+        with ThreadPoolExecutor(len(runs)) as threads:
+            parts = [
+                threads.submit(in_turn, run, batches, seconds, warm_s, ended, len(runs))
+                for run in runs
+            ]
+            return self.told([part.result() for part in parts])
+
+    def told(self, parts: Sequence["Part"]) -> dict[str, float]:
+        spent_ms = 1000 * np.concatenate([part.spent for part in parts])
+        p50, p99 = np.percentile(spent_ms, (50, 99))
+        return {
+            "rate": sum(part.tokens / part.spent.sum() for part in parts) / self.mean,
+            "ran": sum(part.ran for part in parts) / self.mean,
+            "p50_ms": float(p50),
+            "p99_ms": float(p99),
+        }
+
+
+class Part(NamedTuple):
+    """What one session did: tokens within the window, seconds of each of its batches, tokens with those beside it.
+
+    first: how many batches went before those that count
+    """
+
+    tokens: int
+    spent: np.ndarray
+    ran: int
+    first: int
+
+
+def in_turn(
+    run: Run,
+    batches: Iterator[Batch],
+    seconds: float,
+    warm_s: float,
+    ended: list[Run],
+    sessions: int = 1,
+) -> Part:
+    """Run batches for a window after `warm_s`, and on, uncounted, until the other sessions' windows have ended, too."""
+    counted, spent, elapsed, ran, first = 0, [], 0.0, 0, 0
+    began = time.perf_counter()
+    while len(ended) < sessions:
+        batch = next(batches)
+        before = time.perf_counter()
+        run(batch)
+        now = time.perf_counter()
+        ran += tokens(batch)
+        if before - began >= warm_s and elapsed < seconds:
+            counted += tokens(batch)
+            spent.append(now - before)
+            elapsed += now - before
+            if elapsed >= seconds:
+                ended.append(run)
+        elif not spent:
+            first += 1
+    return Part(counted, np.asarray(spent), ran, first)
+
+
+def tokens(batch: Batch) -> int:
+    return sum(map(len, batch))
+
+
+def shuffled_batches(items: Sequence[Batch], size: int) -> Iterator[Batch]:
+    """Batches of inputs of about one length, over and over, in an order that any window is a fair part of."""
+    ordered = sorted(itertools.chain.from_iterable(items), key=len)
+    batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    np.random.default_rng(0).shuffle(batches)
+    return itertools.cycle(batches)
+
+
+def packed_graph(full: bundle.Bundle, precision: str) -> bundle.Graph:
+    return next(g for g in full.manifest.graphs if (g.precision, g.layout) == (precision, "packed"))
+
+
+def answering(session: Bare) -> type[BaseHTTPRequestHandler]:
+    """A GET says that it is ready, a POST of a load has it measured."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({"layout": str(session.layout), "rates": session.trials})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(session.window(**asked))
+
+        def answer(self, said: dict[str, Any]) -> None:
+            body = json.dumps(said).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+if __name__ == "__main__":
+    main()

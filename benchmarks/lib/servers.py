@@ -1,0 +1,523 @@
+"""The servers under test: how each is started, asked and read.
+
+A `Server` is a value; `serving` runs one. All get the same weights (`benchmarks.lib.models`), the machine's usable
+cores, one text per request and 256 tokens at most, and everything else as their own documentation advises for speed.
+What a server needs in another form (a bundle, an ONNX graph) its `prepare` makes, once, before anything is timed.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.lib import environments, models, processes, traffic
+from benchmarks.lib.environments import PEERS, ROOT, Unavailable
+from service.core import bundle
+from service.core.encode import Encoder
+from service.settings import usable_cores
+
+Vector = list[float]
+Scores = dict[str, float]
+Entities = list[tuple[str, int, int, float]]  # label, start, end, score
+
+TAIL = 3000  # characters of a log in an error
+WINDOW = "/window"  # where a contender that measures itself is told a load
+END_S = 20.0  # for a server to end by itself
+
+
+class StartError(RuntimeError):
+    """A server that could not be prepared or did not become ready, with the end of its log."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One task over HTTP: where to post, the body for a text, and what the answer says.
+
+    `answer` gives a Vector, Scores or Entities, so that answers of different servers compare.
+    """
+
+    path: str
+    body: Callable[[str], dict[str, Any]]
+    answer: Callable[[Any], Any]
+
+
+def as_it_is(python: Path, model: Path, scratch: Path) -> Path:
+    return model
+
+
+@dataclass(frozen=True)
+class Server:
+    """command: argv for an interpreter, the prepared model and a port; it listens on 127.0.0.1.
+
+    calls: by task, `embed`, `classify`, `ner` or `qa`; a task that is not there is not offered, and `note` says why.
+    environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
+    binary: what must be on the PATH.
+    prepare: from interpreter, checkpoint and scratch folder to the form of the model that this server reads.
+    computes: a word among the arguments of its process that computes, if it has one apart from the first.
+    measures_itself: it is told a load instead of being put under it, and answers with its figures
+    (`benchmarks.lib.onnxruntime_baseline`).
+    """
+
+    name: str
+    command: Callable[[Path, Path, int], list[str]]
+    calls: Mapping[str, Call]
+    ready: str = "/health"
+    environment: str | None = None
+    binary: str | None = None
+    prepare: Callable[[Path, Path, Path], Path] = as_it_is
+    env: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    computes: str = ""
+    measures_itself: bool = False
+
+    def python(self) -> Path:
+        """The interpreter that runs it. Raises Unavailable when something is not installed."""
+        if self.binary and not shutil.which(self.binary):
+            raise Unavailable(f"{self.binary} is not on the PATH")
+        if self.environment is None:
+            return Path(sys.executable)
+        return environments.python_of(self.environment)
+
+
+class Running(NamedTuple):
+    """start_s: from the start of the process until it said that it was ready."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    start_s: float
+
+
+@contextmanager
+def serving(
+    server: Server, model: Path, scratch: Path, timeout_s: float = 180
+) -> Iterator[Running]:
+    """A server of a checkpoint on a free port, ready; it and all that it started are ended with the block.
+
+    What it prints goes to a file in `scratch`. Raises Unavailable, and StartError with the end of that file.
+    """
+    python = server.python()
+    form = server.prepare(python, model, scratch)
+    port = free_port()
+    log = scratch / f"{server.name.replace(' ', '-')}.log"
+    with log.open("wb") as words:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            server.command(python, form, port),
+            cwd=ROOT,
+            env={**os.environ, **shared_env(), **server.env},
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_until_ready(process, port, server.ready, timeout_s)
+            yield Running(port, process, time.perf_counter() - began)
+        except NotReady as error:
+            raise StartError(f"{server.name} {error}: {tail(log)}") from None
+        finally:
+            end(process)
+
+
+class NotReady(Exception):
+    pass
+
+
+def shared_env() -> dict[str, str]:
+    """The same cores for every server, and no calls home or to a hub."""
+    cores = str(usable_cores())
+    return {
+        "OMP_NUM_THREADS": cores,
+        "MKL_NUM_THREADS": cores,
+        "RAYON_NUM_THREADS": cores,
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ORT_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_ready(
+    process: subprocess.Popen[bytes], port: int, path: str, timeout_s: float
+) -> None:
+    end = time.monotonic() + timeout_s
+    while process.poll() is None:
+        if answers(port, path):
+            return
+        if time.monotonic() > end:
+            raise NotReady(f"was not ready within {timeout_s:g} s")
+        time.sleep(0.05)
+    raise NotReady(f"ended at start with status {process.returncode}")
+
+
+def answers(port: int, path: str) -> bool:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all that it started: first asked, then made to."""
+    known = processes.started(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    processes.kill(known | processes.started(process.pid))
+    process.wait()
+
+
+def ask(port: int, call: Call, text: str) -> Any:
+    """One request, and what its answer says. Raises RuntimeError for an answer that is not 200."""
+    return call.answer(json.loads(post(port, call.path, call.body(text))[1]))
+
+
+def post(
+    port: int, path: str, body: object, timeout_s: float = 60
+) -> tuple[http.client.HTTPMessage, bytes]:
+    """The headers and the body of an answer. Raises RuntimeError for one that is not 200."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        said = reply.read()
+    if reply.status != 200:
+        raise RuntimeError(f"{path} answered {reply.status}: {said.decode()[:TAIL]}")
+    return reply.headers, said
+
+
+def tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip() or "it said nothing"
+
+
+# -- what servers need the model as ---------------------------------------------------------------
+
+
+def place(scratch: Path, form: str, model: Path) -> Path:
+    """Where a form of a model is kept: checkpoints of one name do not meet."""
+    mark = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:8]
+    return scratch / form / f"{model.name}-{mark}"
+
+
+def run_once(command: list[str], log: Path) -> None:
+    """A step of a preparation. Raises StartError with the end of its log."""
+    with log.open("ab") as words:
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **shared_env()},
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if ended.returncode:
+        raise StartError(f"{' '.join(command)} failed: {tail(log)}")
+
+
+def to_bundle(python: Path, model: Path, scratch: Path) -> Path:
+    """A full Quartet bundle; a folder that is one already is served as it is."""
+    if (model / bundle.MANIFEST).is_file():
+        return model
+    out = place(scratch, "quartet", model)
+    if not out.is_dir():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        run_once(
+            [sys.executable, "-m", "export", str(model), str(out)], scratch / "quartet-export.log"
+        )
+    return out
+
+
+def to_onnx(python: Path, model: Path, scratch: Path) -> Path:
+    """The checkpoint's ONNX graph, by optimum's exporter and optimiser, with tokenizer and configuration."""
+    out = place(scratch, "onnx", model)
+    if not out.is_dir():
+        part = out.with_name(f"{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        script = [str(python), str(PEERS / "infinity" / "to_onnx.py")]
+        given = [str(model), str(part), str(models.MAX_TOKENS)]
+        run_once([*script, *given], scratch / "onnx-export.log")
+        part.rename(out)
+    return out
+
+
+def to_triton(python: Path, model: Path, scratch: Path) -> Path:
+    """A model repository with Quartet's portable fp32 graph, batched by Triton."""
+    full = bundle.load(to_bundle(python, model, scratch))
+    (graph,) = (g for g in full.manifest.graphs if g.layout == "portable")
+    out = place(scratch, "triton", model)
+    version = out / "minilm" / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(full.file(graph.file), version / "model.onnx")
+    if graph.weights:
+        shutil.copyfile(full.file(graph.weights.file), version / graph.weights.file)
+    (out / "minilm" / "config.pbtxt").write_text(TRITON_CONFIG.format(cores=usable_cores()))
+    return out
+
+
+TRITON_CONFIG = """\
+backend: "onnxruntime"
+max_batch_size: 32
+dynamic_batching {{ }}
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+parameters {{ key: "intra_op_thread_count" value: {{ string_value: "{cores}" }} }}
+"""
+
+
+# -- what is said to each -------------------------------------------------------------------------
+
+
+def quartet_body(text: str) -> dict[str, Any]:
+    return {"inputs": text, "truncate": True}
+
+
+def quartet_ner_body(text: str) -> dict[str, Any]:
+    return {"inputs": text, "truncate": True, "aggregation_strategy": "simple"}
+
+
+def quartet_qa_body(text: str) -> dict[str, Any]:
+    return {"question": traffic.question(text), "context": text}
+
+
+def inputs_body(text: str) -> dict[str, Any]:
+    return {"inputs": text}
+
+
+def infinity_embed_body(text: str) -> dict[str, Any]:
+    return {"model": "minilm", "input": text}
+
+
+def infinity_classify_body(text: str) -> dict[str, Any]:
+    return {"model": "minilm", "input": [text]}
+
+
+def triton_body(text: str) -> dict[str, Any]:
+    (window,) = minilm_encoder().texts([text])[0].windows
+    ids = [int(token) for token in window.input_ids]
+    values = {
+        "input_ids": ids,
+        "attention_mask": [1] * len(ids),
+        "token_type_ids": [0] * len(ids),
+    }
+    return {
+        "inputs": [
+            {"name": name, "shape": [1, len(ids)], "datatype": "INT64", "data": data}
+            for name, data in values.items()
+        ]
+    }
+
+
+@cache
+def minilm_encoder() -> Encoder:
+    return Encoder.from_file(models.minilm() / "tokenizer.json", models.MAX_TOKENS)
+
+
+def scores(labels: list[dict[str, Any]]) -> Scores:
+    return {found["label"]: found["score"] for found in labels}
+
+
+def entities(spans: list[dict[str, Any]]) -> Entities:
+    return [(s["entity_group"], s["start"], s["end"], s["score"]) for s in spans]
+
+
+def unit_length(values: list[float]) -> Vector:
+    vector = np.asarray(values)
+    return (vector / np.linalg.norm(vector)).tolist()
+
+
+FIRST_EMBEDDING = Call("/embed", inputs_body, lambda said: said["embeddings"][0])
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
+    """Quartet at a precision; others: bundles that it serves beside the one it is given."""
+
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        bundles = map(str, (model, *others))
+        served = [str(python), "-m", "service", *bundles, "--port", str(port)]
+        return [*served, "--precision", precision, "--log-format", "json"]
+
+    return Server(
+        name=f"quartet {precision}",
+        command=command,
+        ready="/health/ready",
+        prepare=to_bundle,
+        computes="inference",
+        calls={
+            "embed": Call("/embed", quartet_body, lambda said: said["embeddings"][0]),
+            "classify": Call("/classify", quartet_body, lambda said: scores(said["results"][0])),
+            "ner": Call("/ner", quartet_ner_body, lambda said: entities(said["results"][0])),
+            "qa": Call("/qa", quartet_qa_body, lambda said: said["results"][0]),
+        },
+    )
+
+
+def infinity(engine: str) -> Callable[[Path, Path, int], list[str]]:
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        options = {
+            "model-id": model,
+            "served-model-name": "minilm",
+            "engine": engine,
+            "device": "cpu",
+            "pooling-method": "mean",
+            "host": "127.0.0.1",
+            "port": port,
+            "log-level": "warning",
+        }
+        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return [str(python.with_name("infinity_emb")), "v2", *flags]
+
+    return command
+
+
+def app(peer: str) -> Callable[[Path, Path, int], list[str]]:
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        return [str(python), str(PEERS / peer / "app.py"), str(model), "--port", str(port)]
+
+    return command
+
+
+def text_embeddings_router(python: Path, model: Path, port: int) -> list[str]:
+    where = ["--hostname", "127.0.0.1", "--port", str(port)]
+    model_flags = ["--model-id", str(model), "--pooling", "mean", "--auto-truncate"]
+    return ["text-embeddings-router", *model_flags, *where]
+
+
+def tritonserver(python: Path, model: Path, port: int) -> list[str]:
+    only_http = ["--http-address=127.0.0.1", "--allow-grpc=false", "--allow-metrics=false"]
+    return ["tritonserver", f"--model-repository={model}", f"--http-port={port}", *only_http]
+
+
+INFINITY_EMBED = Call("/embeddings", infinity_embed_body, lambda said: said["data"][0]["embedding"])
+
+# The last two have never been run by Quartet's authors, for want of their binaries.
+SERVERS = (
+    quartet("fp32"),
+    quartet("int8"),
+    Server(
+        name="infinity torch",
+        environment="infinity",
+        command=infinity("torch"),
+        calls={
+            "embed": INFINITY_EMBED,
+            "classify": Call(
+                "/classify", infinity_classify_body, lambda said: scores(said["data"][0])
+            ),
+        },
+    ),
+    Server(
+        name="infinity optimum",
+        environment="infinity",
+        command=infinity("optimum"),
+        prepare=to_onnx,
+        calls={"embed": INFINITY_EMBED},
+        note="no /classify: this engine does not cut long texts there, and fails on them",
+    ),
+    Server(
+        name="sentence-transformers",
+        environment="sentence_transformers",
+        command=app("sentence_transformers"),
+        calls={"embed": FIRST_EMBEDDING},
+        note="FastAPI, each request encoded by itself",
+    ),
+    Server(
+        name="litserve",
+        environment="litserve",
+        command=app("litserve"),
+        calls={"embed": FIRST_EMBEDDING},
+        note="sentence-transformers in batches of up to 32",
+    ),
+    Server(
+        name="pipeline",
+        environment="pipeline",
+        command=app("pipeline"),
+        calls={
+            "classify": Call("/classify", inputs_body, scores),
+            "ner": Call("/ner", inputs_body, entities),
+        },
+        note="FastAPI, each request through the transformers pipeline by itself",
+    ),
+    Server(
+        name="text-embeddings-inference",
+        environment="infinity",  # where optimum makes the ONNX graph that its CPU image prefers
+        binary="text-embeddings-router",
+        command=text_embeddings_router,
+        prepare=to_onnx,
+        calls={
+            "embed": Call(
+                "/embed", lambda text: {"inputs": text, "truncate": True}, lambda said: said[0]
+            )
+        },
+    ),
+    Server(
+        name="triton",
+        binary="tritonserver",
+        command=tritonserver,
+        ready="/v2/health/ready",
+        prepare=to_triton,
+        calls={
+            "embed": Call(
+                "/v2/models/minilm/infer",
+                triton_body,
+                lambda said: unit_length(said["outputs"][0]["data"]),
+            )
+        },
+        note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
+    ),
+)
+
+NOOP = Server(
+    "no-op",
+    command=lambda python, _, port: [str(python), "-m", "benchmarks.lib.noop_server", str(port)],
+    calls={},
+    note="answers everything with a refusal: what asking alone costs the machine",
+)
+
+
+def pinned(server: Server, cores: Sequence[int]) -> Server:
+    """The same server, kept to some cores: it finds no others."""
+    to = ",".join(map(str, cores))
+
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        return ["taskset", "--cpu-list", to, *server.command(python, model, port)]
+
+    return replace(server, command=command)
+
+
+def chosen(names: Sequence[str] | None) -> list[Server]:
+    """The servers of these names, or all. Raises KeyError as `named` does."""
+    return [named(name) for name in names] if names else [*SERVERS]
+
+
+def named(name: str) -> Server:
+    """Raises KeyError naming the servers there are."""
+    found = {server.name: server for server in SERVERS}
+    if name not in found:
+        raise KeyError(f"no server {name!r}; there are {', '.join(found)}")
+    return found[name]

@@ -1,0 +1,1 @@
+"""Benchmarks of training: speed of steps, and families pretrained under one budget."""

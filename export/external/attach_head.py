@@ -1,0 +1,169 @@
+"""A head behind somebody else's graph, so that its outputs are named and shaped as those of ours.
+
+The operators are standard ones, and the same in every opset from 7 on.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx.compose import add_prefix
+from torch import nn
+
+from export.external.onnx_source import Recipe
+from export.trace_graphs import WEIGHTS
+from model.checkpoints.hub_names import CheckpointError
+from service.core import bundle
+
+PREFIX = "given."  # of all that the graph brought along: what is appended cannot have its name
+LARGE = 256  # numbers; what has fewer is no weight, but a scale, a bias or a shape
+EXACT = {TensorProto.DOUBLE, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL}
+PRECISIONS = {
+    TensorProto.INT8: "int8",
+    TensorProto.UINT8: "int8",
+    TensorProto.FLOAT16: "fp16",
+    TensorProto.FLOAT: "fp32",
+}  # by the type of a weight; the first of which there is one
+
+
+def write_graph(given: Path, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Write a graph with the recipe's head into the folder; returns the manifest's record of it.
+
+    Raises CheckpointError for weights that a bundle cannot have.
+    """
+    proto = onnx.load(given, load_external_data=False)
+    precision = precision_of(proto, given)
+    append_head(proto, recipe)
+    path = folder / f"{precision}.onnx"
+    has_weights = _save(proto, given, path)
+    return {
+        **bundle.describe_file(path),
+        "precision": precision,
+        "layout": "padded",
+        "provider": "cpu" if precision == "int8" else "any",
+        "opset": opset_of(proto),
+        "weights": bundle.describe_file(folder / WEIGHTS) if has_weights else None,
+    }
+
+
+def precision_of(proto: onnx.ModelProto, path: Path) -> str:
+    """What its weights are rounded to. Raises CheckpointError for what the manifest has no word for."""
+    constants = [a.t for n in proto.graph.node if n.op_type == "Constant" for a in n.attribute]
+    weights = [*proto.graph.initializer, *constants]
+    types = {weight.data_type for weight in weights if np.prod(weight.dims) >= LARGE}
+    unknown = types - {*PRECISIONS, *EXACT}
+    if unknown:
+        named = ", ".join(sorted(TensorProto.DataType.Name(kind) for kind in unknown))
+        raise CheckpointError(f"{path}: cannot serve weights of {named}")
+    bits = {a.i for node in proto.graph.node for a in node.attribute if a.name == "bits"} - {8}
+    if bits:
+        raise CheckpointError(f"{path}: cannot serve weights of {min(bits)} bits")
+    return next((name for kind, name in PRECISIONS.items() if kind in types), "fp32")
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """Of the standard operators."""
+    return max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
+
+
+def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
+    """Make the recipe's head the graph's only output, and what is renamed and appended all that changes."""
+    add_prefix(proto, PREFIX, rename_inputs=False, rename_functions=False, inplace=True)
+    graph, task = proto.graph, recipe.head.task
+    tail = Tail(task)
+    values = [tail.add("Cast", f"{PREFIX}{name}", to=TensorProto.FLOAT) for name in recipe.outputs]
+    value = values[0] if len(values) == 1 else tail.stack(values)
+    if recipe.pooling == "mean":
+        if "attention_mask" not in {given.name for given in graph.input}:
+            graph.input.append(_like(graph.input, "attention_mask"))
+        value = tail.mean(value, "attention_mask")
+    elif recipe.pooling == "cls":
+        value = tail.add("Gather", value, tail.constant(np.array(0)), axis=1)
+    for layer in recipe.dense:
+        value = tail.dense(value, layer)
+    tail.nodes.append(helper.make_node("Identity", [value], [task]))
+    rows = (None, None) if recipe.head.per_token else (None,)
+    del graph.output[:]
+    graph.output.append(
+        helper.make_tensor_value_info(task, TensorProto.FLOAT, [*rows, recipe.head.width])
+    )
+    graph.node.extend(tail.nodes)
+    graph.initializer.extend(tail.constants)
+
+
+def _like(inputs: Sequence[ValueInfoProto], name: str) -> ValueInfoProto:
+    """Another input of the shape of `input_ids`."""
+    made = ValueInfoProto()
+    made.CopyFrom(next(value for value in inputs if value.name == "input_ids"))
+    made.name = name
+    return made
+
+
+class Tail:
+    """Nodes and constants that are being put together; their names begin with the head's."""
+
+    def __init__(self, head: str) -> None:
+        self.head = head
+        self.nodes: list[NodeProto] = []
+        self.constants: list[TensorProto] = []
+
+    def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """A node; returns what it gives."""
+        output = f"{self.head}.{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [output], **attributes))
+        return output
+
+    def constant(self, value: np.ndarray) -> str:
+        name = f"{self.head}.constant.{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(value, name))
+        return name
+
+    def reshape(self, value: str, *shape: int) -> str:
+        """0 stands for an axis as it is, -1 for what is left."""
+        return self.add("Reshape", value, self.constant(np.array(shape)))
+
+    def stack(self, values: Sequence[str]) -> str:
+        """`[B, S]` each -> `[B, S, 2]`."""
+        return self.add("Concat", *(self.reshape(value, 0, 0, 1) for value in values), axis=2)
+
+    def mean(self, states: str, mask: str) -> str:
+        """`[B, S, H]` and the mask `[B, S]` -> `[B, H]`."""
+        real = self.add("Cast", mask, to=TensorProto.FLOAT)
+        row, column = self.reshape(real, 0, 1, -1), self.reshape(real, 0, -1, 1)
+        mean = self.add("Div", self.add("MatMul", row, states), self.add("MatMul", row, column))
+        return self.reshape(mean, 0, -1)
+
+    def dense(self, value: str, layer: nn.Module) -> str:
+        """What one of sentence-transformers' dense modules is made of."""
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight.detach().numpy().T.copy()
+            value = self.add("MatMul", value, self.constant(weight))
+            if layer.bias is None:
+                return value
+            return self.add("Add", value, self.constant(layer.bias.detach().numpy()))
+        return self.add("Tanh", value) if isinstance(layer, nn.Tanh) else value
+
+
+def _save(proto: onnx.ModelProto, given: Path, path: Path) -> bool:
+    """Write the graph, and a copy of its external weights beside it, if there are any, which is returned.
+
+    Raises CheckpointError for weights that lie in several files, or elsewhere.
+    """
+    external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    entries = [entry for t in external for entry in t.external_data if entry.key == "location"]
+    places = sorted({entry.value for entry in entries})
+    if len(places) > 1:
+        said = f"its weights lie in {len(places)} files: one at most"
+        raise CheckpointError(f"{given}: {said} (onnx.save has all_tensors_to_one_file)")
+    for place in places:
+        if Path(place).name != place:
+            raise CheckpointError(f"{given}: its weights must lie beside it, not at {place}")
+        shutil.copyfile(given.parent / place, path.parent / WEIGHTS)
+    for entry in entries:
+        entry.value = WEIGHTS
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    return bool(places)

@@ -1,0 +1,113 @@
+"""The bundle's model card: what it is, how it was trained and on what, measured quality, limits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from service.core.bundle import Head, Manifest
+
+
+def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str]) -> str:
+    """Markdown; `told` is what the provenance file says beyond the manifest (`description`, `training`, `limits`)."""
+    parts = [
+        f"# {manifest.name} {manifest.version}",
+        str(told.get("description", "An encoder exported with Quartet.")).strip(),
+        _given(manifest),
+        _heads(manifest),
+        _metrics(manifest),
+        _parity(parity),
+        _training(manifest, told.get("training", "")),
+        _data(manifest),
+        _section("Limits", told.get("limits")),
+        _terms(manifest),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _given(manifest: Manifest) -> str:
+    """What has to be known of a graph that came from elsewhere."""
+    layouts = {graph.layout for graph in manifest.graphs}
+    if not layouts & {"padded", "alone"}:
+        return ""
+    told = (
+        "Its one graph was exported by another tool and has the head appended. The goldens are its own answers: that "
+        "it answers as the model that it was made from has not been checked."
+    )
+    if "alone" in layouts:
+        told += (
+            " Its answers depend on what shares a batch with them, so each text is computed alone."
+        )
+    return _section("The graph", told)
+
+
+def _section(title: str, text: str | None) -> str:
+    return f"## {title}\n\n{text.strip()}" if text else ""
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _heads(manifest: Manifest) -> str:
+    rows = [
+        [f"`{name}`", head.task, _meaning(head), "demo" if head.demo else ""]
+        for name, head in manifest.heads.items()
+    ]
+    rows_table = _table(["head", "task", "gives", ""], rows)
+    longer = "longer text is cut or read in windows, as the request says"
+    return f"## Heads\n\nInputs of up to {manifest.max_length} tokens; {longer}.\n\n{rows_table}"
+
+
+def _meaning(head: Head) -> str:
+    if head.labels:
+        return ", ".join(head.labels)
+    if head.task == "qa":
+        return f"answer spans of up to {head.max_answer_tokens} tokens"
+    return f"{head.dimensions} numbers, {head.pooling} pooling"
+
+
+def _metrics(manifest: Manifest) -> str:
+    rows = [
+        [f"`{name}`", precision, ", ".join(f"{key} {value:.2f}" for key, value in values.items())]
+        for name, precisions in manifest.metrics.items()
+        for precision, values in precisions.items()
+    ]
+    if not rows:
+        return ""
+    table = _table(["head", "precision", "measured"], rows)
+    return f"## Quality\n\nMeasured through the exported graphs.\n\n{table}"
+
+
+def _parity(parity: Mapping[str, str]) -> str:
+    table = _table(["graph", "measured at export"], [[key, value] for key, value in parity.items()])
+    return f"## Parity\n\n{table}"
+
+
+def _training(manifest: Manifest, told: str) -> str:
+    """Not from data alone, where another model taught it."""
+    names = " and ".join(f"`{name}`" for name in manifest.provenance.teachers)
+    taught = f"Distilled from {names}." if names else ""
+    return _section("How it was trained", f"{taught}\n\n{told}".strip())
+
+
+def _data(manifest: Manifest) -> str:
+    rows = [
+        [data.name, data.used_for, data.origin, data.terms, data.commercial_use]
+        for data in manifest.provenance.datasets
+    ]
+    if not rows:
+        return ""
+    header = ["data set", "used for", "origin", "terms", "commercial use"]
+    return f"## Data\n\n{_table(header, rows)}"
+
+
+def _terms(manifest: Manifest) -> str:
+    told = (
+        f"Weights: {manifest.weights_license}. The data sets have terms of their own, above.\n\n"
+        f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
+    )
+    by_head = manifest.provenance.commercial_use_by_head(manifest.heads)
+    if len(set(by_head.values())) > 1:
+        rows = [[f"`{head}`", use] for head, use in by_head.items()]
+        told += f"\n\n{_table(['head', 'commercial use, by the terms of its own data'], rows)}"
+    return _section("Terms", told)

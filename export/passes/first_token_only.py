@@ -1,0 +1,163 @@
+"""The last layer for first tokens alone, where no head looks at another token.
+
+A classification, or an embedding that is `cls` pooled, reads one row of the last hidden states for each sequence. What
+follows the last attention computes each row from the same row of what comes before, so those rows are taken there, and
+not at the end; and of that attention only the first queries are wanted. The results are the same, for a quarter of the
+layer's products. Where a head reads every token nothing changes.
+
+B sequences, S longest, T tokens, H hidden
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import NodeProto, helper, numpy_helper
+
+from export.passes.graph_utils import attribute, drop_unread, producers, reading
+
+# A row of what each of them gives comes from the same row of what it is given: its inputs but for the weights.
+ROWWISE = frozenset(
+    {
+        "Add",
+        "Cast",
+        "Div",
+        "Gelu",
+        "Gemm",
+        "LayerNormalization",
+        "MatMulIntegerToFloat",
+        "Max",
+        "Mul",
+        "Neg",
+        "QuantizeLinear",
+        "ReduceMax",
+        "ReduceMin",
+        "Relu",
+        "Sigmoid",
+        "Split",
+        "Squeeze",
+        "Sub",
+        "Tanh",
+    }
+)
+FIRSTS = "firsts.index"  # [B]: where each sequence's first token is among all T
+NUMBER, ZERO, ONE = "firsts.number", "firsts.zero", "firsts.one"
+CONSTANTS = {NUMBER: np.array(0), ZERO: np.array([0]), ONE: np.array([1])}
+
+
+def narrow(model: onnx.ModelProto) -> None:
+    """Rewrite a packed graph, fp32 or int8, in place, unless a head looks at more than first tokens."""
+    graph = model.graph
+    narrowing = _Narrowing(graph)
+    if not narrowing.narrow:
+        return
+    nodes = [new for node in graph.node for new in narrowing.rewrite(node)]
+    del graph.node[:]
+    graph.node.append(helper.make_node("Gather", ["unpack", NUMBER], [FIRSTS], axis=1))
+    graph.node.extend(nodes)
+    graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in CONSTANTS.items())
+    drop_unread(graph)
+
+
+class _Narrowing:
+    """What is known of a graph: `narrow` are the values of which only first tokens' rows are read, and computed."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.weights = {tensor.name: tensor for tensor in graph.initializer}
+        self.made = producers(graph)
+        self.readers = Counter(name for node in graph.node for name in node.input)
+        self.narrow = self._find(graph)
+        # The attentions of which only first queries are wanted, and as what their results are read.
+        self.shortened = {
+            attention.output[0]: node.output[0]
+            for node in graph.node
+            if node.output[0] in self.narrow and (attention := self._attention(node)) is not None
+        }
+        self.taken: set[str] = set()
+
+    def rewrite(self, node: NodeProto) -> Iterator[NodeProto]:
+        """What stands in the node's place."""
+        output = node.output[0]
+        if self._takes_firsts(node):
+            yield from self._take(node.input[:1])
+            yield helper.make_node("Identity", [self._taken(node.input[0])], [output])
+        elif output in self.shortened:
+            query = f"{node.input[0]}.first"
+            yield helper.make_node("Slice", [node.input[0], ZERO, ONE, ONE], [query])
+            yield reading(node, [query, *node.input[1:]])
+            yield helper.make_node("Squeeze", [output, ONE], [self.shortened[output]])
+        elif output in self.narrow and output not in self.shortened.values():
+            rows = self._rows(node)
+            yield from self._take(rows)
+            names = [self._taken(name) if name in rows else name for name in node.input]
+            yield reading(node, names)
+        elif output not in self.narrow:
+            yield node
+
+    def _find(self, graph: onnx.GraphProto) -> set[str]:
+        """From the end, for what is read of a value is known when all its readers are."""
+        whole = {value.name for value in graph.output}
+        some: set[str] = set()
+        narrow: set[str] = set()
+        for node in reversed(graph.node):
+            rows: list[str] = []
+            if self._takes_firsts(node):
+                rows = [node.input[0]]
+            elif some.intersection(node.output) and not whole.intersection(node.output):
+                rows = self._rows(node)
+                narrow.update(node.output if rows else ())
+            some.update(rows)
+            whole.update(name for name in node.input if name not in rows)
+        return narrow
+
+    def _rows(self, node: NodeProto) -> list[str]:
+        """The inputs that a row of the node's result needs only the same row of; none where that is not so."""
+        if node.op_type == "Gather" and attribute(node, "axis") == 0:
+            return [name for name in node.input[1:] if name not in self.weights]
+        if node.op_type in ROWWISE:
+            return [name for name in node.input if name and name not in self.weights]
+        return []
+
+    def _takes_firsts(self, node: NodeProto) -> bool:
+        """Whether it takes the rows of each sequence's first token."""
+        if node.op_type != "Gather" or attribute(node, "axis") != 0:
+            return False
+        column = self._reshaped(node.input[1])
+        if column is None or column not in self.made:
+            return False
+        select = self.made[column]
+        if (
+            select.op_type != "Gather"
+            or select.input[0] != "unpack"
+            or attribute(select, "axis") != 1
+        ):
+            return False
+        number = self.weights.get(select.input[1])
+        return number is not None and not numpy_helper.to_array(number).any()
+
+    def _attention(self, node: NodeProto) -> NodeProto | None:
+        """The attention whose results a node takes out of their slots, if a part of the queries can be left out."""
+        slots = self._reshaped(node.input[0])
+        if node.op_type != "Gather" or slots is None or self._reshaped(node.input[1]) != "pack":
+            return None
+        alone = self.readers[slots] == self.readers[node.input[0]] == 1
+        attention = self.made.get(slots)
+        if attention is None or attention.op_type != "MultiHeadAttention" or not alone:
+            return None
+        return attention if len(attention.input) <= 5 else None  # a sixth has a row for each query
+
+    def _reshaped(self, name: str) -> str | None:
+        """What this is but another shape of."""
+        node = self.made.get(name)
+        return node.input[0] if node is not None and node.op_type == "Reshape" else None
+
+    def _take(self, names: list[str]) -> Iterator[NodeProto]:
+        """First tokens' rows of values that have others as well."""
+        for name in names:
+            if name not in self.narrow and name not in self.taken:
+                self.taken.add(name)
+                yield helper.make_node("Gather", [name, FIRSTS], [self._taken(name)])
+
+    def _taken(self, name: str) -> str:
+        return name if name in self.narrow else f"{name}.firsts"

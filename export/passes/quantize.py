@@ -1,0 +1,166 @@
+"""int8 graphs whose answers do not depend on their company.
+
+ONNX Runtime's `quantize_dynamic` measures one activation scale over the whole packed batch, so that a text's answer
+changes with its neighbours. Here every token, a row of the packed matrix, has a scale of its own (as in Yao et al.
+2022, ZeroQuant), and every output channel of a weight has one. Integer products are exact, so a row's result is the
+same in any batch.
+
+Weights have 7 bits, because AVX2 adds two products of 8-bit numbers in 16 bits and saturates at the full range.
+The embedding table is stored in 8 bits with a scale per row; the heads, small and sensitive, stay in fp32.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from export.passes.fold import fold
+from export.passes.graph_utils import attribute, drop_unused
+
+WEIGHT_LEVELS = 63  # 7 bits, signed
+ACTIVATION_LEVELS = 127
+ZERO_POINT = (
+    128  # activations are unsigned for the kernels' sake: u8 x s8 is what x86 multiplies fastest
+)
+ZERO_POINTS = "quantize.zero_points"
+TINY = 1e-20  # keeps an all-zero row's scale above zero
+
+
+def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.ModelProto:
+    """An int8 copy of a packed fp32 graph: the trunk's matrix products and the word embeddings."""
+    quantized = onnx.ModelProto()
+    quantized.CopyFrom(model)
+    fold(quantized)  # a weight that the runtime would put together
+    graph = quantized.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    constants = _Constants(graph)
+    nodes: list[NodeProto] = [*_zero_points()]
+    for node in graph.node:
+        if node.op_type == "Gemm" and trunk in node.input[1]:
+            nodes += _product(node, _array(weights[node.input[1]]), constants)
+        elif node.op_type == "Gather" and node.input[0].endswith("embeddings.word.weight"):
+            nodes += _lookup(node, _array(weights[node.input[0]]), constants)
+        else:
+            nodes.append(node)
+    left = [
+        name
+        for node in nodes
+        for name in node.input
+        if trunk in name and _is_matrix(weights.get(name))
+    ]
+    if left:
+        raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
+    del graph.node[:]
+    graph.node.extend(nodes)
+    drop_unused(graph)
+    onnx.checker.check_model(quantized)
+    return quantized
+
+
+def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
+    return tensor is not None and len(tensor.dims) == 2
+
+
+class _Constants:
+    """Adds initializers to a graph, each name once."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.names = {tensor.name for tensor in graph.initializer}
+
+    def add(self, name: str, value: NDArray[Any] | np.generic) -> str:
+        if name not in self.names:
+            self.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+            self.names.add(name)
+        return name
+
+
+def weight_scales(weight: NDArray[np.float32], levels: int) -> NDArray[np.float32]:
+    """A scale per row [N] of a weight [N, K], so that the row's largest magnitude is `levels`."""
+    scales = np.abs(weight).max(axis=1) / levels
+    return np.asarray(np.maximum(scales, TINY), dtype=np.float32)
+
+
+def _rounded(weight: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.int8]:
+    return np.asarray(np.rint(weight / scales[:, None]), dtype=np.int8)
+
+
+def _product(
+    node: NodeProto, weight: NDArray[np.float32], constants: _Constants
+) -> Iterator[NodeProto]:
+    """x @ W.T + b with a scale per row of x and per row of W.
+
+    The weight's scale is applied first and the row's second: in the other order a fusion of the runtime's gives
+    wrong answers without an error.
+    """
+    assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
+    x, name, *bias = node.input  # a bias of zeros is not in the graph
+    row, quantized = _quantized_rows(x)
+    if row not in constants.names:
+        constants.names.add(row)
+        yield from _quantize_rows(x, constants)
+    scales = weight_scales(weight, WEIGHT_LEVELS)
+    matrix = constants.add(f"{name}.int8", _rounded(weight, scales).T.copy())
+    scale = constants.add(f"{name}.scale", scales)
+    one = constants.add("quantize.one", np.float32(1))
+    zero = constants.add("quantize.zero_point", np.uint8(ZERO_POINT))
+    out = node.output[0]
+    yield helper.make_node(
+        "MatMulIntegerToFloat",
+        [quantized, matrix, one, scale, zero],
+        [f"{out}.unscaled"],
+        domain="com.microsoft",
+        name=f"{node.name}.int8",
+    )
+    scaled = f"{out}.scaled" if bias else out
+    yield helper.make_node("Mul", [f"{out}.unscaled", row], [scaled])
+    if bias:
+        yield helper.make_node("Add", [scaled, *bias], [out])
+
+
+def _quantized_rows(x: str) -> tuple[str, str]:
+    """The names of a tensor's row scales [T, 1] and of its quantised form [T, K]."""
+    return f"{x}.row_scale", f"{x}.uint8"
+
+
+def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
+    """From the largest and the smallest number of each row: magnitudes would be written out and read again."""
+    row, quantized = _quantized_rows(x)
+    levels = constants.add("quantize.levels", np.float32(1 / ACTIVATION_LEVELS))
+    tiny = constants.add("quantize.tiny", np.float32(TINY))
+    axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
+    yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
+    yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
+    yield helper.make_node("Neg", [f"{x}.min"], [f"{x}.below"])
+    yield helper.make_node("Max", [f"{x}.max", f"{x}.below", tiny], [f"{x}.magnitude"])
+    yield helper.make_node("Mul", [f"{x}.magnitude", levels], [row])
+    yield helper.make_node("Squeeze", [row, axes], [f"{x}.scales"])
+    yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", ZERO_POINTS], [quantized], axis=0)
+
+
+def _zero_points() -> Iterator[NodeProto]:
+    """`[T]` times the same zero point: with a scale per row, the operator wants one per row too."""
+    value = numpy_helper.from_array(np.array([ZERO_POINT], dtype=np.uint8))
+    yield helper.make_node("Shape", ["input_ids"], [f"{ZERO_POINTS}.shape"])
+    yield helper.make_node("ConstantOfShape", [f"{ZERO_POINTS}.shape"], [ZERO_POINTS], value=value)
+
+
+def _lookup(
+    node: NodeProto, table: NDArray[np.float32], constants: _Constants
+) -> Iterator[NodeProto]:
+    """A row of an 8-bit embedding table, times its scale."""
+    name, ids, out = node.input[0], node.input[1], node.output[0]
+    scales = weight_scales(table, ACTIVATION_LEVELS)
+    rows = constants.add(f"{name}.int8", _rounded(table, scales))
+    scale = constants.add(f"{name}.scale", scales[:, None].copy())
+    yield helper.make_node("Gather", [rows, ids], [f"{out}.int8"])
+    yield helper.make_node("Cast", [f"{out}.int8"], [f"{out}.float"], to=TensorProto.FLOAT)
+    yield helper.make_node("Gather", [scale, ids], [f"{out}.scale"])
+    yield helper.make_node("Mul", [f"{out}.float", f"{out}.scale"], [out])
+
+
+def _array(tensor: TensorProto) -> NDArray[np.float32]:
+    return numpy_helper.to_array(tensor).astype(np.float32)

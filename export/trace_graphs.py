@@ -1,0 +1,221 @@
+"""From a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
+
+All are traces of the same module; only the layout differs. Names are the contract of `docs/bundle.md`.
+"""
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx.external_data_helper import set_external_data
+from torch import Tensor, nn
+from torch.export import Dim
+
+from export.passes import mask_free_attention
+from export.passes.fold import fold
+from model.attention import Layout, Padded
+from model.heads import Model
+from service.core import bundle, packing
+
+OPSET = 20
+WEIGHTS = "weights.bin"
+ALIGNMENT = 4096  # page size: the runtime may then map the file instead of reading it
+SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference can see them
+
+PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
+CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
+ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
+PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
+
+
+class Packed(nn.Module):
+    """`[T]` tokens with their layout -> every head's output."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        lengths: Tensor,
+        unpack: Tensor,
+        pack: Tensor,
+    ) -> tuple[Tensor, ...]:
+        layout = Layout(lengths, unpack, pack)
+        return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
+
+
+class PackedCuda(nn.Module):
+    """The same with the layout that CUDA's packed attention reads; heads get the rest of it derived."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        lengths: Tensor,
+        token_offset: Tensor,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        columns = torch.arange(token_offset.shape[1])
+        firsts = cu_seqlens[:-1, None].to(torch.int64)
+        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)
+        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)
+        layout = Layout(lengths, unpack, pack, cu_seqlens, token_offset)
+        return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
+
+
+class Portable(nn.Module):
+    """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        batch, longest = input_ids.shape
+        position_ids = torch.arange(longest).expand(batch, longest)
+        flat = (ids.reshape(-1) for ids in (input_ids, token_type_ids, position_ids))
+        outputs = self.model(*flat, Padded(attention_mask))
+        return tuple(
+            output.view(batch, longest, -1) if self.model.described[name].per_token else output
+            for name, output in outputs.items()
+        )
+
+
+def export_packed(model: Model) -> onnx.ModelProto:
+    """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where it needs none.
+
+    Raises ValueError when a head bears the name of an input.
+    """
+    layout, token, batch, slot = _sample()
+    arrays = [*_tokens(layout), layout.unpack, layout.pack]
+    dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
+    return _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
+
+
+def export_cuda(model: Model) -> onnx.ModelProto:
+    """The packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, and no padding anywhere in the encoder.
+
+    Raises ValueError when a head bears the name of an input.
+    """
+    layout, token, batch, slot = _sample()
+    arrays = [*_tokens(layout), layout.token_offset(), layout.cu_seqlens]
+    dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: batch + 1}]
+    return _trace(PackedCuda(model), arrays, dims, CUDA_INPUTS, list(model.described))
+
+
+def _sample() -> tuple[packing.Layout, Dim, Dim, Dim]:
+    """A layout to trace with, and its T, B and S."""
+    return packing.make_layout([5, 3, 2]), Dim("T"), Dim("B"), Dim("S")
+
+
+def _tokens(layout: packing.Layout) -> list[np.ndarray]:
+    count = len(layout.pack)
+    ids, types = np.ones(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    return [ids, types, packing.positions(layout), layout.lengths]
+
+
+def has_attention_bias(proto: onnx.ModelProto) -> bool:
+    """Whether any attention of a graph for CUDA adds a bias to its scores."""
+    packed = (node for node in proto.graph.node if node.op_type == "PackedMultiHeadAttention")
+    return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
+
+
+def export_portable(model: Model) -> onnx.ModelProto:
+    """The portable graph: standard operators only, padded inputs."""
+    batch = Dim("B")
+    slot = Dim("S")
+    ids = np.ones((3, 5), dtype=np.int64)
+    dims = [{0: batch, 1: slot}] * 3
+    return _trace(
+        Portable(model), [ids, ids, 0 * ids], dims, PORTABLE_INPUTS, list(model.described)
+    )
+
+
+def _trace(
+    module: nn.Module,
+    arrays: Iterable[np.ndarray],
+    dims: list[dict[int, Dim]],
+    inputs: list[str],
+    outputs: list[str],
+) -> onnx.ModelProto:
+    _check_names(outputs)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for talkative in ("torch.onnx", "onnxscript"):
+            logging.getLogger(talkative).setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(map(torch.from_numpy, arrays)),
+            dynamic_shapes=dims,
+            input_names=inputs,
+            output_names=[f"output.{name}" for name in outputs],
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    return _tidy(program.model_proto, outputs)
+
+
+def _check_names(heads: Iterable[str]) -> None:
+    for name in heads:
+        if name in bundle.INPUTS:
+            raise ValueError(f"a head cannot be named {name}: that is a graph's input")
+
+
+def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
+    """Name the outputs after the heads, whatever the trace called its own values, and drop its debug texts."""
+    renamed = {name: f"{name}.value" for name in outputs}
+    renamed |= {value.name: name for value, name in zip(proto.graph.output, outputs, strict=True)}
+    for node in proto.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for value in proto.graph.output:
+        value.name = renamed[value.name]
+    del proto.graph.value_info[:]
+    del proto.metadata_props[:]
+    del proto.graph.metadata_props[:]
+    fold(proto)
+    mask_free_attention.drop_masks(proto)
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def save_sharing_weights(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
+    """Write graphs whose large tensors stand once each, whoever uses them, in one external file.
+
+    It holds the model's weights and nothing else, for it is them that vectors are comparable by.
+    """
+    offsets: dict[bytes, int] = {}
+    with weights.open("wb") as file:
+        for proto in graphs.values():
+            for tensor in proto.graph.initializer:
+                raw = tensor.raw_data
+                if len(raw) >= SMALL and not tensor.name.startswith(mask_free_attention.PREFIX):
+                    key = hashlib.sha256(raw).digest()
+                    if key not in offsets:
+                        file.write(b"\0" * (-file.tell() % ALIGNMENT))
+                        offsets[key] = file.tell()
+                        file.write(raw)
+                    set_external_data(tensor, weights.name, offsets[key], len(raw))
+                    tensor.ClearField("raw_data")
+    for path, proto in graphs.items():
+        path.write_bytes(proto.SerializeToString(deterministic=True))

@@ -1,0 +1,148 @@
+"""Parameter names on the hub, and ours: one function each way.
+
+Each kind of checkpoint is one function from our parameter name to the hub's names for it: three for the fused
+query-key-value projection, one for all else. Saving splits a tensor over its names, loading joins them, and both go
+through the same function.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from model.families.spec import Family
+
+State = dict[str, Tensor]
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # all are read as float32
+Names = Callable[[str], list[str]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as asked; the message names the file and what is wrong."""
+
+
+def trunk_names(family: Family, prefix: str = "") -> Names:
+    """The hub's names for a parameter of the encoder."""
+
+    def names(name: str) -> list[str]:
+        stem, _, kind = name.rpartition(".")
+        for ours, theirs in family.trunk.items():
+            if match := re.fullmatch(ours, stem):
+                return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
+        raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
+
+    return names
+
+
+def beside(encoder: Names, others: Names) -> Names:
+    """The names for a module that has an encoder and other parts."""
+
+    def names(name: str) -> list[str]:
+        of_encoder = name.startswith("encoder.")
+        return encoder(name.removeprefix("encoder.")) if of_encoder else others(name)
+
+    return names
+
+
+def single_names(family: Family, task: str) -> Names:
+    """The hub's names for a parameter of a `Model` with one head, for this task."""
+
+    def of_head(name: str) -> list[str]:
+        _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
+        stem, _, kind = rest.rpartition(".")
+        return [f"{family.heads[task][stem]}.{kind}"]
+
+    return beside(trunk_names(family, family.prefix), of_head)
+
+
+def joint_names(family: Family) -> Names:
+    """The names in a joint checkpoint: a bare trunk's, and the heads' own."""
+    return beside(trunk_names(family), lambda name: [name])
+
+
+def pretraining_names(family: Family) -> Names:
+    """The hub's names for a parameter of an encoder with what it is pretrained with."""
+
+    def of_objective(name: str) -> list[str]:
+        stem, _, kind = name.rpartition(".")
+        return [f"{family.objectives[stem]}.{kind}"]
+
+    return beside(trunk_names(family, family.prefix), of_objective)
+
+
+def within(names: Names, part: str) -> Names:
+    """The names for a part of a module."""
+    return lambda name: names(f"{part}.{name}")
+
+
+def pooler_names(family: Family) -> Names:
+    """The hub's names for a parameter of `Pooler`, in an encoder's checkpoint."""
+    return within(trunk_names(family), "pooler")
+
+
+def to_hub(module: nn.Module, names: Names) -> State:
+    """A module's parameters under the hub's names."""
+    hub = {}
+    for ours, tensor in module.state_dict().items():
+        theirs = names(ours)
+        pieces = tensor.detach().cpu().chunk(len(theirs))
+        hub.update((name, piece.contiguous()) for name, piece in zip(theirs, pieces, strict=True))
+    return hub
+
+
+def names_on_hub(module: nn.Module, names: Names) -> set[str]:
+    """Return the hub's names for a module's parameters."""
+    return {theirs for ours in module.state_dict() for theirs in names(ours)}
+
+
+def from_hub(
+    module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str, prefix: str = ""
+) -> None:
+    """Fill a module from a state under the hub's names; the encoder's prefix may be absent.
+
+    Raises CheckpointError naming missing and misshapen tensors, and those that are not finite floating-point numbers.
+    """
+    found = {name.removeprefix(prefix): tensor for name, tensor in hub.items()}
+    if len(found) < len(hub):
+        twice = next(name for name in hub if prefix + name in hub)
+        raise CheckpointError(
+            f"{where}: {twice} and {prefix}{twice} are both there: remove one of the two"
+        )
+    wanted = {name.removeprefix(prefix): tensor for name, tensor in to_hub(module, names).items()}
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{where}: {len(missing)} tensors are missing: {', '.join(missing[:3])} ..."
+        )
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            shapes = f"{tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+            raise CheckpointError(f"{where}: {name} has shape {shapes}")
+        check_numbers(name, found[name], where)
+    parts = {
+        ours: [found[name.removeprefix(prefix)] for name in names(ours)]
+        for ours in module.state_dict()
+    }
+    module.load_state_dict({ours: torch.cat(tensors) for ours, tensors in parts.items()})
+
+
+def check_numbers(name: str, tensor: Tensor, where: str) -> None:
+    """Raise CheckpointError naming a tensor that holds other than finite floating-point numbers of at least 16 bits."""
+    if tensor.dtype not in FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{where}: {name} has dtype {kind}: only {', '.join(str(f)[6:] for f in FLOATS)} are supported: "
+            "quantized weights must be saved in full precision first"
+        )
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{where}: {name} has numbers that are not finite (NaN or infinity)")
+
+
+def modern_names(state: Mapping[str, Tensor]) -> State:
+    """Old files say `gamma` and `beta` for a norm's weight and bias."""
+    new = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    return {
+        re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: new[m.group()], k): v
+        for k, v in state.items()
+    }

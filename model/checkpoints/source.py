@@ -1,0 +1,213 @@
+"""What is exported, evaluated or asked: a checkpoint in the hub's layout, trained here or elsewhere, with its heads.
+
+Which heads it has is read from `heads.json` (a joint checkpoint), else from `modules.json` (a sentence-transformers
+directory), else from `architectures`, as those of an older CrossEncoder. What cannot be served is refused by name.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from torch import nn
+
+from model.checkpoints import tokenizer_files
+from model.checkpoints.checkpoint import (
+    config_file,
+    is_cross_encoder,
+    load_encoder,
+    load_model,
+    locate,
+    read_config,
+    read_json,
+    read_pooling,
+    read_weights,
+)
+from model.checkpoints.hub_names import CheckpointError, from_hub
+from model.checkpoints.sentence_config import (
+    DENSE_TABLE,
+    NORMALIZE_TABLE,
+    encoder_folder,
+    lower_case,
+    read_module_list,
+    read_root_config,
+    read_sentence_config,
+    read_settings,
+)
+from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
+from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
+from model.heads import Model, SentenceEmbedding
+from service.core.bundle import Head, Task
+
+TANH = "torch.nn.modules.activation.Tanh"
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
+MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
+ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
+ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with its tokenizer (without truncation or padding) and the longest input it takes, in tokens."""
+
+    folder: Path
+    model: Model
+    tokenizer: tokenizers.Tokenizer
+    max_length: int
+
+
+def read_source(name: str | Path, task: Task | None = None) -> Source:
+    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served.
+
+    task: the head to read where `architectures` in `config.json` names none
+    """
+    folder = locate(name)
+    model = _read_model(folder, task)
+    tokenizer = read_tokenizer(folder)
+    check_rows(folder, tokenizer, model.config.vocab_size)
+    return Source(folder, model, tokenizer, read_max_length(folder))
+
+
+def _read_model(folder: Path, task: Task | None) -> Model:
+    if not (folder / "modules.json").is_file():
+        return load_model(folder, task)
+    own: Task = "classification" if is_cross_encoder(folder) else "embedding"
+    if task not in (None, own):
+        raise CheckpointError(
+            f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
+            "leave out --task, or remove modules.json"
+        )
+    return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Read a directory's tokenizer, as sentence-transformers uses it if it has that library's files.
+
+    Raises CheckpointError naming a file or setting that is not supported.
+    """
+    tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
+    lower_case(tokenizer, read_sentence_config(folder))
+    return tokenizer
+
+
+def tokenizer_file(folder: Path, output: Path) -> Path:
+    """Return a `tokenizer.json` that splits as `read_tokenizer` does: the checkpoint's, or one written to `output`."""
+    return write_tokenizer(encoder_folder(folder), read_tokenizer(folder), output)
+
+
+def read_max_length(folder: Path) -> int:
+    """sentence-transformers' figure, else the tokenizer's; never more than the position table has rows."""
+    positions = read_config(folder).max_length
+    said = said_length(folder)
+    return positions if said is None else min(said, positions)
+
+
+def said_length(folder: Path) -> int | None:
+    """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
+    said = read_sentence_config(folder).get("max_seq_length")
+    if said is None:
+        return read_model_max_length(encoder_folder(folder))
+    return None if said > MAX_LENGTH else int(said)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+# -- sentence-transformers ------------------------------------------------------------------------
+
+
+def _cross_encoder(folder: Path) -> Model:
+    """A text classifier. Raises CheckpointError for one that is made of modules, or of another architecture."""
+    _modules(folder, ALONE, "Transformer alone in a CrossEncoder")
+    model = load_model(folder)
+    if [*model.described] != ["classification"]:
+        raise CheckpointError(f"{folder}: cannot serve a CrossEncoder that is no text classifier")
+    return model
+
+
+def _sentence_transformer(folder: Path) -> Model:
+    """The encoder, and one embedding head made of the modules that follow it."""
+    pooling, normalize, dense = read_modules(folder)
+    return _embedding_model(folder, pooling, normalize, dense)
+
+
+def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
+    """How the modules behind the encoder pool, whether they normalise, and the dense layers between.
+
+    Raises CheckpointError naming what our head does not compute.
+    """
+    modules = _modules(folder, ORDER, "Transformer, Pooling, any Dense, and Normalize or not")
+    (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
+    dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
+    return pooling, modules[-1][0] == "Normalize", tuple(dense)
+
+
+def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str, Path]]:
+    """Each module's kind and folder. Raises CheckpointError, with what they must be, unless they are in this order."""
+    read_root_config(folder)
+    modules = read_module_list(folder)
+    for kind, _ in modules:
+        if kind not in MODULES:
+            raise CheckpointError(f"{folder}: cannot serve the sentence-transformers module {kind}")
+    kinds = ", ".join(kind for kind, _ in modules)
+    if not order.fullmatch(kinds):
+        path = folder / "modules.json"
+        raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
+    for kind, place in modules:
+        if kind == "Normalize" and (place / "config.json").is_file():
+            NORMALIZE_TABLE.check(place / "config.json", read_settings(place / "config.json"))
+    return modules
+
+
+def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
+    missing = [name for name in names if name not in config]
+    if missing:
+        raise CheckpointError(f"{path} does not say {', '.join(missing)}")
+    return [config[name] for name in names]
+
+
+def _embedding_model(
+    folder: Path, pooling: str, normalize: bool, dense: Sequence[nn.Module]
+) -> Model:
+    encoder = load_encoder(folder, pooler=False)
+    outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
+    head = Head.model_validate(
+        {
+            "task": "embedding",
+            "pooling": pooling,
+            "dimensions": [encoder.config.hidden_size, *outputs][-1],
+            "normalize": normalize,
+            "demo": read_json(config_file(folder)).get("demo", False),
+        }
+    )
+    model = Model(encoder.config, {"embedding": head})
+    model.encoder = encoder
+    model.heads["embedding"] = SentenceEmbedding(pooling, nn.Sequential(*dense))
+    return model.eval()
+
+
+def _dense(path: Path) -> list[nn.Module]:
+    file = path / "config.json"
+    config = read_settings(file)
+    DENSE_TABLE.check(file, config)
+    inputs, outputs = _get(file, config, "in_features", "out_features")
+    bias, activation = config.get("bias", True), config.get("activation_function", TANH)
+    for name, size in (("in_features", inputs), ("out_features", outputs)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"{file}: {name} = {size!r} must be a positive integer")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{file}: bias = {bias!r} must be true or false")
+    kind = str(activation).rpartition(".")[2]
+    if not str(activation).startswith("torch.") or kind not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{path}: cannot serve activation {activation}: torch's {', '.join(ACTIVATIONS)} only"
+        )
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    weights = read_weights(path)
+    if unused := sorted(weights.keys() - {"linear.weight", "linear.bias"}):
+        raise CheckpointError(f"{path}: a Dense layer has no tensor {unused[0]}")
+    from_hub(linear, weights, lambda name: [f"linear.{name}"], str(path))
+    return [linear, ACTIVATIONS[kind]()]

@@ -1,0 +1,152 @@
+"""Pretraining text: read, split into sentences, and tokenised once.
+
+A file holds one paragraph per line and an empty line between documents.
+"""
+
+import bisect
+import gzip
+import hashlib
+import itertools
+import lzma
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from model.data import checksums
+from model.data.checksums import DataError
+
+Ints = NDArray[np.int64]
+
+VERSION = 2  # of the rules by which text becomes tokens: another makes another cache
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, UnicodeError)
+
+# A sentence ends at . ! or ? (and closing quotes) before a blank and what may begin one. Not after these.
+BOUNDARY = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
+ABBREVIATION = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Lt|Col|Gen|Capt|Sgt|Rev|Hon|Gov|Sen|Rep|No|Vol|Fig|vs|etc|approx|ca|cf|al|Inc|Ltd|Co|Corp"
+    r"|Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)|\b[A-Z]|\b(?:e\.g|i\.e|U\.S|U\.K))\.$"
+)
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Cut a paragraph into sentences by rule: good enough for neighbouring text, not a grammar."""
+    found, start = [], 0
+    for boundary in BOUNDARY.finditer(paragraph):
+        if ABBREVIATION.search(paragraph, start, boundary.start()):
+            continue
+        found.append(paragraph[start : boundary.end()].strip())
+        start = boundary.end()
+    return [sentence for sentence in [*found, paragraph[start:].strip()] if sentence]
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a file in UTF-8, packed (`.gz`, `.xz`) or not.
+
+    Raises DataError naming one that is cut short, damaged or not in UTF-8, and how far it can be read.
+    """
+    number = 0
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
+
+
+def documents(files: Iterable[Path]) -> Iterator[list[str]]:
+    """The paragraphs of each document, in order, of `.txt`, `.gz` and `.xz` files. Raises as `read_lines` does."""
+    for path in files:
+        if path.suffix not in OPENERS:
+            raise ValueError(f"{path}: the corpus is read from {', '.join(OPENERS)} files")
+        stripped = (line.strip() for _, line in read_lines(path))
+        for blank, lines in itertools.groupby(stripped, key=lambda line: not line):
+            if not blank:
+                yield list(lines)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids `[N]`, where each sentence starts `[M + 1]`, and each document's first sentence `[D + 1]`."""
+
+    ids: NDArray[np.uint16]
+    sentence_starts: Ints
+    document_starts: Ints
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts) - 1
+
+    @property
+    def num_sentences(self) -> int:
+        return len(self.sentence_starts) - 1
+
+    def tokens(self, first: int, last: int) -> Ints:
+        """The tokens of sentences first (inclusive) to last (exclusive)."""
+        return self.ids[self.sentence_starts[first] : self.sentence_starts[last]].astype(np.int64)
+
+    def document_of(self, sentence: int) -> tuple[int, int]:
+        """The sentences [first, last) of the document that a sentence stands in."""
+        document = bisect.bisect_right(self.document_starts, sentence) - 1
+        return int(self.document_starts[document]), int(self.document_starts[document + 1])
+
+
+def build(files: list[Path], tokenizer: tokenizers.Tokenizer) -> Corpus:
+    """Tokenise files. Token ids must fit 16 bits."""
+    if tokenizer.get_vocab_size() > 2**16:
+        raise ValueError(f"a vocabulary of {tokenizer.get_vocab_size()} does not fit 16-bit ids")
+    ids: list[NDArray[np.uint16]] = []
+    lengths: list[int] = []
+    counts: list[int] = []
+    for chunk in _chunks(documents(files), 512):
+        texts = [
+            [text for paragraph in document for text in sentences(paragraph)] for document in chunk
+        ]
+        # A sentence begins with the space that divides it from the one before, which some tokenizers spell.
+        spaced = [
+            " " * (number > 0) + text for document in texts for number, text in enumerate(document)
+        ]
+        encoded = tokenizer.encode_batch_fast(spaced, add_special_tokens=False)
+        ids += [np.asarray(encoding.ids, dtype=np.uint16) for encoding in encoded]
+        lengths += [len(encoding.ids) for encoding in encoded]
+        counts += [len(document) for document in texts]
+    if not ids:
+        raise ValueError(f"no text in {', '.join(map(str, files))}")
+    return Corpus(np.concatenate(ids), _starts(lengths), _starts(counts))
+
+
+def _chunks(items: Iterator[list[str]], size: int) -> Iterator[list[list[str]]]:
+    while chunk := list(itertools.islice(items, size)):
+        yield chunk
+
+
+def _starts(lengths: list[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def load(files: list[Path], tokenizer_file: Path, cache: Path) -> Corpus:
+    """The corpus of these files, tokenised on first use and kept in `cache` under a name made of all it depends on.
+
+    Raises DataError for a file that is not as it is locked.
+    """
+    key = hashlib.sha256(tokenizer_file.read_bytes())
+    key.update(f"sentences {VERSION}".encode())
+    for path in files:
+        checksums.check(path)
+        key.update(bytes.fromhex(checksums.hash_file(path)))
+    kept = cache / f"corpus-{key.hexdigest()[:16]}.npz"
+    if not kept.is_file():
+        corpus = build(files, tokenizers.Tokenizer.from_file(str(tokenizer_file)))
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(".partial.npz")
+        np.savez(partial, **vars(corpus))
+        partial.rename(kept)
+    with np.load(kept, allow_pickle=False) as arrays:
+        return Corpus(arrays["ids"], arrays["sentence_starts"], arrays["document_starts"])

@@ -1,0 +1,430 @@
+"""DeBERTa (He et al. 2020; v3: He et al. 2021): what a token is and where it stands are kept apart.
+
+Nothing of the position is added to a token. Each layer scores a pair of tokens by what they are, by what the one is and
+how far away the other stands, and the other way round. Rows of one table stand for the distances: for each up to the
+farthest in the first version, growing coarser from half of them on in the later ones, whose layers may also look up
+the rows with the very projections that they have for tokens.
+
+T tokens, B sequences, S longest sequence, H hidden, E embedding, N heads, D head size, K distances to each side
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import (
+    Layout,
+    Padded,
+    attention,
+    by_head,
+    count_slots,
+    from_slots,
+    real_slots,
+    to_slots,
+)
+from model.bert import Bert, Layer
+from model.config import BertConfig
+from model.families.bert_names import BERT
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
+TERMS = ("c2p", "p2c")  # what a token is to where the other stands, and the other way round
+
+
+@dataclass(frozen=True)
+class DebertaConfig(BertConfig):
+    """Defaults are those of `DebertaConfig` in transformers, by which there are no positions but BERT's.
+
+    embedding_size: of the rows of the embedding tables, where it is not hidden_size
+    relative_attention: whether positions are scored at all
+    max_relative_positions: the farthest that is told from farther; -1 for max_position_embeddings
+    position_biased_input: whether positions are added to tokens, too
+    pos_att_type: which of TERMS
+    """
+
+    model_type: ClassVar[str] = "deberta"
+    released: ClassVar[Mapping[str, Any]] = {
+        "relative_attention": True,
+        "position_biased_input": False,
+        "pos_att_type": [*TERMS],
+    }
+
+    vocab_size: int = 50265
+    type_vocab_size: int = 0
+    layer_norm_eps: float = 1e-7
+    embedding_size: int | None = None
+    relative_attention: bool = False
+    max_relative_positions: int = -1
+    position_biased_input: bool = True
+    pos_att_type: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "pos_att_type", tuple(self.pos_att_type))
+        if not set(self.pos_att_type) <= set(TERMS):
+            raise ValueError(f"pos_att_type: of {', '.join(TERMS)}, not {self.pos_att_type}")
+        if not self.relative_attention and not self.position_biased_input:
+            raise ValueError("neither relative_attention nor position_biased_input: no positions")
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def farthest(self) -> int:
+        """The distance, in tokens, from which on all are the same."""
+        told = self.max_relative_positions
+        return told if told > 0 else self.max_position_embeddings
+
+    @property
+    def distances(self) -> int:
+        """K: rows of the table for the tokens before, and as many for those after."""
+        return self.farthest
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        terms = config.get("pos_att_type") or ()
+        terms = terms.lower().split("|") if isinstance(terms, str) else terms
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        for field, ours in (
+            ("pooler_hidden_size", hidden),
+            ("attention_head_size", hidden and heads and hidden // heads),
+        ):
+            if config.get(field) not in (None, ours):
+                raise ValueError(f"{field} {config[field]!r} is not {ours!r}")
+        return super().from_dict({**config, "pos_att_type": tuple(term.strip() for term in terms)})
+
+    def to_dict(self) -> dict[str, Any]:
+        said = super().to_dict()
+        del said["position_embedding_type"]
+        said["pos_att_type"] = [*self.pos_att_type] or None
+        said["pooler_hidden_size"] = self.hidden_size
+        return {name: value for name, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DebertaV2Config(DebertaConfig):
+    """Of the second version and the third.
+
+    position_buckets: rows of the table for each side; -1 for one per distance
+    share_att_key: whether rows are looked up with the tokens' projections
+    norm_rel_ebd: "layer_norm" where the table is normalised, else "none"
+    conv_kernel_size: tokens that a convolution beside the first layer looks at; 0 for none
+    """
+
+    model_type: ClassVar[str] = "deberta-v2"
+    released: ClassVar[Mapping[str, Any]] = {
+        **DebertaConfig.released,
+        "position_buckets": 256,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    }
+
+    vocab_size: int = 128100
+    hidden_size: int = 1536
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 24
+    intermediate_size: int = 6144
+    position_buckets: int = -1
+    share_att_key: bool = False
+    norm_rel_ebd: str = "none"
+    conv_kernel_size: int = 0
+    conv_groups: int = 1
+    conv_act: str = "tanh"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_rel_ebd not in ("none", "layer_norm"):
+            raise ValueError(f"norm_rel_ebd {self.norm_rel_ebd!r}: none or layer_norm")
+        if self.conv_act not in BETWEEN:
+            raise ValueError(f"conv_act {self.conv_act!r}: one of {', '.join(BETWEEN)}")
+
+    @property
+    def distances(self) -> int:
+        return self.position_buckets if self.position_buckets > 0 else self.farthest
+
+
+def bucket(distance: Tensor, count: int, farthest: int) -> Tensor:
+    """Which of `count` to either side a distance in tokens is in: exact up to half of them, then logarithmic.
+
+    The last is reached at `farthest`; what is farther may be beyond it.
+    """
+    half = count // 2
+    far = distance.abs().clamp(min=half)
+    reach = torch.log(torch.tensor((farthest - 1) / half))
+    coarse = torch.ceil(torch.log(far / half) / reach * (half - 1)).to(torch.int64) + half
+    return torch.where(distance.abs() <= half, distance, distance.sign() * coarse)
+
+
+class Embeddings(nn.Module):
+    """Token, and segment and position where the configuration has them, brought from E to H and normalised."""
+
+    def __init__(self, config: DebertaConfig):
+        super().__init__()
+        width = config.embedding_width
+        self.word = nn.Embedding(config.vocab_size, width)
+        positions = config.max_position_embeddings if config.position_biased_input else 0
+        self.position = nn.Embedding(positions, width) if positions else None
+        segments = config.type_vocab_size
+        self.token_type = nn.Embedding(segments, width) if segments else None
+        wider = config.hidden_size != width
+        self.project = nn.Linear(width, config.hidden_size, bias=False) if wider else nn.Identity()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.word(input_ids)
+        if self.position is not None:
+            x = x + self.position(position_ids)
+        if self.token_type is not None:
+            x = x + self.token_type(token_type_ids)
+        return self.dropout(self.norm(self.project(x)))  # [T, H]
+
+
+@dataclass(frozen=True)
+class Distances:
+    """The table of distances, normalised, and its rows for a batch.
+
+    The columns of scores by distance stand for the distances -S to S - 1 of the token that is scored.
+    """
+
+    table: Tensor  # [2K, H]
+    before: Tensor  # [2S] the row for a token as far after this one as the column says: this one is before it
+    after: Tensor  # [2S] the row for one as far before
+
+
+class Table(nn.Module):
+    """Rows for 2K distances, of which every batch takes those that occur in it."""
+
+    def __init__(self, config: DebertaConfig):
+        super().__init__()
+        self.rows = nn.Embedding(2 * config.distances, config.hidden_size)
+        normalised = isinstance(config, DebertaV2Config) and config.norm_rel_ebd == "layer_norm"
+        eps = config.layer_norm_eps
+        self.norm = nn.LayerNorm(config.hidden_size, eps=eps) if normalised else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.longest = config.max_position_embeddings
+        away = torch.arange(-self.longest, self.longest + 1)
+        if isinstance(config, DebertaV2Config) and config.position_buckets > 0:
+            away = bucket(away, config.position_buckets, config.farthest)
+        # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
+        index = (away + config.distances).clamp(0, 2 * config.distances - 1)
+        self.register_buffer("index", index, persistent=False)
+
+    def forward(self, layout: Layout | Padded) -> Distances:
+        """Raises IndexError for sequences that are longer than max_position_embeddings."""
+        longest = count_slots(layout)
+        away = torch.arange(-longest, longest, device=self.index.device)
+        every = torch.arange(self.rows.num_embeddings, device=away.device)
+        table = self.dropout(self.norm(self.rows(every)))
+        before, after = (self.index.index_select(0, self.longest + d) for d in (-away, away))
+        return Distances(table, before, after)
+
+
+class SelfAttention(nn.Module):
+    """Query, key and value of tokens in one projection; distances have a key for queries and a query for keys."""
+
+    def __init__(self, config: DebertaConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_probs_dropout_prob
+        self.terms = config.pos_att_type if config.relative_attention else ()
+        # The more terms a score has, the more it varies.
+        size = config.hidden_size // config.num_attention_heads
+        self.scale = (size * (1 + len(config.pos_att_type))) ** -0.5
+        self.qkv = self.of_tokens(config)
+        self.positions = nn.ModuleDict(self.of_distances(config))
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def of_tokens(self, config: Any) -> nn.Module:
+        return nn.Linear(config.hidden_size, 3 * config.hidden_size)
+
+    def of_distances(self, config: Any) -> dict[str, nn.Module]:
+        """The projections for each term; where there is none, it is that of tokens."""
+        own = () if config.share_att_key else self.terms
+        return {term: nn.Linear(config.hidden_size, config.hidden_size) for term in own}
+
+    def forward(self, x: Tensor, layout: Layout | Padded, distances: Distances | None) -> Tensor:
+        qkv = self.qkv(x)
+        bias = None if distances is None else self.bias(qkv, layout, distances)
+        dropout = self.dropout if self.training else 0.0
+        context = attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
+        return self.output(context)  # [T, H]
+
+    def bias(self, qkv: Tensor, layout: Layout | Padded, distances: Distances) -> Tensor | None:
+        """What distances add to the scores, `[B, N, S, S]`."""
+        query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
+        table = distances.table.to(qkv.dtype)
+        total = None
+        if "c2p" in self.terms:
+            keys = self.project("c2p", table).index_select(0, distances.before)
+            total = shift(query @ self.columns(keys))
+        if "p2c" in self.terms:
+            queries = self.project("p2c", table).index_select(0, distances.after)
+            scores = shift(key @ self.columns(queries)).transpose(-1, -2)
+            total = scores if total is None else total + scores
+        return None if total is None else total * self.scale
+
+    def project(self, term: str, table: Tensor) -> Tensor:
+        """A key or a query for each row, `[2K, H]`."""
+        if term in self.positions:
+            return self.positions[term](table)
+        part = 1 if term == "c2p" else 0  # the tokens' keys, or their queries
+        return F.linear(table, self.qkv.weight.chunk(3)[part], self.qkv.bias.chunk(3)[part])
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """`[2S, H]` -> `[N, D, 2S]`"""
+        return rows.view(rows.shape[0], self.num_heads, -1).permute(1, 2, 0)
+
+
+def shift(scores: Tensor) -> Tensor:
+    """Scores by distance to scores by place: `[..., S, 2S]` -> `[..., S, S]`, of row i the columns from S - i on.
+
+    As in Transformer-XL (Dai et al. 2019): read on in rows that are one shorter, and each begins one column earlier.
+    """
+    longest = scores.shape[-2]
+    rest = scores.flatten(-2)[..., longest:]
+    return rest.view(*scores.shape[:-1], 2 * longest - 1)[..., :longest]
+
+
+class Interleaved(nn.Module):
+    """The first version's projection: rows in the order of heads, and keys without a bias."""
+
+    def __init__(self, config: DebertaConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.rows = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(config.hidden_size))
+        self.v_bias = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x).view(x.shape[0], self.num_heads, 3, -1)
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        return rows.transpose(1, 2).reshape(x.shape[0], -1) + bias  # [T, 3H]
+
+
+class FirstSelfAttention(SelfAttention):
+    """The first version's."""
+
+    def of_tokens(self, config: DebertaConfig) -> nn.Module:
+        return Interleaved(config)
+
+    def of_distances(self, config: DebertaConfig) -> dict[str, nn.Module]:
+        hidden = config.hidden_size
+        return {term: nn.Linear(hidden, hidden, bias=term == "p2c") for term in self.terms}
+
+
+class Convolution(nn.Module):
+    """What stands around each token in its own sequence, added to what the first layer made of it."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        padding = (kernel - 1) // 2
+        self.around = nn.Conv1d(hidden, hidden, kernel, padding=padding, groups=config.conv_groups)
+        self.activation = BETWEEN[config.conv_act]
+        self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, before: Tensor, layout: Layout | Padded) -> Tensor:
+        slots = (
+            to_slots(before, layout) * real_slots(layout)[:, :, None]
+        )  # beyond an end is nothing
+        around = from_slots(self.around(slots.transpose(1, 2)).transpose(1, 2), layout)
+        return self.norm(x + self.activation(self.dropout(around)))  # [T, H]
+
+
+class FirstVersionLayer(Layer):
+    make_attention = FirstSelfAttention
+
+
+class SecondVersionLayer(Layer):
+    make_attention = SelfAttention
+
+
+class ConvolvedLayer(SecondVersionLayer):
+    """With a convolution of what goes in beside it."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.convolution = Convolution(config)
+
+    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
+        return self.convolution(super().forward(x, layout, *beside), x, layout)  # [T, H]
+
+
+class Deberta(Bert):
+    """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
+
+    make_embeddings = Embeddings
+    make_layer = FirstVersionLayer
+    has_pooler = False
+
+    def __init__(self, config: DebertaConfig, pooler: bool = True):
+        super().__init__(config, pooler)
+        self.distances = Table(config) if config.relative_attention else None
+        if self.distances is not None:
+            self.distances.apply(self.init_weights)
+
+    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Distances | None:
+        return None if self.distances is None else self.distances(layout)
+
+
+class DebertaV2(Deberta):
+    """The encoder of the second version and the third, called likewise."""
+
+    make_layer = SecondVersionLayer
+
+    def make_layers(self, config: DebertaV2Config) -> nn.ModuleList:
+        layers = super().make_layers(config)
+        if config.conv_kernel_size:
+            layers[0] = ConvolvedLayer(config)
+        return layers
+
+
+LAYER = r"layers\.(\d+)"
+
+DEBERTA = replace(
+    BERT,
+    config=DebertaConfig,
+    encoder=Deberta,
+    architecture="Deberta",
+    prefix="deberta.",
+    trunk={
+        **BERT.trunk,
+        r"embeddings\.project": ["embeddings.embed_proj"],
+        r"distances\.rows": ["encoder.rel_embeddings"],
+        rf"{LAYER}\.attention\.qkv\.rows": [r"encoder.layer.\1.attention.self.in_proj"],
+        rf"{LAYER}\.attention\.qkv": [r"encoder.layer.\1.attention.self"],
+        rf"{LAYER}\.attention\.positions\.c2p": [r"encoder.layer.\1.attention.self.pos_proj"],
+        rf"{LAYER}\.attention\.positions\.p2c": [r"encoder.layer.\1.attention.self.pos_q_proj"],
+    },
+    heads=BERT.heads
+    | {"classification": {"pooler.dense": "pooler.dense", "classifier": "classifier"}},
+    objectives={name: hub for name, hub in BERT.objectives.items() if "masked_lm" in name},
+    activation=F.gelu,
+    tokenizer="byte-level BPE",
+)
+DEBERTA_V2 = replace(
+    DEBERTA,
+    config=DebertaV2Config,
+    encoder=DebertaV2,
+    architecture="DebertaV2",
+    trunk={
+        **DEBERTA.trunk,
+        r"distances\.norm": ["encoder.LayerNorm"],
+        r"layers\.0\.convolution\.around": ["encoder.conv.conv"],
+        r"layers\.0\.convolution\.norm": ["encoder.conv.LayerNorm"],
+        rf"{LAYER}\.attention\.qkv": [
+            r"encoder.layer.\1.attention.self.query_proj",
+            r"encoder.layer.\1.attention.self.key_proj",
+            r"encoder.layer.\1.attention.self.value_proj",
+        ],
+        rf"{LAYER}\.attention\.positions\.c2p": [r"encoder.layer.\1.attention.self.pos_key_proj"],
+        rf"{LAYER}\.attention\.positions\.p2c": [r"encoder.layer.\1.attention.self.pos_query_proj"],
+    },
+    tokenizer="unigram",
+)

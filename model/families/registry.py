@@ -1,0 +1,42 @@
+"""The families of encoders that are written here: a row each."""
+
+from model.config import BertConfig
+from model.families.albert import ALBERT
+from model.families.bert_names import BERT
+from model.families.deberta import DEBERTA, DEBERTA_V2
+from model.families.distilbert import DISTILBERT
+from model.families.electra import ELECTRA
+from model.families.modernbert import MODERNBERT
+from model.families.mpnet import MPNET
+from model.families.nomic_bert import NOMIC_BERT
+from model.families.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
+from model.families.spec import Family
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        BERT,
+        ROBERTA,
+        XLM_ROBERTA,
+        CAMEMBERT,
+        DISTILBERT,
+        ALBERT,
+        ELECTRA,
+        MPNET,
+        MODERNBERT,
+        NOMIC_BERT,
+        DEBERTA,
+        DEBERTA_V2,
+    )
+}
+
+
+def family_of(config: BertConfig) -> Family:
+    return FAMILIES[config.model_type]
+
+
+def family_named(model_type: str) -> Family:
+    """Raises ValueError naming those that there are."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

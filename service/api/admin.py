@@ -1,0 +1,88 @@
+"""The routes of administration: which models are served. Each requires a key with that permission."""
+
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api import openapi
+from service.api.call import json_response, receive_json, service_of
+from service.api.native import Route
+from service.api.schemas import (
+    AdminModelsResponse,
+    IntroducedResponse,
+    LoadRequest,
+    Order,
+    PromoteRequest,
+    UnloadedResponse,
+    validate,
+)
+from service.engines.commands import (
+    Command,
+    ListModels,
+    LoadModel,
+    PromoteModel,
+    RollBackModel,
+    UnloadModel,
+)
+from service.middleware.request_context import exchange_of
+
+T = TypeVar("T", bound=Order)
+
+router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+
+
+@router.get("/admin/models", **openapi.admin(AdminModelsResponse))
+async def list_models(request: Request) -> Response:
+    """Every bundle that is served, comes or goes."""
+    return await answer(request, ListModels())
+
+
+@router.post("/admin/models", **openapi.admin(IntroducedResponse, LoadRequest))
+async def load_model(request: Request) -> Response:
+    """Let a bundle answer for its name: it is read, checked and tried, while all goes on as before."""
+    body = await read_order(request, LoadRequest)
+    return await answer(request, LoadModel(**body.model_dump(), by=by(request)))
+
+
+@router.delete("/admin/models/{model}", **openapi.admin(UnloadedResponse, of="model"))
+async def unload_model(request: Request) -> Response:
+    """Serve a bundle no longer; the answer comes when its memory is free."""
+    return await answer(request, UnloadModel(model=request.path_params["model"], by=by(request)))
+
+
+@router.post(
+    "/admin/models/{model}/promote", **openapi.admin(IntroducedResponse, PromoteRequest, of="model")
+)
+async def promote_model(request: Request) -> Response:
+    """Let a bundle that is loaded answer for its name."""
+    body = await read_order(request, PromoteRequest)
+    model = request.path_params["model"]
+    return await answer(request, PromoteModel(**body.model_dump(), model=model, by=by(request)))
+
+
+@router.post("/admin/models/{name}/rollback", **openapi.admin(IntroducedResponse, of="name"))
+async def roll_back_model(request: Request) -> Response:
+    """Let the bundle answer for a name that did before."""
+    return await answer(request, RollBackModel(model=request.path_params["name"], by=by(request)))
+
+
+async def read_order(request: Request, schema: type[T]) -> T:
+    """What the body says, if there is one. Raises whatever of `service.errors` it deserves."""
+    headers = request.headers
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    if not has_body and "content-type" not in headers:
+        return validate(schema, {})
+    return validate(schema, await receive_json(request))
+
+
+async def answer(request: Request, command: Command) -> Response:
+    """Execute a command to its end, even if the client leaves, and return the result."""
+    engines = service_of(request).open_engines()
+    return json_response(await engines.execute(command))
+
+
+def by(request: Request) -> str:
+    """Who asks, for the log."""
+    return exchange_of(request.scope).tenant

@@ -1,0 +1,225 @@
+"""The application: its life, its routes, its pages, and what becomes of an error."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache, partial
+from pathlib import Path
+from sys import exception
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.routing import Route as PlainRoute
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service import __version__
+from service.api import admin, openapi
+from service.api.native import Route, router
+from service.engines.registry import Engines
+from service.errors import MethodNotAllowed, NotFound, QuartetError
+from service.middleware.access import KeyCheck, gate
+from service.middleware.early_rejection import Admission
+from service.middleware.request_context import ExchangeMiddleware, Reception, check_refusal, refuse
+from service.middleware.service_state import Service
+from service.middleware.tracing import tracing
+from service.observability.logs import log_bug
+from service.observability.metrics import Recorder
+from service.settings import Settings
+
+OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
+
+log = structlog.get_logger()
+
+DESCRIPTION = "Classification, named entities, answer spans and embeddings from one encoder."
+PAGES = Path(__file__).parent / "static"
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self'; script-src 'self';"
+    " style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",  # for browsers that do not know frame-ancestors
+}
+# Preflights are answered here, whatever the checks found, for browsers send no key with them.
+CORS: dict[str, Any] = {
+    "allow_methods": ["GET", "POST"],
+    "allow_headers": [
+        "Authorization",
+        "Content-Encoding",
+        *(header["name"] for header in openapi.REQUEST_HEADERS),
+    ],
+    "expose_headers": [
+        "Accept-Encoding",
+        "Allow",
+        "Retry-After",
+        "WWW-Authenticate",
+        *openapi.RESPONSE_HEADERS,
+    ],
+    "max_age": 3600,
+}
+
+
+def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
+    """The service as an ASGI application that holds `open_engines` open while it lives."""
+    service = Service(settings, metrics)
+    served = [*router.routes, *admin.router.routes]
+    routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
+    metrics.expect(routes)
+    guards = gate(settings)
+    reception = Reception(
+        metrics=metrics,
+        process=service,
+        checks=[check_refusal, *guards, Admission(service)],
+        routes=routes,
+    )
+    app = Application(
+        title="Quartet",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=partial(lifespan, service, reception, open_engines),
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # its spans hold the query
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    app.state.reception = reception
+    app.state.keys = next((guard for guard in guards if isinstance(guard, KeyCheck)), None)
+    app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
+    app.pass_by(router.routes)
+    app.add_middleware(BriefFailure)
+    app.add_exception_handler(QuartetError, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    # Included, the routes would be matched and wrapped twice.
+    app.router.routes.extend(served)
+    add_pages(app)
+    app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def lifespan(
+    service: Service, reception: Reception, open_engines: OpenEngines, _: FastAPI
+) -> AsyncIterator[None]:
+    """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
+    async with tracing() as reception.trace, open_engines(service.settings) as engines:
+        service.engines = engines
+        for engine in engines.all():
+            log.info("opened", model=engine.id, runs=engine.fingerprint)
+        yield
+        service.draining = True
+    service.engines = None
+
+
+class Application(FastAPI):
+    """The framework's application, past which the tasks' requests go: its layers take time and do nothing for them."""
+
+    _tasks: ASGIApp
+    _paths: frozenset[str] = frozenset()
+
+    def pass_by(self, routes: Iterable[BaseRoute]) -> None:
+        """Hand what is posted to the routes' own paths straight to them, within the layers that were added so far."""
+        posted = {
+            route.path: route.app
+            for route in routes
+            if isinstance(route, Route) and "POST" in (route.methods or ())
+        }
+
+        async def tasks(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await posted[scope["path"]](scope, receive, send)
+            except QuartetError as error:
+                response = await answer_error(Request(scope), error)
+                await response(scope, receive, send)
+
+        self._paths = frozenset(posted)
+        self._tasks = tasks
+        for layer in reversed(self.user_middleware):
+            self._tasks = layer.cls(self._tasks, *layer.args, **layer.kwargs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+            scope["app"] = self
+            await self._tasks(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class BriefFailure:
+    """Tells in one line why the service cannot start; the traceback is for the debug log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_brief(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                log.debug("cannot start", exc_info=True)
+                message = {**message, "message": f"cannot start: {exception()}"}
+            await send(message)
+
+        await self.app(scope, receive, send_brief if scope["type"] == "lifespan" else send)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuartetError)
+    log_bug(error)
+    return refuse(request.scope, error)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """The framework's own errors in our shape: there are two."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == NotFound.status:
+        return refuse(request.scope, NotFound(f"there is nothing at {request.url.path}"))
+    if error.status_code == MethodNotAllowed.status:
+        allowed = allowed_methods(request, error)
+        message = f"{request.method} is not allowed here, but {allowed}"
+        return refuse(request.scope, MethodNotAllowed(message, allow=allowed))
+    raise error
+
+
+def allowed_methods(request: Request, error: HTTPException) -> str:
+    """What all routes of this path declare, and HEAD wherever there is GET; the error knows of one of them."""
+    declared = (error.headers or {}).get("Allow", "GET")
+    methods = {method.strip() for method in declared.split(",")}
+    for route in request.app.routes:
+        if isinstance(route, PlainRoute) and route.path_regex.match(request.scope["path"]):
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+
+
+class Pages(StaticFiles):
+    """Pages that load nothing from outside, and tell the browser so. They are sent whole, whatever is asked for."""
+
+    def file_response(
+        self, full_path: Any, stat_result: Any, scope: Scope, status_code: int = 200
+    ) -> Response:
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+def add_pages(app: FastAPI) -> None:
+    pages = Pages(directory=PAGES)
+
+    def add_page(path: str, file: str) -> None:
+        @app.get(path, include_in_schema=False)
+        async def show(request: Request) -> Response:
+            return await pages.get_response(file, request.scope)
+
+    add_page("/", "index.html")
+    add_page("/docs", "docs.html")
+    app.mount("/static", pages, name="static")

@@ -1,0 +1,205 @@
+"""One API call between HTTP and the engine: a request becomes a `Call`, a `Reply` a response.
+
+The routes are written on it, and every other dialect can be.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from service.api.ndjson import Lines, LinesResponse, line, wants_lines
+from service.api.request_body import answer_in_time, read_json
+from service.api.schemas import Request, most_parts, parse, refuse_long
+from service.engines.engine import Engine, Reply, Ticket
+from service.errors import QuartetError
+from service.middleware.body_memory import Holding
+from service.middleware.request_context import Exchange, exchange_of
+from service.middleware.service_state import Service, timeout_s
+from service.observability.logs import log_bug
+
+R = TypeVar("R", bound=Request)
+T = TypeVar("T")
+
+
+class Ask(Protocol[T]):
+    """An engine's call that lacks only the callback for its results."""
+
+    def __call__(
+        self, *, on_result: Callable[[int, T | None], None] | None
+    ) -> Coroutine[Any, Any, Reply[T]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """A valid request, the engine that is to answer it, and how: `in_lines` as the results come."""
+
+    body: R
+    engine: Engine
+    ticket: Ticket
+    exchange: Exchange
+    receive: Receive
+    in_lines: bool
+
+    async def answer(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+        """What the engine says, shown result by result: together under `name` and an s, or in lines."""
+        if self.in_lines:
+            return await self._stream(ask, name, show)
+        reply = await self._wait(ask(on_result=None))
+        began = time.perf_counter()
+        results = [None if result is None else show(result) for result in reply.results]
+        content = self._content(reply, {f"{name}s": results})
+        response = json_response(content, self._headers(reply))
+        self.exchange.stages += (time.perf_counter() - began,)
+        return response
+
+    def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
+        """The body of an answer; of one in lines, the last line, without results."""
+        content = {"model": self.engine.id, "head": reply.head, **results, "usage": reply.usage}
+        if self.ticket.isolate_errors:
+            content["errors"] = [
+                {"index": index, "code": error.code, "message": error.message}
+                for index, error in sorted(reply.errors.items())
+            ]
+        return content
+
+    async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+        """A line for each input, as soon as it is there, and a last one that sums up or names the error.
+
+        What fails before the first line is an error like any other; from then on all tokens count, whoever hangs up.
+        """
+        lines = Lines()
+
+        def on_result(index: int, result: T | None) -> None:
+            lines.add({"index": index, name: None if result is None else show(result)})
+
+        def ended(asking: asyncio.Task[Reply[T]]) -> None:
+            if not asking.cancelled():
+                asking.exception()  # seen, though nobody may be left to be told
+            lines.end()
+
+        asking = asyncio.create_task(self._wait(ask(on_result=on_result)))
+        asking.add_done_callback(ended)
+        try:
+            first = await lines.take()
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+        if not first:
+            asking.result()
+        self.exchange.tokens = self.exchange.asked
+        return LinesResponse(
+            self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
+        )
+
+    async def _chunks(
+        self, first: bytes, lines: Lines, asking: asyncio.Task[Reply[T]]
+    ) -> AsyncIterator[bytes]:
+        try:
+            chunk = first
+            while chunk:
+                yield chunk
+                chunk = await lines.take()
+            reply = await asking
+            yield line(self._content(reply, {}))
+        except QuartetError as error:
+            log_bug(error)
+            self.exchange.code = error.code
+            yield line(error.body)
+        finally:
+            asking.cancel()
+
+    async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
+        """Await the engine for as long as the client and its deadline do."""
+        reply = await answer_in_time(
+            work, self.receive, self.ticket.deadline, self.exchange.leaving
+        )
+        timing = reply.timing
+        self.exchange.tokens = reply.usage.tokens
+        self.exchange.batch_size = timing.batch_size
+        self.exchange.batch_tokens = timing.batch_tokens
+        self.exchange.stages += (
+            timing.encode_s,
+            timing.queue_s,
+            timing.inference_s,
+            timing.decode_s,
+        )
+        return reply
+
+    def _headers(self, reply: Reply[T]) -> dict[str, str]:
+        timing = reply.timing
+        return {
+            "Server-Timing": server_timing(
+                encode=timing.encode_s,
+                queue=timing.queue_s,
+                inference=timing.inference_s,
+                decode=timing.decode_s,
+                total=self.exchange.seconds,
+            ),
+            "X-Quartet-Batch": f"size={timing.batch_size};tokens={timing.batch_tokens}",
+            "X-Quartet-Model": self.engine.fingerprint,
+        }
+
+
+async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
+    """Read, validate and address one request. Raises whatever of `service.errors` it deserves."""
+    service, exchange = service_of(request), exchange_of(request.scope)
+    settings, engines = service.settings, service.open_engines()
+    deadline = exchange.arrival + timeout_s(exchange.headers, settings)
+    body = await receive_json(request, deadline)
+    valid = parse(schema, body, settings.max_inputs_per_request)
+    refuse_long(valid, settings.max_characters_per_input)
+    engine = engines.get(valid.model)
+    engine.enter()
+    exchange.settle.append(engine.leave)
+    exchange.model, exchange.task, exchange.inputs = engine.id, schema.task, valid.size
+    exchange.stages = (exchange.seconds,)
+    ticket = Ticket(
+        request_id=exchange.request_id,
+        deadline=deadline,
+        priority=exchange.priority,
+        tenant=exchange.tenant,
+        isolate_errors=valid.on_error == "null",
+        submitted=exchange.submit,
+        place=valid.place,
+    )
+    in_lines = wants_lines(exchange.headers.get("accept", ""))
+    return Call(valid, engine, ticket, exchange, request.receive, in_lines)
+
+
+async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
+    """Read a request's body within the limits of the service. Raises what `read_json` does."""
+    service, exchange = service_of(request), exchange_of(request.scope)
+    settings, holding = service.settings, Holding(service.room)
+    exchange.settle.append(holding.leave)
+    return await read_json(
+        exchange.headers,
+        request.receive,
+        max_bytes=settings.max_body_bytes,
+        max_parts=most_parts(settings.max_inputs_per_request),
+        timeout_s=settings.body_timeout_s,
+        deadline=deadline,
+        take=holding.take,
+    )
+
+
+def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def service_of(request: HttpRequest) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service), "our bug: the app was not made by create_app"
+    return service
+
+
+def server_timing(**seconds: float) -> str:
+    return ", ".join(f"{name};dur={1000 * value:.3f}" for name, value in seconds.items())

@@ -1,0 +1,192 @@
+"""The native endpoints: for each, what comes in, what the engine is asked, what goes out."""
+
+import base64
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api import openapi
+from service.api.call import json_response, receive_call, service_of
+from service.api.schemas import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbedRequest,
+    EmbedResponse,
+    HealthResponse,
+    ModelsResponse,
+    NerRequest,
+    NerResponse,
+    QaRequest,
+    QaResponse,
+)
+from service.core.decode import Answer, Entity, Label
+from service.observability.metrics import CONTENT_TYPE
+
+T = TypeVar("T")
+
+
+class Route(APIRoute):
+    """Documented as the framework's routes are, but handed the request as it came, and nothing else."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = plain(endpoint)
+
+
+def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
+    """What the framework's own wrapping comes to where nothing is injected."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+    return app
+
+
+router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+
+
+@router.post("/classify", **openapi.task(ClassifyRequest, ClassifyResponse))
+async def classify(request: Request) -> Response:
+    """Labels and their scores for each text, or each pair of texts."""
+    call = await receive_call(request, ClassifyRequest)
+    body = call.body
+    ask = partial(
+        call.engine.classify,
+        body.inputs,
+        body.text_pair,
+        call.ticket,
+        head=body.head,
+        top_k=body.top_k,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    return await call.answer(ask, "result", each(label))
+
+
+@router.post("/ner", **openapi.task(NerRequest, NerResponse))
+async def ner(request: Request) -> Response:
+    """The named entities of each text, with their places in it."""
+    call = await receive_call(request, NerRequest)
+    body = call.body
+    ask = partial(
+        call.engine.ner,
+        body.inputs,
+        call.ticket,
+        head=body.head,
+        aggregation_strategy=body.aggregation_strategy,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    key = "entity" if body.aggregation_strategy == "none" else "entity_group"
+    return await call.answer(ask, "result", each(partial(entity, key)))
+
+
+@router.post("/qa", **openapi.task(QaRequest, QaResponse))
+async def qa(request: Request) -> Response:
+    """The spans of a context that answer a question best."""
+    call = await receive_call(request, QaRequest)
+    body = call.body
+    ask = partial(
+        call.engine.qa,
+        body.questions,
+        body.contexts,
+        call.ticket,
+        head=body.head,
+        top_k=body.top_k,
+        handle_impossible_answer=body.handle_impossible_answer,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    return await call.answer(ask, "result", each(answer))
+
+
+@router.post("/embed", **openapi.task(EmbedRequest, EmbedResponse))
+async def embed(request: Request) -> Response:
+    """One vector for each text."""
+    call = await receive_call(request, EmbedRequest)
+    body = call.body
+    ask = partial(
+        call.engine.embed,
+        body.inputs,
+        call.ticket,
+        head=body.head,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    show = base64_of if body.encoding_format == "base64" else floats
+    return await call.answer(ask, "embedding", show)
+
+
+def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
+    """Shows a list's items as JSON."""
+    return lambda found: [*map(show, found)]
+
+
+def label(found: Label) -> dict[str, object]:
+    return {"label": found.label, "score": found.score}
+
+
+def entity(key: str, found: Entity) -> dict[str, object]:
+    return {
+        key: found.entity,
+        "score": found.score,
+        "word": found.word,
+        "start": found.start,
+        "end": found.end,
+    }
+
+
+def answer(found: Answer) -> dict[str, object]:
+    return {
+        "answer": found.answer,
+        "score": found.score,
+        "start": found.start,
+        "end": found.end,
+    }
+
+
+def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The JSON writer takes arrays as they are, if they are whole."""
+    return np.ascontiguousarray(vector)
+
+
+def base64_of(vector: NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+
+@router.get("/models", **openapi.page(ModelsResponse))
+async def models(request: Request) -> Response:
+    """The bundles that are served, the default first."""
+    engines = service_of(request).open_engines().all()
+    return json_response({"models": [engine.describe() for engine in engines]})
+
+
+@router.get("/health/live", **openapi.page(HealthResponse, open_to_all=True))
+async def live(request: Request) -> Response:
+    """The process answers: restart it when this does not, or says 503."""
+    service_of(request).check_alive()
+    return json_response({"status": "live"})
+
+
+@router.get("/health/ready", **openapi.page(HealthResponse, open_to_all=True))
+async def ready(request: Request) -> Response:
+    """New requests may be sent here; 503 until the bundles are open, and again from SIGTERM on."""
+    service_of(request).check_ready()
+    return json_response({"status": "ready"})
+
+
+@router.get("/metrics", **openapi.text(CONTENT_TYPE))
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus's text format."""
+    return Response(await service_of(request).metrics.page(), media_type=CONTENT_TYPE)

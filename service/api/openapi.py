@@ -1,0 +1,291 @@
+"""The OpenAPI document: bodies, responses, error codes and examples of every route.
+
+The routes read their own bodies, so the framework cannot see them; they are declared here instead.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from service import errors
+from service.api.decompression import ACCEPTED
+from service.api.ndjson import MEDIA_TYPE
+from service.api.schemas import (
+    ClassifyRequest,
+    EmbedRequest,
+    ErrorResponse,
+    LoadRequest,
+    NerRequest,
+    Order,
+    PromoteRequest,
+    QaRequest,
+    Request,
+)
+from service.errors import QuartetError
+from service.keys import PRIORITIES
+
+Object = dict[str, Any]
+
+REFERENCE = "#/components/schemas/{model}"
+REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
+ORDERS: tuple[type[Order], ...] = (LoadRequest, PromoteRequest)
+
+EVERY_ROUTE: tuple[type[QuartetError], ...] = (
+    errors.BadRequest,
+    errors.MethodNotAllowed,
+    errors.SlowHeaders,
+    errors.HeadersTooLarge,
+    errors.InternalError,
+    errors.TooManyConnections,
+)
+KEYED: tuple[type[QuartetError], ...] = (
+    errors.Unauthorized,
+    errors.Forbidden,
+    errors.RateLimited,
+)
+CLOSED = (*KEYED, errors.InvalidInput)  # a priority that there is none of
+NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
+TASK: tuple[type[QuartetError], ...] = (
+    errors.UnknownModel,
+    errors.UnknownHead,
+    errors.RequestTimeout,
+    errors.TooLarge,
+    errors.UnsupportedMediaType,
+    errors.UnsupportedEncoding,
+    errors.InvalidInput,
+    errors.Overloaded,
+    errors.InferenceFailed,
+    errors.ReplicaLost,
+    errors.DeadlineExceeded,
+)
+ADMIN: tuple[type[QuartetError], ...] = (
+    errors.UnknownModel,
+    errors.Conflict,
+    errors.NewEmbeddingSpace,
+    errors.ChangedAnswers,
+    errors.RequestTimeout,
+    errors.TooLarge,
+    errors.UnsupportedMediaType,
+    errors.UnsupportedEncoding,
+    errors.InvalidInput,
+    errors.BadBundle,
+    errors.Overloaded,
+    errors.ReplicaLost,
+)
+
+EXAMPLES: dict[type[Request], Object] = {
+    ClassifyRequest: {
+        "one text": {"inputs": "The lamp arrived broken, but its replacement came overnight."},
+        "several texts, best label each": {
+            "inputs": ["A quiet, generous film.", "Two hours that I want back."],
+            "top_k": 1,
+        },
+        "pairs of texts": {
+            "inputs": ["A boy mends a kite.", "The shop opens at nine."],
+            "text_pair": ["Someone repairs a toy.", "The shop is closed all morning."],
+        },
+    },
+    NerRequest: {
+        "entities": {"inputs": "Ada Lovelace met Charles Babbage in London in 1833."},
+        "every token": {
+            "inputs": "The ferry from Split reaches Hvar in an hour.",
+            "aggregation_strategy": "none",
+        },
+    },
+    QaRequest: {
+        "one question": {
+            "question": "When does the bakery open?",
+            "context": "The bakery on Mill Street opens at six and sells out by ten.",
+        },
+        "several questions, or no answer": {
+            "inputs": [
+                {"question": "Who keeps the bees?", "context": "Marta keeps bees on her roof."},
+                {"question": "What do they cost?", "context": "Marta keeps bees on her roof."},
+            ],
+            "handle_impossible_answer": True,
+        },
+    },
+    EmbedRequest: {
+        "several texts": {"inputs": ["How do I reset my password?", "I cannot log in."]},
+        "shorter vectors as base64": {
+            "inputs": "A river stone, smooth and grey.",
+            "dimensions": 128,
+            "encoding_format": "base64",
+        },
+    },
+}
+
+REQUEST_HEADERS: list[Object] = [
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "Names the request in the response and in the log; made up unless it is of"
+        " letters, digits, `.`, `_` and `-`, and of 128 at most.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": "traceparent",
+        "in": "header",
+        "description": "W3C Trace Context: the log then names the trace.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": "X-Priority",
+        "in": "header",
+        "description": "May only lower the priority that the key gives.",
+        "schema": {"type": "string", "enum": [*PRIORITIES]},
+    },
+    {
+        "name": "X-Request-Timeout-Ms",
+        "in": "header",
+        "description": "Answer within this time or with 504; at most the server's own deadline.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+]
+
+PATH_PARAMETERS: dict[str, str] = {
+    "model": "A bundle, as `name@version`.",
+    "name": "The name that several versions have.",
+}
+
+SECURITY: list[Object] = [{"key": []}, {}]  # a key or, where none is configured, nothing
+
+COMPRESSED = (
+    f"May be compressed, in one of the ways `Content-Encoding` is then to name: {ACCEPTED}."
+)
+
+LINES = (
+    "When Accept asks for it: a line for each input, as soon as its result is there, with its `index`"
+    " and its `result` or `embedding`; then one with `model`, `head` and `usage` (and `errors`), or an `error`."
+)
+
+RESPONSE_HEADERS: dict[str, str] = {
+    "X-Request-Id": "The request's name, as given or made up.",
+    "Server-Timing": "Milliseconds of encode, queue, inference and decode, and in total.",
+    "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
+    "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
+}
+
+
+def task(request: type[Request], response: type[BaseModel]) -> Object:
+    """How a task's route is declared."""
+    body = {
+        "schema": {"$ref": REFERENCE.format(model=request.__name__)},
+        "examples": {
+            name: {"summary": name, "value": value} for name, value in EXAMPLES[request].items()
+        },
+    }
+    return {
+        "response_model": response,
+        "responses": {
+            200: {
+                "headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()},
+                "content": {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}},
+            },
+            **error_responses(*TASK, *KEYED, *NOT_READY, *EVERY_ROUTE),
+        },
+        "openapi_extra": {
+            "security": SECURITY,
+            "requestBody": {
+                "description": COMPRESSED,
+                "required": True,
+                "content": {"application/json": body},
+            },
+            "parameters": REQUEST_HEADERS,
+        },
+        "tags": ["tasks"],
+    }
+
+
+def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
+    """How a GET route is declared that needs the engines; `open_to_all` where no key is ever needed."""
+    return {
+        "response_model": response,
+        "responses": error_responses(*(() if open_to_all else CLOSED), *NOT_READY, *EVERY_ROUTE),
+        "openapi_extra": {"security": [] if open_to_all else SECURITY},
+        "tags": ["service"],
+    }
+
+
+def admin(
+    response: type[BaseModel], request: type[Order] | None = None, *, of: str | None = None
+) -> Object:
+    """How a route for administrators is declared; of: what its path names, as in `PATH_PARAMETERS`."""
+    extra: Object = {"security": SECURITY}
+    if of is not None:
+        extra["parameters"] = [path_parameter(of)]
+    if request is not None:
+        schema = {"$ref": REFERENCE.format(model=request.__name__)}
+        body = {"content": {"application/json": {"schema": schema}}}
+        extra["requestBody"] = {"required": request is LoadRequest, **body}
+    return {
+        "response_model": response,
+        "responses": error_responses(*ADMIN, *KEYED, *NOT_READY, *EVERY_ROUTE),
+        "openapi_extra": extra,
+        "tags": ["administration"],
+    }
+
+
+def path_parameter(name: str) -> Object:
+    schema: Object = {"type": "string", "minLength": 1}
+    text = PATH_PARAMETERS[name]
+    return {"name": name, "in": "path", "required": True, "description": text, "schema": schema}
+
+
+def text(media_type: str) -> Object:
+    """How a GET route that answers in plain text is declared."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {
+        "response_model": None,
+        "responses": {
+            200: {"content": content},
+            **error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE),
+        },
+        "openapi_extra": {"security": SECURITY},
+        "tags": ["service"],
+    }
+
+
+def header(text: str) -> Object:
+    return {"description": text, "schema": {"type": "string"}}
+
+
+def error_responses(*kinds: type[QuartetError]) -> dict[int | str, Object]:
+    """The statuses of some errors, each with its codes."""
+    codes: dict[int, list[str]] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.status):
+        codes.setdefault(kind.status, []).append(kind.code)
+    return {status: error_response(names) for status, names in codes.items()}
+
+
+def error_response(codes: Iterable[str]) -> Object:
+    return {
+        "model": ErrorResponse,
+        "description": "code " + " or ".join(f"`{code}`" for code in codes),
+    }
+
+
+def document(app: FastAPI) -> Object:
+    """The whole document, with the bodies that the routes read for themselves."""
+    described = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+    )
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in (*REQUESTS, *ORDERS)], ref_template=REFERENCE
+    )
+    described["components"]["schemas"].update(definitions["$defs"])
+    described["components"]["securitySchemes"] = {
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Needed where keys are configured.",
+        }
+    }
+    return described

@@ -1,0 +1,473 @@
+"""What requests and responses say: the first are validated here, both are documented here.
+
+Bodies forbid unknown fields and coerce nothing. A body that says several impossible things hears of
+all of them, each bad index by name. Responses are built by the routes and never validated again;
+their models are for the OpenAPI document.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from service.core.bundle import Task
+from service.errors import InvalidInput, TooLarge
+from service.settings import did_you_mean
+
+SHOWN = 64  # characters of a client's own field name that a message repeats
+NAMED = 16  # unknown fields that a message names
+LONGEST_NAME = 257  # characters, of a bundle's name@version
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
+def as_list(value: object) -> object:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise PydanticCustomError("texts_type", "must be a string or a list of strings")
+
+
+def exactly(value: object) -> object:
+    if value is True or value is False or value == "window":
+        return value
+    raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
+
+
+NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
+Truncate = Annotated[Literal[True, False, "window"], BeforeValidator(exactly)]  # 1 is no true
+ListOfTexts = Annotated[list[str], Field(min_length=1)]
+Texts = Annotated[
+    ListOfTexts,
+    BeforeValidator(as_list, json_schema_input_type=str | ListOfTexts),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Request(_Strict):
+    """What every task's request may say."""
+
+    task: ClassVar[Task]
+
+    model: Name | None = Field(
+        None, description="`name` or `name@version`; the first bundle served when absent"
+    )
+    head: Name | None = Field(None, description="the model's first head for the task when absent")
+    stride: int | None = Field(
+        None,
+        ge=0,
+        description="tokens that neighbouring windows of a long text share; 64 when absent,"
+        " or fewer in a model of small windows",
+    )
+
+    on_error: Literal["fail", "null"] = Field(
+        "fail",
+        description="what one bad input does: the request fails, or has null for its result and an entry in `errors`",
+    )
+
+    @property
+    def size(self) -> int:
+        """The number of inputs, which the results are aligned with."""
+        raise NotImplementedError
+
+    @property
+    def place(self) -> str:
+        """What an input is called here, with {} for its index."""
+        return "inputs[{}]"
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Every text with the place where it stands."""
+        raise NotImplementedError
+
+
+class TextRequest(Request):
+    inputs: Texts = Field(description="one text, or several; results are aligned with them")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return listed("inputs", self.inputs)
+
+
+class ClassifyRequest(TextRequest):
+    task = "classification"
+
+    text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
+    top_k: int | None = Field(None, ge=1, description="labels to return; all of them when absent")
+    truncate: Truncate = Field(
+        True,
+        description="cut a long text (true), refuse it (false), or read it in windows",
+    )
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        if self.text_pair is not None and len(self.text_pair) != len(self.inputs):
+            counts = f"{len(self.text_pair)} texts, inputs has {len(self.inputs)}"
+            raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+        return self
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        yield from super().texts()
+        yield from listed("text_pair", self.text_pair or ())
+
+
+class NerRequest(TextRequest):
+    task = "ner"
+
+    aggregation_strategy: Aggregation = Field(
+        "first", description="how a word's tokens, and an entity's words, become one entity"
+    )
+    truncate: Truncate = Field(
+        "window", description="read a long text in windows, cut it (true) or refuse it (false)"
+    )
+
+
+class EmbedRequest(TextRequest):
+    task = "embedding"
+
+    normalize: bool | None = Field(
+        None, description="scale vectors to length 1; as the head says when absent"
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="keep only the first dimensions; all of them when absent"
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="numbers, or base64 of little-endian float32"
+    )
+    truncate: Truncate = Field(
+        True, description="cut a long text (true), refuse it (false), or pool its windows"
+    )
+
+
+class Question(_Strict):
+    question: NotBlank = Field(description="what is asked of the context")
+    context: NotBlank = Field(description="the text that the answer is a span of")
+
+
+class QaRequest(Request):
+    """One question as `question` and `context`, or several as `inputs`; not both."""
+
+    task = "qa"
+
+    question: NotBlank | None = Field(None, description="what is asked of the context")
+    context: NotBlank | None = Field(None, description="the text that the answer is a span of")
+    inputs: list[Question] | None = Field(None, min_length=1, description="several questions")
+    top_k: int = Field(1, ge=1, le=100, description="answers to return for each question")
+    handle_impossible_answer: bool = Field(
+        False, description='may answer "" (start 0, end 0) when the context holds no answer'
+    )
+    truncate: Truncate = Field(
+        "window",
+        description="read a long context in windows, cut it (true) or refuse it (false)",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        single = {"question": self.question, "context": self.context}
+        given = [name for name, text in single.items() if text is not None]
+        if self.inputs is not None and given:
+            raise InvalidInput("give question and context, or inputs, not both", param="inputs")
+        if self.inputs is None and len(given) < len(single):
+            missing = [name for name in single if name not in given]
+            raise InvalidInput(f"{' and '.join(missing)}: required", param=missing[0])
+        self._refuse_blank()
+        return self
+
+    def _refuse_blank(self) -> None:
+        blank = [name for name, text in self.texts() if not text.strip()]
+        if blank:
+            raise InvalidInput(f"{', '.join(blank)}: must not be empty", param=blank[0])
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        if self.inputs is None:
+            yield "question", self.question or ""
+            yield "context", self.context or ""
+        for index, item in enumerate(self.inputs or ()):
+            yield f"inputs[{index}].question", item.question
+            yield f"inputs[{index}].context", item.context
+
+    @property
+    def size(self) -> int:
+        return len(self.questions)
+
+    @property
+    def place(self) -> str:
+        return "context" if self.inputs is None else super().place
+
+    @property
+    def questions(self) -> list[str]:
+        return [self.question or ""] if self.inputs is None else [i.question for i in self.inputs]
+
+    @property
+    def contexts(self) -> list[str]:
+        return [self.context or ""] if self.inputs is None else [i.context for i in self.inputs]
+
+
+class Order(_Strict):
+    """What an administrator may say of a bundle that is to answer for its name."""
+
+    keep_old: bool = Field(
+        True, description="keep the version that answered before, so that a rollback is instant"
+    )
+    allow_new_embedding_space: bool = Field(
+        False, description="though new vectors cannot be compared with those of before"
+    )
+
+
+class LoadRequest(Order):
+    path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
+    promote: bool = Field(
+        True,
+        description="let it answer for its name; else only who names its version, until it is promoted",
+    )
+    shadow: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the requests for its name that it gets copies of, to compare its answers; above 0 it is"
+        " not promoted",
+    )
+
+
+class PromoteRequest(Order):
+    max_changed: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of the answers to copies, of each head, that may have changed or failed;"
+        " unset, none were needed",
+    )
+    min_compared: int = Field(
+        100, ge=1, description="answers that must have been compared, where `max_changed` is set"
+    )
+
+
+R = TypeVar("R", bound=Request)
+S = TypeVar("S", bound=_Strict)
+
+
+def parse(schema: type[R], body: object, max_inputs: int) -> R:
+    """Validate a parsed body. Raises TooLarge or an InvalidInput that names every fault."""
+    if isinstance(body, dict):
+        for name in ("inputs", "text_pair"):
+            refuse_many(name, body.get(name), max_inputs)
+    return validate(schema, body)
+
+
+def validate(schema: type[S], body: object) -> S:
+    """The same for a body of which nothing is too large. Raises InvalidInput."""
+    if not isinstance(body, dict):
+        raise InvalidInput("the body must be a JSON object")
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        raise explain(faults, schema.model_fields) from None
+
+
+def most_parts(max_inputs: int) -> int:
+    """Strings, commas, colons and opening brackets of the largest request that is valid, and some to be mistaken in."""
+    return 16 * max_inputs + 1024
+
+
+def refuse_many(name: str, value: object, most: int) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise TooLarge(f"{name} has {len(value)} items; a request may have {most}", param=name)
+
+
+def refuse_long(request: Request, most: int) -> None:
+    """Raises a TooLarge that names every text of more than `most` characters."""
+    long = [name for name, text in request.texts() if len(text) > most]
+    if long:
+        message = f"{', '.join(long)}: must have at most {most} characters"
+        raise TooLarge(message, param=long[0])
+
+
+def listed(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    return ((f"{name}[{index}]", text) for index, text in enumerate(texts))
+
+
+def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
+    """One readable error of all faults: places that share a fault are listed together.
+
+    Unknown fields, of which a body may have any number, are named up to `NAMED`.
+    """
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+    others = [fault for fault in faults if fault["type"] != "extra_forbidden"]
+    places: dict[str, list[str]] = {}
+    for fault in [*others, *unknown[:NAMED]]:
+        places.setdefault(say(fault, fields), []).append(place(fault["loc"]))
+    told = [f"{', '.join(names)}: {fault}" for fault, names in places.items()]
+    if len(unknown) > NAMED:
+        told.append(f"and {len(unknown) - NAMED} more unknown fields")
+    message = "; ".join(told)
+    return InvalidInput(message, param=place(faults[0]["loc"]))
+
+
+def place(location: Sequence[int | str]) -> str:
+    """`("inputs", 3, "context")` as `inputs[3].context`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step[:SHOWN]}" for step in location)
+    return "".join(steps).removeprefix(".")
+
+
+def say(fault: ErrorDetails, fields: Iterable[str]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return f"unknown field{did_you_mean(str(fault['loc'][-1])[:SHOWN], fields)}"
+    if fault["type"] in PHRASES:
+        return PHRASES[fault["type"]].format_map(fault.get("ctx", {}))
+    return fault["msg"]
+
+
+PHRASES: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "greater_than_equal": "must be at least {ge}",
+    "int_type": "must be an integer",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list of questions",
+    "literal_error": "must be one of {expected}",
+    "missing": "required",
+    "model_type": "must be an object with question and context",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_type": "must be a string",
+    "too_short": "must not be empty",
+}
+
+
+# Responses.
+
+
+class Label(BaseModel):
+    label: str
+    score: float
+
+
+class Entity(BaseModel):
+    """One token, under `aggregation_strategy` none; offsets are code points, half-open."""
+
+    entity: str = Field(examples=["B-LOC"])
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class EntityGroup(BaseModel):
+    """One entity; offsets are code points, half-open."""
+
+    entity_group: str = Field(examples=["LOC"])
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class Answer(BaseModel):
+    """A span of the context; offsets are code points, half-open; no answer is "", 0, 0."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+class Usage(BaseModel):
+    tokens: int = Field(description="tokens that the model read, special ones included")
+    windows: int = Field(description="windows that the inputs were read in")
+    truncated: list[int] = Field(description="indices of the inputs that were cut")
+
+
+class InputError(BaseModel):
+    """Why an input has no result."""
+
+    index: int
+    code: str
+    message: str
+
+
+class Response(BaseModel):
+    """Results are null where `on_error` is "null" and `errors` has the input's index."""
+
+    model: str = Field(examples=["quartet-small@1"], description="`name@version` that answered")
+    head: str
+    usage: Usage
+    errors: list[InputError] = Field(
+        [], description='the inputs without a result; only there when `on_error` is "null"'
+    )
+
+
+class ClassifyResponse(Response):
+    results: list[list[Label] | None] = Field(description="per input, labels by falling score")
+
+
+class NerResponse(Response):
+    results: list[list[EntityGroup] | list[Entity] | None] = Field(
+        description="per input, in text order"
+    )
+
+
+class QaResponse(Response):
+    results: list[list[Answer] | None] = Field(description="per question, answers by falling score")
+
+
+class EmbedResponse(Response):
+    embeddings: list[list[float] | None] | list[str | None] = Field(
+        description="one vector per input"
+    )
+
+
+class ModelsResponse(BaseModel):
+    models: list[dict[str, Any]] = Field(description="the bundles served, the default first")
+
+
+class Model(BaseModel):
+    id: str | None = Field(description="`name@version`; null while it is being loaded")
+    path: str
+    sha256: str | None = Field(description="of its manifest; null while it is being loaded")
+    state: str = Field(
+        description="current (answers for its name), previous (did before), pinned (answers who names it in full),"
+        " loading, draining"
+    )
+    since: str = Field(description="when it got its state")
+    embedding_space: str | None
+    requests: int = Field(description="that wait for it or are computed")
+    shadow: float = Field(description="the share of requests that it gets copies of")
+    compared: dict[str, dict[str, int]] = Field(
+        description="its answers to copies, by head: same, changed, failed, dropped"
+    )
+
+
+class AdminModelsResponse(BaseModel):
+    models: list[Model]
+
+
+class IntroducedResponse(BaseModel):
+    model: Model
+    previous: Model | None = Field(description="who answered before, kept for a rollback")
+    unloading: list[str] = Field(description="who still answers what it had, and then goes")
+
+
+class UnloadedResponse(BaseModel):
+    unloaded: str
+    current: str | None = Field(description="who answers for its name now")
+
+
+class HealthResponse(BaseModel):
+    status: str
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+    param: str | None = Field(description="the field or header at fault, e.g. `inputs[3]`")
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail

@@ -1,0 +1,368 @@
+"""Logits to answers: labels, entities, answer spans and vectors.
+
+Pure numpy and plain arguments, so that serving, evaluation and export verification read logits in
+one and the same way. A call decodes one input, given as its windows in text order (one or more),
+so an answer cannot depend on what else was in the batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from service.core import tags
+from service.core.encode import Encoding
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Span = tuple[float, int, int]  # the sum of two logits, start, end
+
+
+class Label(NamedTuple):
+    label: str
+    score: float
+
+
+class Entity(NamedTuple):
+    """`word` is `text[start:end]`; `entity` a type ("PER"), or a token's own label ("B-PER")."""
+
+    entity: str
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+class Answer(NamedTuple):
+    """`answer` is `context[start:end]`; the null answer is "", 0, 0."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+def softmax(logits: Floats) -> Floats:
+    """Softmax over the last axis; large logits do not overflow."""
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities: Floats = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return probabilities
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """The logistic function; large logits do not overflow."""
+    probabilities: Floats = np.exp(-np.logaddexp(0, -logits))
+    return probabilities
+
+
+def activate(logits: Floats, problem_type: str | None) -> Floats:
+    """Logits to scores, both `[..., C]`.
+
+    A regression keeps its logits; labels that may hold together, and a single label, get a sigmoid;
+    labels that exclude each other (also the meaning of None) get a softmax.
+    """
+    if problem_type == "regression":
+        return logits
+    if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
+        return sigmoid(logits)
+    return softmax(logits)
+
+
+def classify(
+    windows: Sequence[Floats],
+    lengths: Sequence[int],
+    *,
+    labels: Sequence[str],
+    problem_type: str | None,
+    top_k: int | None,
+) -> list[Label]:
+    """The `top_k` labels (None: all) by falling score, equals in label order.
+
+    windows: logits `[C]` of each window; their mean, weighted by `lengths` in tokens, is activated.
+    """
+    scores = activate(_weighted_mean(windows, lengths).astype(np.float32), problem_type)
+    order = np.argsort(-scores, kind="stable")[:top_k]
+    return [Label(labels[index], float(scores[index])) for index in order]
+
+
+def embed(
+    windows: Sequence[Floats], lengths: Sequence[int], *, normalize: bool, dimensions: int | None
+) -> Floats:
+    """One vector: the first `dimensions` (None: all) of D, then of length 1 when `normalize`.
+
+    windows: pooled vectors `[D]`, not normalised; their mean is weighted by `lengths` in tokens.
+    A zero vector stays zero. Raises ValueError unless 1 <= dimensions <= D.
+    """
+    vector = _weighted_mean(windows, lengths)
+    if dimensions is not None and not 1 <= dimensions <= len(vector):
+        raise ValueError(f"dimensions must be from 1 to {len(vector)}, not {dimensions}")
+    vector = vector[:dimensions]
+    norm = math.sqrt(vector @ vector) if normalize else 0
+    return (vector / norm if norm > 0 else vector).astype(np.float32)
+
+
+def _weighted_mean(windows: Sequence[Floats], lengths: Sequence[int]) -> Doubles:
+    """In double precision, so that the mean of one window is that window exactly."""
+    if len(windows) == 1:
+        return windows[0].astype(np.float64)
+    mean: Doubles = np.average(np.stack(windows), axis=0, weights=np.asarray(lengths, np.float64))
+    return mean
+
+
+def ner(
+    windows: Sequence[Encoding],
+    logits: Sequence[Floats],
+    text: str,
+    *,
+    labels: Sequence[str],
+    aggregation_strategy: str,
+) -> list[Entity]:
+    """The entities of `text`, in text order; what is labelled "O" is none.
+
+    logits: `[n, C]` of each window. aggregation_strategy:
+      "none"     every token by itself, with its own label
+      "simple"   neighbouring tokens of one type are joined as the labels' scheme has it (see `service.core.tags`)
+      "first", "average", "max"    the same for whole words, which score as their first token, as
+                 the mean of their tokens, or as the token with the highest score
+    An entity scores the mean of what was joined. Raises ValueError for any other strategy.
+    """
+    if aggregation_strategy not in AGGREGATION_STRATEGIES:
+        raise ValueError(f"aggregation_strategy must be one of {', '.join(AGGREGATION_STRATEGIES)}")
+    offsets, words, merged = _merge_windows(windows, logits)
+    if not len(words):
+        return []
+    scores = softmax(merged)
+    if aggregation_strategy in _WORD_SCORES:
+        runs = _Runs.of(words[1:] != words[:-1])
+        offsets, scores = runs.span(offsets), _WORD_SCORES[aggregation_strategy](scores, runs)
+    best, peaks = scores.argmax(axis=1), scores.max(axis=1)
+    if aggregation_strategy == "none":
+        return _entities(text, [labels[label] for label in best], peaks, offsets)
+    joined = tags.scheme(labels)
+    runs = _Runs.of(joined.breaks(best))
+    types = [joined.types[label] for label in best[runs.firsts].tolist()]
+    return _entities(text, types, runs.mean(peaks), runs.span(offsets))
+
+
+def _entities(text: str, names: list[str], scores: Floats, offsets: Ints) -> list[Entity]:
+    found = zip(names, scores.tolist(), offsets.tolist(), strict=True)
+    return [
+        Entity(name, score, text[start:end], start, end)
+        for name, score, (start, end) in found
+        if name != tags.OUTSIDE
+    ]
+
+
+class _Runs(NamedTuple):
+    """Neighbouring rows taken together: the first row of each run, and the row after its last."""
+
+    firsts: Ints
+    ends: Ints
+
+    @classmethod
+    def of(cls, breaks: NDArray[np.bool]) -> "_Runs":
+        """From whether a run ends between each two rows, `[n - 1]`."""
+        inner = np.flatnonzero(breaks) + 1
+        return cls(np.append(0, inner), np.append(inner, len(breaks) + 1))
+
+    def span(self, offsets: Ints) -> Ints:
+        return np.column_stack([offsets[self.firsts, 0], offsets[self.ends - 1, 1]])
+
+    def mean(self, rows: Floats) -> Floats:
+        sizes = (self.ends - self.firsts).astype(np.float32)
+        return np.asarray((np.add.reduceat(rows, self.firsts).T / sizes).T, np.float32)
+
+    def highest(self, rows: Floats) -> Floats:
+        """The row with the highest value of each run, the first among equals."""
+        peaks = rows.max(axis=1)
+        run = np.repeat(np.arange(len(self.firsts)), self.ends - self.firsts)
+        return rows[np.lexsort((-peaks, run))[self.firsts]]
+
+
+_WORD_SCORES: dict[str, Callable[[Floats, _Runs], Floats]] = {
+    "first": lambda scores, words: scores[words.firsts],
+    "average": lambda scores, words: words.mean(scores),
+    "max": lambda scores, words: words.highest(scores),
+}
+AGGREGATION_STRATEGIES = ("none", "simple", *_WORD_SCORES)
+
+
+def _merge_windows(
+    windows: Sequence[Encoding], logits: Sequence[Floats]
+) -> tuple[Ints, Ints, Floats]:
+    """Offsets `[t, 2]`, words `[t]` and logits `[t, C]` of the first text's tokens, each once.
+
+    A token that several windows share is read from the one where the nearest edge is farthest,
+    from the earlier in a tie. Zero-width tokens are left out.
+    """
+    rows = [np.flatnonzero(window.sequence == 0) for window in windows]
+    tokens = _tokens(windows, rows)
+    picked = _most_context([len(row) for row in rows], _shifts(tokens))
+    merged = np.concatenate(tokens)[picked]
+    wide = merged[:, 0] < merged[:, 1]
+    return merged[wide, :2], merged[wide, 2], _gather(logits, rows)[picked[wide]]
+
+
+def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
+    """What tells a token from its neighbours, `[n, 4]` of each window."""
+    return [
+        np.column_stack([window.offsets, window.words, window.input_ids])[row]
+        for window, row in zip(windows, rows, strict=True)
+    ]
+
+
+def _shifts(windows: Sequence[Ints]) -> list[int]:
+    """Where each window begins in its predecessor: at the same token, or else at its end."""
+    shifts = []
+    for previous, current in pairwise(windows):
+        same = np.flatnonzero((previous == current[0]).all(axis=1))
+        shifts.append(int(same[0]) if len(same) else len(previous))
+    return shifts
+
+
+def _most_context(sizes: Sequence[int], shifts: Sequence[int]) -> Ints:
+    """For each token of the text, which row of the concatenated windows to read it from.
+
+    The ends of the text need no exception: the first window holds its tokens farther from its own
+    start than any later window does, and the last one likewise.
+    """
+    begins = np.cumsum([0, *shifts])
+    best = np.zeros(begins[-1] + sizes[-1], np.int64)
+    picked = np.zeros(len(best), np.int64)
+    row = 0
+    for begin, size in zip(begins, sizes, strict=True):
+        here = slice(begin, begin + size)
+        context = np.minimum(np.arange(1, size + 1), np.arange(size, 0, -1))
+        picked[here] = np.where(context > best[here], np.arange(row, row + size), picked[here])
+        best[here] = np.maximum(context, best[here])
+        row += size
+    return picked
+
+
+def qa(
+    windows: Sequence[Encoding],
+    logits: Sequence[Floats],
+    context: str,
+    *,
+    top_k: int,
+    handle_impossible_answer: bool,
+    null_threshold: float,
+    max_answer_tokens: int,
+) -> list[Answer]:
+    """The `top_k` answers of `context` by falling score, equals by start and end; [] if it is empty.
+
+    logits: `[n, 2]` of each window, for starts and for ends. Each is one softmax over the context's
+    tokens and [CLS] of all windows; a span of 1 to `max_answer_tokens` tokens within a window
+    scores p_start * p_end, in the window where that is more if several hold it, and reaches to the
+    edges of its words. The best 2 * `top_k` + 10 spans count: those that read the same but for case
+    are one answer, which scores their sum and stands where the best of them does.
+
+    With `handle_impossible_answer`, the null answer is start and end at [CLS], in the window where
+    that is least likely. It comes first if it exceeds the best answer by more than `null_threshold`
+    (a difference of logarithms) or there is none, and else by its score, but after the best answer.
+    """
+    rows = [_competing(window) for window in windows]
+    scores = _gather(logits, rows).astype(np.float64)
+    scores -= scores.max(axis=0)
+    partition = float(np.exp(scores).sum(axis=0).prod())
+    edges, words = _word_edges(
+        _gather([window.words for window in windows], rows),
+        _gather([window.offsets for window in windows], rows),
+    )
+    places = np.concatenate(_places(windows, rows))
+    splits = np.cumsum([len(row) for row in rows])[:-1]
+    parts = [np.split(column, splits) for column in (scores, words, places)]
+    by_window = list(zip(*parts, strict=True))
+    ranked = _merge_spans(_best_spans(by_window, edges, 2 * top_k + 10, max_answer_tokens), context)
+    if handle_impossible_answer:
+        null = min(float(part[0].sum()) for part, *_ in by_window)
+        ranked.insert(_null_rank(ranked, null, null_threshold), (null, 0, 0))
+    return [
+        Answer(context[start:end], math.exp(score) / partition, start, end)
+        for score, start, end in ranked[:top_k]
+    ]
+
+
+def _competing(window: Encoding) -> Ints:
+    """Rows of a window: [CLS], then the tokens of the second text that are not of zero width."""
+    wide = window.offsets[:, 0] < window.offsets[:, 1]
+    return np.append(0, np.flatnonzero((window.sequence == 1) & wide))
+
+
+def _gather(parts: Sequence[NDArray[Any]], rows: Sequence[Ints]) -> NDArray[Any]:
+    return np.concatenate([part[row] for part, row in zip(parts, rows, strict=True)])
+
+
+def _word_edges(words: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+    """Start and end `[W, 2]` of each word that occurs, and which of them each token belongs to.
+
+    Over all windows at once, for a window may begin or end within a word.
+    """
+    names, members = np.unique(words, return_inverse=True)
+    edges = np.tile([np.iinfo(np.int64).max, 0], (len(names), 1))
+    np.minimum.at(edges[:, 0], members, offsets[:, 0])
+    np.maximum.at(edges[:, 1], members, offsets[:, 1])
+    return edges, members
+
+
+def _null_rank(ranked: Sequence[Span], null: float, null_threshold: float) -> int:
+    if not ranked or null - ranked[0][0] > null_threshold:
+        return 0
+    return max(1, sum(score >= null for score, _, _ in ranked))
+
+
+def _places(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
+    """Which token of the context each of the rows is, the same in every window that holds it."""
+    texts = [np.flatnonzero(window.sequence == 1) for window in windows]
+    begins = np.cumsum([0, *_shifts(_tokens(windows, texts))])
+    return [
+        row - (text[0] if len(text) else 0) + begin
+        for row, text, begin in zip(rows, texts, begins, strict=True)
+    ]
+
+
+def _best_spans(
+    windows: Sequence[tuple[Doubles, Ints, Ints]], edges: Ints, count: int, max_answer_tokens: int
+) -> list[Span]:
+    """The best `count` spans, each once. windows: logits, words and places, [CLS] first."""
+    best: dict[tuple[int, int], Span] = {}
+    for logits, words, places in windows:
+        for score, first, last in _top_spans(logits[1:], count, max_answer_tokens):
+            tokens = int(places[1 + first]), int(places[1 + last])
+            span = score, int(edges[words[1 + first], 0]), int(edges[words[1 + last], 1])
+            best[tokens] = max(span, best.get(tokens, span))
+    ranked = sorted(best, key=lambda tokens: (-best[tokens][0], tokens))
+    return [best[tokens] for tokens in ranked[:count]]
+
+
+def _merge_spans(spans: Sequence[Span], context: str) -> list[Span]:
+    """Spans that read the same but for case as one, the likeliest first; `spans` are, too."""
+    same: dict[str, list[Span]] = {}
+    for span in spans:
+        same.setdefault(context[span[1] : span[2]].lower(), []).append(span)
+    merged = [(_log_sum([score for score, *_ in own]), *own[0][1:]) for own in same.values()]
+    return sorted(merged, key=lambda span: (-span[0], span[1:]))
+
+
+def _log_sum(scores: Sequence[float]) -> float:
+    """The logarithm of a sum of exponentials, of which the first is the largest."""
+    return scores[0] + math.log(math.fsum(math.exp(score - scores[0]) for score in scores))
+
+
+def _top_spans(logits: Doubles, count: int, max_answer_tokens: int) -> list[Span]:
+    """Score, first and last token of the best `count` spans of one window, equals in text order."""
+    reach = min(max_answer_tokens, len(logits))
+    if not reach:
+        return []
+    # [n, reach]: each start with every end that it may have; a padded end never wins
+    ends = np.pad(logits[:, 1], (0, reach - 1), constant_values=-np.inf)
+    scores = (logits[:, :1] + sliding_window_view(ends, reach)).ravel()
+    order = np.argsort(-scores, kind="stable")[:count]
+    order = order[scores[order] > -np.inf]
+    columns = scores[order], order // reach, order // reach + order % reach
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -1,0 +1,372 @@
+"""Text to tokens: the one place where text is cut.
+
+Training, calibration, parity checks and serving all encode here. The tokenizer's own truncation and padding are
+never used and its state is never changed: tokens come without special ones, are cut into windows, and are framed by
+the special tokens that the tokenizer's template puts around them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from service.core.words import Places
+
+Truncate = bool | Literal["window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What rides in a batch: n tokens, special ones included.
+
+    input_ids       [n]     int64
+    token_type_ids  [n]     int64
+    """
+
+    input_ids: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(Window):
+    """A window of one input, and where its tokens stand in the text.
+
+    offsets         [n, 2]  half-open code points in the text that the token came from, from the first character that is
+                            no space to the last; of width 0 if there is none; (0, 0) at special tokens
+    words           [n]     index of the token's word in its text (see `service.core.words`); -1 at special tokens
+    sequence        [n]     0 for the first text, 1 for the second of a pair, -1 at special tokens
+    """
+
+    offsets: NDArray[np.int32]
+    words: NDArray[np.int32]
+    sequence: NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One input: its windows in text order (one, unless it was too long), and whether anything was cut off."""
+
+    windows: tuple[Window, ...]
+    truncated: bool
+
+    @property
+    def lengths(self) -> list[int]:
+        """In tokens, of each window."""
+        return [len(window) for window in self.windows]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.windows))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded(Cut):
+    """One input whose windows know where their tokens stand in the text."""
+
+    windows: tuple[Encoding, ...]
+
+
+class TextError(ValueError):
+    """Some inputs cannot be encoded; `indices` names every one of them."""
+
+    def __init__(self, indices: list[int], reason: str) -> None:
+        super().__init__(f"inputs {indices}: {reason}")
+        self.indices = indices
+        self.reason = reason
+
+
+def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
+    """Read a `tokenizer.json`, without the truncation and padding that it may carry.
+
+    Raises ValueError naming a file that cannot be read.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return _plain(tokenizer)
+
+
+def parse_tokenizer(data: bytes) -> tokenizers.Tokenizer:
+    """The same from what a `tokenizer.json` holds. Raises ValueError."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"the tokenizer cannot be read: {error}") from None
+    return _plain(tokenizer)
+
+
+def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The special tokens around one text or a pair: a slice of the template before, between and after the texts."""
+
+    ids: tuple[NDArray[np.int64], ...]
+    types: tuple[NDArray[np.int64], ...]
+    text_types: tuple[int, ...]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(len(part) for part in self.ids)
+
+    @cached_property
+    def all_type(self) -> int | None:
+        """The type of every token, texts' and special ones', if they have one in common."""
+        types = {*self.text_types, *np.concatenate(self.types).tolist()}
+        return types.pop() if len(types) == 1 else None
+
+
+def _frame(tokenizer: tokenizers.Tokenizer, text: str, pair: str | None = None) -> _Frame:
+    """Read the template off the tokenizer itself, from an encoding whose text tokens are known."""
+    encoding = tokenizer.encode(text, pair, add_special_tokens=True)
+    special = np.asarray(encoding.special_tokens_mask, dtype=bool)
+    sequence = np.asarray([-1 if index is None else index for index in encoding.sequence_ids])
+    sequence[special] = -1
+    ids = np.asarray(encoding.ids, dtype=np.int64)
+    types = np.asarray(encoding.type_ids, dtype=np.int64)
+    edges, text_types = [0], []
+    for index in range(1 if pair is None else 2):
+        where = np.flatnonzero(sequence == index)
+        edges += [int(where[0]), int(where[-1]) + 1]
+        text_types.append(int(types[where[0]]))
+    edges.append(len(ids))
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return _Frame(
+        tuple(ids[start:end] for start, end in gaps),
+        tuple(types[start:end] for start, end in gaps),
+        tuple(text_types),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of one text, without special ones."""
+
+    ids: NDArray[np.int64]
+    offsets: NDArray[np.int32]
+    words: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, cut: slice) -> "_Tokens":
+        return _Tokens(self.ids[cut], self.offsets[cut], self.words[cut])
+
+
+def _tokens(encoding: tokenizers.Encoding) -> _Tokens:
+    words = [-1 if word is None else word for word in encoding.word_ids]
+    return _Tokens(
+        np.asarray(encoding.ids, dtype=np.int64),
+        np.asarray(encoding.offsets, dtype=np.int32).reshape(-1, 2),
+        np.asarray(words, dtype=np.int32),
+    )
+
+
+class Encoder:
+    """Cuts text for one model: a tokenizer and the longest window, in tokens, special ones included."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, max_length: int) -> None:
+        if tokenizer.truncation is not None or tokenizer.padding is not None:
+            raise ValueError("the tokenizer must carry neither truncation nor padding")
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self._places = Places(tokenizer)
+        self._single = _frame(tokenizer, "a")
+        self._pair = _frame(tokenizer, "a", "b")
+
+    @classmethod
+    def from_file(cls, path: Path | str, max_length: int) -> "Encoder":
+        return cls(load_tokenizer(path), max_length)
+
+    @property
+    def longest_stride(self) -> int:
+        """The largest stride (tokens that neighbouring windows share) a single text's windows can have."""
+        return self._room // 2
+
+    def texts(
+        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+    ) -> list[Encoded]:
+        """Encode single texts.
+
+        truncate: True cuts at the longest window, "window" makes as many windows as needed, of which neighbours
+        share `stride` tokens, and False refuses. Raises TextError naming every text that is too long for False.
+        """
+        tokens = self._tokenize(texts, _needed(self._room, truncate))
+        plans = self._plan([*map(len, tokens)], truncate, stride)
+        return [
+            Encoded(tuple(_build(self._single, (own[cut],)) for cut in cuts), truncated)
+            for own, (cuts, truncated) in zip(tokens, plans, strict=True)
+        ]
+
+    def windows(
+        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+    ) -> list[Cut]:
+        """The windows of `texts`, without where their tokens stand: in two thirds of the time."""
+        encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        _shorten(encodings, _needed(self._room, truncate))
+        tokens = [encoding.ids for encoding in encodings]
+        plans = self._plan([*map(len, tokens)], truncate, stride)
+        return [
+            Cut(tuple(_frame_ids(self._single, own[cut]) for cut in cuts), truncated)
+            for own, (cuts, truncated) in zip(tokens, plans, strict=True)
+        ]
+
+    @property
+    def _room(self) -> int:
+        """What a single text's window holds of it."""
+        return self.max_length - self._single.size
+
+    def _plan(
+        self, lengths: Sequence[int], truncate: Truncate, stride: int
+    ) -> list[tuple[list[slice], bool]]:
+        """Where single texts are cut, and whether that loses any of each. Raises TextError."""
+        room = self._room
+        if truncate is False:
+            self._refuse([index for index, length in enumerate(lengths) if length > room])
+        return [
+            (_cuts(length, room, stride, truncate), truncate is True and length > room)
+            for length in lengths
+        ]
+
+    def pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], *, truncate: bool = True
+    ) -> list[Encoded]:
+        """Encode pairs as one sequence each; with `truncate`, the longer text loses tokens first."""
+        room = self.max_length - self._pair.size
+        encoded = []
+        too_long = []
+        both = zip(self._tokenize(texts), self._tokenize(pairs), strict=True)
+        for index, (first, second) in enumerate(both):
+            if len(first) + len(second) > room and not truncate:
+                too_long.append(index)
+            sizes = _longest_first(len(first), len(second), room)
+            window = _build(self._pair, (first[: sizes[0]], second[: sizes[1]]))
+            encoded.append(Encoded((window,), len(first) + len(second) > room))
+        self._refuse(too_long)
+        return encoded
+
+    def questions(
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[str],
+        *,
+        truncate: Truncate = "window",
+        stride: int = 0,
+        max_query_tokens: int = 64,
+    ) -> list[Encoded]:
+        """Encode questions with their contexts: the question whole in every window, the context cut.
+
+        A question longer than `max_query_tokens` is cut to it (and the input counts as truncated), or refused when
+        `truncate` is False.
+        """
+        encoded = []
+        too_long = []
+        needed = _needed(self.max_length, truncate)
+        both = zip(self._tokenize(questions), self._tokenize(contexts, needed), strict=True)
+        for index, (question, context) in enumerate(both):
+            room = self.max_length - self._pair.size
+            asked = question[: min(max_query_tokens, room - 1)]  # a token of context at least
+            room -= len(asked)
+            cut_off = len(question) > len(asked) or (truncate is True and len(context) > room)
+            if truncate is False and (cut_off or len(context) > room):
+                too_long.append(index)
+            cuts = _cuts(len(context), room, min(stride, room // 2), truncate)
+            windows = tuple(_build(self._pair, (asked, context[cut])) for cut in cuts)
+            encoded.append(Encoded(windows, cut_off))
+        self._refuse(too_long, f", or a question than {max_query_tokens}")
+        return encoded
+
+    def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        _shorten(encodings, needed)
+        tokens = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            own = _tokens(encoding)
+            if not self._places.are_known(text):
+                placed = self._places.find(text, own.ids, own.offsets, own.words)
+                own = _Tokens(own.ids, *placed)
+            tokens.append(own)
+        return tokens
+
+    def _refuse(self, too_long: list[int], limits: str = "") -> None:
+        if too_long:
+            said = f"longer than {self.max_length} tokens{limits}, and truncate is false"
+            raise TextError(too_long, said)
+
+
+def _needed(room: int, truncate: Truncate) -> int | None:
+    """How many tokens of a text are looked at: one more than fit tells that it is too long; None for all."""
+    return None if truncate == "window" else room + 1
+
+
+def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> None:
+    """Drop what nobody looks at before the slow way into Python."""
+    for encoding in encodings:
+        if needed is not None and len(encoding) > needed:
+            encoding.truncate(needed)
+
+
+def _cuts(size: int, room: int, stride: int, truncate: Truncate) -> list[slice]:
+    """Where `size` tokens are cut for windows of `room` tokens that share `stride`; at least one, maybe empty."""
+    if truncate != "window" or size <= room:
+        return [slice(0, room)]
+    if not 0 <= stride < room:
+        raise ValueError(f"a stride of {stride} does not fit windows of {room} tokens")
+    step = room - stride
+    return [slice(start, start + room) for start in range(0, size - stride, step)]
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of each text stay when the longer one loses tokens first (HF's `longest_first`)."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+
+
+def _frame_ids(frame: _Frame, ids: list[int]) -> Window:
+    """Frame one text's tokens, of which nothing else is wanted."""
+    framed = np.array([*frame.ids[0].tolist(), *ids, *frame.ids[1].tolist()], np.int64)
+    if frame.all_type is not None:
+        return Window(framed, np.full(len(framed), frame.all_type, np.int64))
+    types = np.full(len(ids), frame.text_types[0], np.int64)
+    return Window(framed, np.concatenate((frame.types[0], types, frame.types[1])))
+
+
+def _build(frame: _Frame, texts: tuple[_Tokens, ...]) -> Encoding:
+    """Frame the texts' tokens by the template's special ones."""
+    empty = (0, 0)
+    ids, types = [frame.ids[0]], [frame.types[0]]
+    offsets = [np.full((len(frame.ids[0]), 2), empty, dtype=np.int32)]
+    words = [np.full(len(frame.ids[0]), -1, dtype=np.int32)]
+    sequence = [np.full(len(frame.ids[0]), -1, dtype=np.int8)]
+    for index, tokens in enumerate(texts):
+        after = len(frame.ids[index + 1])
+        ids += [tokens.ids, frame.ids[index + 1]]
+        types += [
+            np.full(len(tokens), frame.text_types[index], dtype=np.int64),
+            frame.types[index + 1],
+        ]
+        offsets += [tokens.offsets, np.zeros((after, 2), dtype=np.int32)]
+        words += [tokens.words, np.full(after, -1, dtype=np.int32)]
+        sequence += [np.full(len(tokens), index, dtype=np.int8), np.full(after, -1, dtype=np.int8)]
+    return Encoding(
+        np.concatenate(ids),
+        np.concatenate(types),
+        np.concatenate(offsets),
+        np.concatenate(words),
+        np.concatenate(sequence),
+    )

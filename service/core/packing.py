@@ -1,0 +1,133 @@
+"""Packed batches: one flat axis of real tokens, and the layout that tells attention where sequences begin.
+
+A batch of B sequences with T tokens in all is never a padded rectangle. Everything but attention works on
+`[T, ...]`; attention gathers to `[B, S]` slots (S: the longest sequence) and back, by index arrays that follow
+from the lengths alone.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.encode import Window
+
+CUDA_MULTIPLE = 8  # of S: ONNX Runtime's memory-efficient attention takes a bias for such S only
+
+Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of B packed sequences stand in a padded `[B, S]` rectangle.
+
+    unpack        [B, S]  packed index of each padded slot; a padding slot holds its own sequence's first token,
+                          so that nothing of another sequence is ever gathered beside it
+    pack          [T]     flat padded slot (row * S + column) of each packed token
+    cu_seqlens    [B + 1] where each sequence starts; the last entry is T
+    """
+
+    lengths: Ints
+    unpack: Ints
+    pack: Ints
+    cu_seqlens: Int32s
+
+    @property
+    def longest(self) -> int:
+        """S, the length of the longest sequence."""
+        return int(self.unpack.shape[1])
+
+    def token_offset(self, multiple: int = 1) -> Int32s:
+        """`[B, S]` flat slots: those of the real tokens first, then the padding (CUDA's packed attention).
+
+        Here S is the longest sequence's length, rounded up to a multiple.
+        """
+        batch, longest = self.unpack.shape
+        columns = round_up(longest, multiple)
+        pack = self.pack // longest * columns + self.pack % longest
+        padding = np.ones(batch * columns, dtype=bool)
+        padding[pack] = False
+        offsets = np.concatenate([pack, np.flatnonzero(padding)])
+        return offsets.astype(np.int32).reshape(batch, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One batch: `input_ids`, `token_type_ids`, `position_ids` are `[T]` int64."""
+
+    input_ids: Ints
+    token_type_ids: Ints
+    position_ids: Ints
+    layout: Layout
+
+    @property
+    def lengths(self) -> Ints:
+        return self.layout.lengths
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is at least the number."""
+    return -(-number // multiple) * multiple
+
+
+def make_layout(lengths: Iterable[int]) -> Layout:
+    """The layout of sequences of these lengths. Raises ValueError when there is none, or an empty one."""
+    sizes = np.asarray(list(lengths), dtype=np.int64)
+    if sizes.size == 0 or sizes.min() < 1:
+        raise ValueError(
+            f"a batch needs sequences of at least one token, got lengths {sizes.tolist()}"
+        )
+    cu_seqlens = np.concatenate([[0], np.cumsum(sizes)])
+    columns = np.arange(sizes.max())
+    real = columns < sizes[:, None]  # [B, S]
+    unpack = np.where(real, cu_seqlens[:-1, None] + columns, cu_seqlens[:-1, None])
+    return Layout(sizes, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
+
+
+def positions(layout: Layout) -> Ints:
+    """`[T]` the position of each token in its own sequence, from 0."""
+    return layout.pack % layout.longest
+
+
+def pack(windows: Sequence[Window]) -> Packed:
+    """Concatenate windows, in order, into one packed batch."""
+    layout = make_layout(len(window) for window in windows)
+    return Packed(
+        np.concatenate([window.input_ids for window in windows]),
+        np.concatenate([window.token_type_ids for window in windows]),
+        positions(layout),
+        layout,
+    )
+
+
+def each(packed: Packed) -> Iterator[Packed]:
+    """Each sequence as a batch of its own."""
+    for start, end in pairwise(packed.layout.cu_seqlens.tolist()):
+        own = slice(start, end)
+        yield Packed(
+            packed.input_ids[own],
+            packed.token_type_ids[own],
+            packed.position_ids[own],
+            make_layout([end - start]),
+        )
+
+
+def split(
+    outputs: Mapping[str, NDArray[np.float32]], layout: Layout, per_token: Iterable[str]
+) -> list[dict[str, NDArray[np.float32]]]:
+    """Each sequence's own rows of every output, by name.
+
+    outputs holds `[T, ...]` for the names in `per_token` and `[B, ...]` for all others; the answer has B items.
+    """
+    token_outputs = set(per_token)
+    starts = layout.cu_seqlens
+    return [
+        {
+            name: value[starts[row] : starts[row + 1]] if name in token_outputs else value[row]
+            for name, value in outputs.items()
+        }
+        for row in range(len(layout.lengths))
+    ]

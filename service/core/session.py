@@ -1,0 +1,329 @@
+"""One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
+
+import ctypes
+import io
+import os
+from collections.abc import Collection, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import cuda
+from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
+from service.core.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
+
+# ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". So no other module
+# imports the library. A value that the user has set is kept.
+TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
+if not os.environ.get(TELEMETRY_OFF):
+    os.environ[TELEMETRY_OFF] = "1"
+
+import onnxruntime  # noqa: E402
+
+ort = onnxruntime
+
+Provider = Literal["auto", "cpu", "cuda"]
+Outputs = dict[str, NDArray[np.float32]]
+Feeds = dict[str, NDArray[Any]]
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+FLOAT = "tensor(float)"  # float32, as the runtime calls it
+RUNTIME = f"onnxruntime {ort.__version__}"
+# An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. It runs a kernel of cuBLAS and one of the runtime.
+TRIAL = (
+    b'\x08\t:M\n\x11\n\x01x\n\x01x\x12\x01p"\x06MatMul\n\x0b\n\x01p\x12\x01y"\x03Exp\x12\x01tZ\x13\n\x01x\x12\x0e\n\x0c'
+    b"\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01b\x13\n\x01y\x12\x0e\n\x0c\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01B\x04\n\x00\x10\x11"
+)
+
+
+class ProviderError(Exception):
+    """The provider that was asked for is not to be had; the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """threads: of this session, shared by runs at one time; spin: whether they look for work between runs.
+
+    arena: whether ONNX Runtime keeps the memory of a run for the next, whichever thread that is on. The C library
+    keeps it by thread, and where cores share no cache, memory that moves between them costs a fifth of the speed.
+    """
+
+    threads: int
+    spin: bool = False
+    arena: bool = False
+
+
+class Session:
+    """A graph of a bundle, loaded. `run` may be called from several threads at once."""
+
+    def __init__(
+        self, bundle: Bundle, graph: Graph, provider: str, options: SessionOptions
+    ) -> None:
+        self.graph = graph
+        self.provider = provider
+        self.gpu_problem: str | None = None
+        self.heads = bundle.manifest.heads
+        self._session = open_graph(bundle.file(graph.file), provider, options)
+        self._outputs = [*self.heads]  # a graph may have more beside them
+        types = {output.name: output.type for output in self._session.get_outputs()}
+        missing = self.heads.keys() - types.keys()
+        if missing:
+            raise BundleError(
+                bundle.path, f"{graph.file} has no output for {', '.join(sorted(missing))}"
+            )
+        for name in self._outputs:
+            if types[name] != FLOAT:
+                raise BundleError(
+                    bundle.path, f"{graph.file} gives {name} as {types[name]}, not as {FLOAT}"
+                )
+        self._inputs = {value.name for value in self._session.get_inputs()}
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the GPU's memory.
+
+        It does not in a packed graph for CUDA without an attention bias. A graph that does not state it may have one.
+        """
+        fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
+        return self.provider == CUDA and not fused
+
+    def run(self, packed: Packed) -> Outputs:
+        """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
+        if self.graph.layout == "packed":
+            return self._run(packed_feeds(packed, self._inputs))
+        if self.graph.layout == "alone":
+            return self._run_each(packed)
+        return self._run_padded(packed)
+
+    def _run_each(self, packed: Packed) -> Outputs:
+        """One run for each sequence, for what shares a batch would change the answers."""
+        parts = [self._run_padded(own) for own in each(packed)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in self._outputs}
+
+    def _run_padded(self, packed: Packed) -> Outputs:
+        slots = packed.layout.unpack.size
+        return {
+            name: value.reshape(slots, -1)[packed.layout.pack]
+            if self.heads[name].per_token
+            else value
+            for name, value in self._run(padded_feeds(packed)).items()
+        }
+
+    def _run(self, feeds: Feeds) -> Outputs:
+        # A graph of a model without segments, say, has dropped the inputs that it does not need.
+        needed = {name: value for name, value in feeds.items() if name in self._inputs}
+        values = self._session.run(self._outputs, needed)
+        return dict(zip(self._outputs, values, strict=True))
+
+    def check(self, bundle: Bundle) -> None:
+        """Recompute the goldens here. Raises BundleError when they disagree."""
+        check_goldens(bundle, self.graph.precision, self._recompute(bundle.golden), RUNTIME)
+
+    def _recompute(self, golden: Golden) -> Outputs:
+        """The longest apart from the others: together, each would have its slots, and a process keeps that memory."""
+        lengths = golden.lengths
+        sequence = np.repeat(np.arange(len(lengths)), lengths)  # [T]
+        longest = np.arange(len(lengths)) == lengths.argmax()
+        outputs: Outputs = {}
+        for rows in (longest, ~longest):
+            if not rows.any():
+                continue
+            tokens = rows[sequence]
+            layout = make_layout(lengths[rows])
+            ids, types = golden.input_ids[tokens], golden.token_type_ids[tokens]
+            for name, value in self.run(Packed(ids, types, positions(layout), layout)).items():
+                places = tokens if self.heads[name].per_token else rows
+                outputs.setdefault(name, np.zeros((len(places), *value.shape[1:]), value.dtype))
+                outputs[name][places] = value
+        return outputs
+
+
+def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_MULTIPLE) -> Feeds:
+    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone.
+
+    multiple: of S in `token_offset`
+    """
+    layout = packed.layout
+    feeds: Feeds = {
+        "input_ids": packed.input_ids,
+        "token_type_ids": packed.token_type_ids,
+        "position_ids": packed.position_ids,
+        "lengths": layout.lengths,
+        "unpack": layout.unpack,
+        "pack": layout.pack,
+        "cu_seqlens": layout.cu_seqlens,
+    }
+    if "token_offset" in inputs:
+        feeds["token_offset"] = layout.token_offset(multiple)
+    return feeds
+
+
+def padded_feeds(packed: Packed) -> Feeds:
+    """What a portable, padded or alone graph may be fed; a padding slot holds its own sequence's first token."""
+    layout = packed.layout
+    batch, longest = layout.unpack.shape
+    mask = np.zeros(batch * longest, dtype=np.int64)
+    mask[layout.pack] = 1
+    return {
+        "input_ids": packed.input_ids[layout.unpack],
+        "attention_mask": mask.reshape(batch, longest),
+        "token_type_ids": packed.token_type_ids[layout.unpack],
+        "position_ids": np.tile(np.arange(longest), (batch, 1)),
+    }
+
+
+def open_session(
+    bundle: Bundle,
+    *,
+    precision: Literal["auto"] | Precision = "auto",
+    provider: Provider = "auto",
+    options: SessionOptions,
+) -> Session:
+    """Open the best graph that the provider takes, and check the goldens on it.
+
+    `auto` runs on the CPU what has no graph for the GPU. Raises ProviderError when a provider that was named is not
+    to be had, BundleError when the bundle lacks the precision or its goldens disagree here.
+    """
+    name = find_provider(provider)
+    graphs = _candidates(bundle, name, precision)
+    if not graphs and provider == "auto":
+        name, graphs = CPU, _candidates(bundle, CPU, precision)
+    if not graphs:
+        problem = cuda_problem() if provider == "auto" else None
+        raise BundleError(bundle.path, _unfit(bundle, name, precision, problem))
+    try:
+        session = _open_best(bundle, graphs, name, options)
+        if provider == "cpu":
+            session.gpu_problem = "provider is cpu"
+        return session
+    except BundleError:
+        raise
+    except Exception as error:  # a GPU may be there and not work: the runtime's errors have no type
+        fallback = _candidates(bundle, CPU, precision)
+        if provider != "auto" or name == CPU or not fallback:
+            raise
+        session = _open_best(bundle, fallback, CPU, options)
+        session.gpu_problem = " ".join(str(error).split())
+        return session
+
+
+def _open_best(
+    bundle: Bundle, graphs: Sequence[Graph], provider: str, options: SessionOptions
+) -> Session:
+    for graph in graphs[:-1]:
+        try:
+            return _checked(bundle, graph, provider, options)
+        except BundleError:
+            raise
+        except Exception:  # the provider may lack an operator; the next graph needs less
+            continue
+    return _checked(bundle, graphs[-1], provider, options)
+
+
+def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOptions) -> Session:
+    session = Session(bundle, graph, provider, options)
+    session.check(bundle)
+    return session
+
+
+def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
+    """Graphs of the wanted precision that may run there, the packed ones first.
+
+    Under `auto` a GPU's are those of fp16, then those of fp32, and only without either those of the bundle's default.
+    """
+    manifest = bundle.manifest
+    wanted: list[str] = [precision]
+    if precision == "auto":
+        on_gpu = ("fp16", "fp32") if provider == CUDA else ()
+        wanted = [p for p in on_gpu if p in manifest.precisions] or [manifest.default_precision]
+    elif precision not in manifest.precisions:
+        has = ", ".join(manifest.precisions)
+        raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
+    device = "cuda" if provider == CUDA else "cpu"
+    fits = [g for g in manifest.graphs if g.precision in wanted and g.provider in (device, "any")]
+    return sorted(fits, key=lambda graph: (wanted.index(graph.precision), graph.layout != "packed"))
+
+
+def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -> str:
+    """Why there is nothing to run: what the precision's graphs are for, and why that is not to be had."""
+    if precision == "auto":
+        precision = bundle.manifest.default_precision
+    devices = {g.provider for g in bundle.manifest.graphs if g.precision == precision}
+    reason = f"it has no {precision} graph for {provider}, only for {', '.join(sorted(devices))}"
+    return f"{reason}: {problem}" if problem else reason
+
+
+def find_provider(wanted: Provider) -> str:
+    """The provider to run on. Raises ProviderError when CUDA is asked for and cannot be loaded."""
+    if wanted == "cpu":
+        return CPU
+    problem = cuda_problem()
+    if problem is None:
+        return CUDA
+    if wanted == "cuda":
+        raise ProviderError(f"CUDA was asked for, but {problem}")
+    return CPU
+
+
+@cache
+def cuda_problem() -> str | None:
+    """Why CUDA cannot be used here, or None when it can. Libraries, driver and device are tried once per process."""
+    if CUDA not in ort.get_available_providers():
+        return "this onnxruntime has no CUDA provider: install onnxruntime-gpu"
+    if hasattr(ort, "preload_dlls"):
+        with redirect_stdout(io.StringIO()):  # it prints; the loader below names what is missing
+            ort.preload_dlls()
+    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    built_for = getattr(ort, "cuda_version", "").partition(".")[0]
+    try:
+        ctypes.CDLL(str(library))
+        gpu = cuda.find_gpu()
+        cuda.check_gpu(gpu, ort.__version__, int(built_for or cuda.CUDA_MAJOR))
+    except OSError as error:
+        return f"a library is missing: {error}"
+    except cuda.NoGpuError as error:
+        return str(error)
+    try:
+        open_graph(TRIAL, CUDA, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
+    except Exception as error:  # the runtime's errors have no type
+        return f"{gpu.name} failed a trial run: {' '.join(str(error).split())}"
+    return None
+
+
+def unused_gpu(session: Session) -> str | None:
+    """Why a session runs on the CPU although the runtime is a GPU build, or None."""
+    if session.provider != CPU or CUDA not in ort.get_available_providers():
+        return None
+    return session.gpu_problem or cuda_problem() or "the bundle has no graph for the GPU"
+
+
+def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> Any:
+    """Open the runtime's session with the settings that serving needs. Raises what the runtime does, or ProviderError.
+
+    graph: a file, or the model itself, serialized
+    """
+    settings = ort.SessionOptions()
+    # On a GPU the only nodes that run here compute shapes.
+    settings.intra_op_num_threads = 1 if provider == CUDA else options.threads
+    settings.inter_op_num_threads = 1
+    # Within a run, threads that wait for each other spin: that is sooner than being woken. After it they sleep.
+    settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
+    settings.enable_cpu_mem_arena = options.arena or provider != CPU
+    settings.enable_mem_pattern = False  # shapes differ from batch to batch: patterns would pile up
+    settings.log_severity_level = 3
+    # TF32 keeps as few digits as fp16, which would break the promise that the goldens hold fp32 to.
+    providers = [provider] if provider == CPU else [(provider, {"use_tf32": "0"}), CPU]
+    source = graph if isinstance(graph, bytes) else str(graph)
+    # Neither while it is made nor later does a session that fails on the GPU move to the CPU: it raises.
+    session = ort.InferenceSession(source, settings, providers=providers, enable_fallback=0)
+    if session.get_providers()[0] != provider:
+        raise ProviderError(
+            f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"
+        )
+    return session

@@ -1,0 +1,45 @@
+"""The seam that decides the processes: what an engine needs of whoever computes, in this process or in another.
+
+`service.engines.local_device` computes here, `service.processes.remote_device` asks another process to.
+"""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome
+from service.scheduling.load import Load
+
+
+@dataclass(frozen=True, slots=True)
+class RunsOn:
+    """How a bundle is computed; `provider_note`: why not on the GPU that there is."""
+
+    precision: str
+    layout: str
+    provider: str
+    provider_note: str | None
+    runtime: str
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"precision": self.precision, "provider": self.provider, "runtime": self.runtime}
+
+
+class Device(Protocol):
+    """Where entries are computed: in this process or in another."""
+
+    @property
+    def max_queue_tokens(self) -> int:
+        """Tokens that may wait, those of one request included."""
+
+    def submit(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> Awaitable[list[EntryOutcome]]:
+        """Compute one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
+
+    def load(self) -> Load:
+        """What waits, how fast it drains, and whether more may come."""
+
+    def alive(self) -> bool:
+        """False when only a restart of this process can help."""

@@ -1,0 +1,518 @@
+"""One served bundle: text in, answers out. The only file that knows encoding, batching and decoding.
+
+Calls take and give plain values, never HTTP, so that any dialect can be spoken in front of them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from service.core import decode
+from service.core.bundle import Head, Manifest, Task, Texts
+from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
+from service.engines.device import Device, RunsOn
+from service.engines.model_state import Model
+from service.engines.result_collector import (
+    Complete,
+    Decode,
+    Errors,
+    Floats,
+    OnResult,
+    ResultCollector,
+    windows,
+)
+from service.errors import InvalidInput, TooLarge, UnknownHead
+from service.scheduling.entries import Entry, EntryOutcome, Outcome
+
+T = TypeVar("T")
+W = TypeVar("W")
+C = TypeVar("C", bound=Cut)
+P = ParamSpec("P")
+
+STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
+# A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
+# request that leaves or is late while it waits for one costs nothing.
+INLINE_CHARACTERS = 4096
+INLINE_TOKENS = 4096
+PART_CHARACTERS = 65_536  # of a large request that are encoded in one go: all that they become is in memory at once
+HELPERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a request brings to an engine, apart from its inputs.
+
+    deadline: when the client gives up, in seconds of `time.monotonic`
+    isolate_errors: an input that fails has an error and no result; otherwise it fails the whole request
+    submitted: called with the number of tokens when the inputs go to the device
+    place: how the request names the input of an index, for errors
+    """
+
+    request_id: str
+    deadline: float
+    priority: int = 0
+    tenant: str = ""
+    isolate_errors: bool = False
+    submitted: Callable[[int], object] | None = None
+    place: str = "inputs[{}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """tokens: of all windows, special ones included; truncated: inputs that lost text."""
+
+    tokens: int
+    windows: int
+    truncated: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds by stage, and the batch; of several entries, those of the slowest."""
+
+    encode_s: float
+    queue_s: float
+    inference_s: float
+    decode_s: float
+    batch_size: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """results: one for each input, None for those that have an error."""
+
+    head: str
+    results: list[T | None]
+    usage: Usage
+    timing: Timing
+    errors: Errors = field(default_factory=dict)
+
+
+Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
+# Is given a task, what it was asked, and its reply.
+Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
+
+
+def copied(task: Method[P, T]) -> Method[P, T]:
+    """Hand requests that were answered, all at once, to whoever wants copies."""
+
+    @wraps(task)
+    async def answer(self: "Engine", /, *args: P.args, **options: P.kwargs) -> Reply[T]:
+        reply = await task(self, *args, **options)
+        if self.copies is not None and options.get("on_result") is None:
+            self.copies(task, args, options, reply)
+        return reply
+
+    return answer
+
+
+class Engine:
+    """A bundle in front of the device that computes it; `model` tells how it is served just now."""
+
+    def __init__(self, texts: Texts, encoder: Encoder, model: Model, device: Device) -> None:
+        self.manifest: Manifest = texts.manifest
+        self.id = texts.manifest.id
+        self.sha256 = texts.sha256
+        self.encoder = encoder
+        self.model = model
+        self.copies: Copies | None = None
+        self._device = device
+        self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
+        self._users = 0
+        self._unused = asyncio.Event()
+
+    # -- the four tasks ---------------------------------------------------------------------------
+
+    @copied
+    async def classify(
+        self,
+        texts: list[str],
+        pairs: list[str] | None,
+        ticket: Ticket,
+        *,
+        head: str | None,
+        top_k: int | None,
+        truncate: Truncate,
+        stride: int | None,
+        on_result: OnResult[list[decode.Label]] | None = None,
+    ) -> Reply[list[decode.Label]]:
+        """Labels per text, or per text with its pair, best first."""
+        name, described = self._head("classification", head)
+        shared = self._stride(stride)
+
+        def encode(part: slice) -> Sequence[Cut]:
+            if pairs is None:
+                return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
+            if truncate == "window":
+                raise InvalidInput("pairs have no windows: say true or false", param="truncate")
+            return self.encoder.pairs(texts[part], pairs[part], truncate=truncate)
+
+        def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.Label]:
+            return decode.classify(
+                outputs,
+                cut.lengths,
+                labels=described.labels,
+                problem_type=described.problem_type,
+                top_k=top_k,
+            )
+
+        sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
+        return await self._answer(name, ticket, encode, labels, sizes, on_result)
+
+    @copied
+    async def ner(
+        self,
+        texts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        aggregation_strategy: str,
+        truncate: Truncate,
+        stride: int | None,
+        on_result: OnResult[list[decode.Entity]] | None = None,
+    ) -> Reply[list[decode.Entity]]:
+        """Entities per text, in text order."""
+        name, described = self._head("ner", head)
+        shared = self._stride(stride)
+
+        def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Entity]:
+            return decode.ner(
+                text.windows,
+                outputs,
+                texts[index],
+                labels=described.labels,
+                aggregation_strategy=aggregation_strategy,
+            )
+
+        def encode(part: slice) -> list[Encoded]:
+            return self.encoder.texts(texts[part], truncate=truncate, stride=shared)
+
+        return await self._answer(name, ticket, encode, entities, _characters(texts), on_result)
+
+    @copied
+    async def qa(
+        self,
+        questions: list[str],
+        contexts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        top_k: int,
+        handle_impossible_answer: bool,
+        truncate: Truncate,
+        stride: int | None,
+        on_result: OnResult[list[decode.Answer]] | None = None,
+    ) -> Reply[list[decode.Answer]]:
+        """Spans of each context that answer its question, best first."""
+        name, described = self._head("qa", head)
+        shared = self._stride(stride)
+
+        def encode(part: slice) -> list[Encoded]:
+            return self.encoder.questions(
+                questions[part],
+                contexts[part],
+                truncate=truncate,
+                stride=shared,
+                max_query_tokens=described.max_query_tokens,
+            )
+
+        def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Answer]:
+            return decode.qa(
+                text.windows,
+                outputs,
+                contexts[index],
+                top_k=top_k,
+                handle_impossible_answer=handle_impossible_answer,
+                null_threshold=described.null_threshold,
+                max_answer_tokens=described.max_answer_tokens,
+            )
+
+        sizes = _characters(questions, contexts)
+        return await self._answer(name, ticket, encode, answers, sizes, on_result)
+
+    @copied
+    async def embed(
+        self,
+        texts: list[str],
+        ticket: Ticket,
+        *,
+        head: str | None,
+        normalize: bool | None,
+        dimensions: int | None,
+        truncate: Truncate,
+        stride: int | None,
+        on_result: OnResult[Floats] | None = None,
+    ) -> Reply[Floats]:
+        """One vector per text: `[D]`."""
+        name, described = self._head("embedding", head)
+        shared = self._stride(stride)
+        if dimensions is not None and described.dimensions and dimensions > described.dimensions:
+            reason = f"{name} has {described.dimensions} dimensions, {dimensions} were asked for"
+            raise InvalidInput(reason, param="dimensions")
+
+        def vector(_: int, cut: Cut, outputs: list[Floats]) -> Floats:
+            return decode.embed(
+                outputs,
+                cut.lengths,
+                normalize=described.normalize if normalize is None else normalize,
+                dimensions=dimensions,
+            )
+
+        def encode(part: slice) -> Sequence[Cut]:
+            return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
+
+        return await self._answer(name, ticket, encode, vector, _characters(texts), on_result)
+
+    # -- what they share --------------------------------------------------------------------------
+
+    def _head(self, task: Task, wanted: str | None) -> tuple[str, Head]:
+        """The head of that name, or the first of the task. Raises UnknownHead."""
+        of_task = {name: head for name, head in self.manifest.heads.items() if head.task == task}
+        if wanted is None and of_task:
+            return next(iter(of_task.items()))
+        if wanted not in of_task:
+            what = f"no {task} head" + (f" {wanted!r}" if wanted else "")
+            has = ", ".join(of_task) or "none"
+            raise UnknownHead(f"{self.id} has {what}; of this task it has: {has}", param="head")
+        return wanted, of_task[wanted]
+
+    async def _answer(
+        self,
+        head: str,
+        ticket: Ticket,
+        encode: Callable[[slice], Sequence[C]],
+        decode_one: Decode[C, T],
+        sizes: Sequence[int],
+        on_result: OnResult[T] | None,
+    ) -> Reply[T]:
+        """Encode, submit, decode: the way of every request."""
+        began = time.perf_counter()
+        encoded, errors = await self._encode(encode, sizes, ticket)
+        encode_s = time.perf_counter() - began
+        usage = _usage(encoded)
+        entries = self._entries(head, encoded, ticket)
+        if ticket.submitted is not None:
+            ticket.submitted(usage.tokens)
+        collector = ResultCollector(
+            encoded, entries, errors, ticket.isolate_errors, decode_one, on_result
+        )
+        if on_result is None:
+            outcomes = await self._device.submit(entries)
+            decode_all = partial(collector.add_all, entries, outcomes)
+            await self._in_thread(decode_all, usage.tokens > INLINE_TOKENS)
+        else:
+            outcomes = await self._stream(entries, collector)
+        timing = _timing(outcomes, encode_s, collector.decode_s)
+        return Reply(head, collector.results(), usage, timing, errors)
+
+    async def _stream(
+        self, entries: Sequence[Entry], collector: ResultCollector[C, T]
+    ) -> list[EntryOutcome]:
+        """Submit entries, and decode each input as soon as its last outcome is there; a large one in a thread."""
+        large: list[asyncio.Task[None]] = []
+
+        async def decode_in_thread(complete: Complete[C], began: float) -> None:
+            result = await self._in_thread(partial(collector.decode, complete), True)
+            collector.finish(complete, result, began)
+
+        def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
+            complete = collector.add(entry, outcome)
+            if complete is None:
+                return
+            began = time.perf_counter()
+            if complete.item.tokens > INLINE_TOKENS:
+                large.append(asyncio.create_task(decode_in_thread(complete, began)))
+            else:
+                collector.finish(complete, collector.decode(complete), began)
+
+        try:
+            outcomes = await self._device.submit(entries, on_outcome)
+            await asyncio.gather(*large)
+        finally:
+            for task in large:
+                task.cancel()
+        return outcomes
+
+    async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
+        """Do large work in a thread, so that the event loop goes on, and small work at once."""
+        if not large:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
+
+    def _stride(self, asked: int | None) -> int:
+        """The tokens that windows are to share. Raises InvalidInput for more than half a window."""
+        longest = self.encoder.longest_stride
+        if asked is None:
+            return min(STRIDE, longest)
+        if asked > longest:
+            raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
+        return asked
+
+    async def _encode(
+        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
+    ) -> tuple[list[C | None], Errors]:
+        """Encode inputs of so many characters, part by part: between two, others have the thread.
+
+        Raises an InvalidInput that names all that are bad, unless errors are isolated, and TooLarge as soon as
+        there are more tokens than may ever wait.
+        """
+        encoded: list[C | None] = []
+        errors: Errors = {}
+        tokens = 0
+        large = sum(sizes) > INLINE_CHARACTERS
+        for part in _parts(sizes):
+            try:
+                encoded += await self._in_thread(partial(encode, part), large)
+            except TextError as error:
+                bad = [part.start + index for index in error.indices]
+                errors |= {
+                    index: InvalidInput(error.reason, param=ticket.place.format(index))
+                    for index in bad
+                }
+                if ticket.isolate_errors:
+                    encoded += await self._in_thread(partial(_without, encode, part, bad), large)
+            tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
+            if tokens > self._device.max_queue_tokens:
+                limit = f"the {self._device.max_queue_tokens} that may ever wait"
+                raise TooLarge(f"{tokens} tokens or more are more than {limit}")
+        if errors and not ticket.isolate_errors:
+            named = ", ".join(ticket.place.format(index) for index in errors)
+            first = next(iter(errors.values()))
+            raise InvalidInput(f"{named}: {first.message}", param=first.param)
+        return encoded, errors
+
+    def _entries(self, head: str, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
+        arrival = time.monotonic()
+        return [
+            Entry(
+                bundle=self.id,
+                window=window,
+                request_id=ticket.request_id,
+                arrival=arrival,
+                deadline=ticket.deadline,
+                priority=ticket.priority,
+                tenant=ticket.tenant,
+                head=head,
+            )
+            for item in encoded
+            for window in windows(item)
+        ]
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Keep it open for one more request, until that leaves."""
+        self._users += 1
+        self._unused.clear()
+
+    def leave(self, _: int = 0) -> None:
+        """A request needs it no longer, whatever number of tokens it had."""
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
+
+    async def unused(self) -> None:
+        """Wait until no request needs it."""
+        if self._users:
+            await self._unused.wait()
+
+    def close(self) -> None:
+        """Leave texts that wait for a thread unread."""
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+
+    # -- telling of itself ------------------------------------------------------------------------
+
+    @property
+    def runs_on(self) -> RunsOn:
+        return self.model.runs_on
+
+    @property
+    def fingerprint(self) -> str:
+        """Bundle hash, precision, provider and runtime, for a response header."""
+        on = self.runs_on
+        return f"{self.sha256[:12]};precision={on.precision};provider={on.provider};runtime={on.runtime}"
+
+    def describe(self) -> dict[str, object]:
+        """What `GET /models` says of it."""
+        manifest, on = self.manifest, self.runs_on
+        return {
+            "id": self.id,
+            "name": manifest.name,
+            "version": manifest.version,
+            "state": self.model.state,
+            "heads": {
+                name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
+            },
+            "max_length": manifest.max_length,
+            "precision": on.precision,
+            "layout": on.layout,
+            "provider": on.provider,
+            "provider_note": on.provider_note,
+            "runtime": on.runtime,
+            "sha256": self.sha256,
+            "embedding_space": manifest.embedding_space,
+            "metrics": manifest.metrics,
+            "weights_license": manifest.weights_license,
+            "commercial_use": manifest.provenance.commercial_use,
+            "commercial_use_by_head": manifest.provenance.commercial_use_by_head(manifest.heads),
+            "datasets": [data.model_dump() for data in manifest.provenance.datasets],
+        }
+
+
+def _characters(*texts: Sequence[str]) -> list[int]:
+    """Of each input, which has a text in every one of these."""
+    return [sum(map(len, together)) for together in zip(*texts, strict=True)]
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbouring inputs that are encoded in one go: `PART_CHARACTERS` of them, or one that has more."""
+    start = characters = 0
+    for index, size in enumerate(sizes):
+        if index > start and characters + size > PART_CHARACTERS:
+            yield slice(start, index)
+            start, characters = index, 0
+        characters += size
+    yield slice(start, len(sizes))
+
+
+def _without(
+    encode: Callable[[slice], Sequence[C]], part: slice, bad: Sequence[int]
+) -> list[C | None]:
+    """Encode a part of the inputs but for the bad ones, which are None."""
+    encoded: list[C | None] = []
+    start = part.start
+    for index in bad:
+        encoded += encode(slice(start, index)) if index > start else ()
+        encoded.append(None)
+        start = index + 1
+    encoded += encode(slice(start, part.stop)) if part.stop > start else ()
+    return encoded
+
+
+def _usage(encoded: Sequence[Cut | None]) -> Usage:
+    tokens = count = 0
+    truncated = []
+    for index, item in enumerate(encoded):
+        if item is not None:
+            tokens += item.tokens
+            count += len(item.windows)
+            if item.truncated:
+                truncated.append(index)
+    return Usage(tokens, count, truncated)
+
+
+def _timing(outcomes: Sequence[EntryOutcome], encode_s: float, decode_s: float) -> Timing:
+    queue_s = inference_s = 0.0
+    batch_size = batch_tokens = 0
+    for outcome in outcomes:
+        if isinstance(outcome, Outcome):
+            queue_s = max(queue_s, outcome.queue_s)
+            inference_s = max(inference_s, outcome.inference_s)
+            batch_size = max(batch_size, outcome.batch_size)
+            batch_tokens = max(batch_tokens, outcome.batch_tokens)
+    return Timing(encode_s, queue_s, inference_s, decode_s, batch_size, batch_tokens)

@@ -1,0 +1,362 @@
+"""The device of this process: the bundles' sessions, and the batcher that they share."""
+
+import asyncio
+import ctypes
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import structlog
+
+from service.core.bundle import Bundle, BundleError, Texts, read_texts
+from service.core.cuda import find_gpu
+from service.core.encode import Window
+from service.core.packing import CUDA_MULTIPLE, pack, split
+from service.core.session import (
+    CPU,
+    CUDA,
+    RUNTIME,
+    Session,
+    SessionOptions,
+    find_provider,
+    open_session,
+    unused_gpu,
+)
+from service.engines.device import RunsOn
+from service.engines.self_test import Canaries, Canary, smallest
+from service.errors import InferenceFailed
+from service.observability.logs import Sparing
+from service.observability.metrics import Metrics
+from service.scheduling.batcher import Batcher
+from service.scheduling.cost_model import Estimator, Sample, measure
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outputs
+from service.scheduling.executor import BatchStats
+from service.scheduling.load import MAX_QUEUE_TOKENS, Load
+from service.settings import Settings, Slots, usable_cores
+
+log = structlog.get_logger()
+
+WARM_UP_S = 0.3
+QUEUE_S = 3.0  # of a GPU's work may wait, where no setting says how much
+QUEUE_MOST = 2**23  # tokens of that: about 50 bytes each, in all processes
+SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
+TICK_S = 0.1
+HANG_TIMES = (
+    20  # what is expected of a batch: one that takes longer, and longer than `hang_s`, hangs
+)
+
+
+class Runner:
+    """One bundle's sessions, by the slots that a run takes."""
+
+    def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
+        self._bundle = bundle
+        self._sessions = sessions
+        heads = bundle.manifest.heads
+        self._per_token = {name for name, head in heads.items() if head.per_token}
+
+    def run(self, width: int, windows: Sequence[Window]) -> list[Outputs]:
+        """Every head's output of each window, computed on so many slots."""
+        packed = pack(windows)
+        outputs = self._sessions[width].run(packed)
+        return [*split(outputs, packed.layout, self._per_token)]
+
+    def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
+        """Measure what batches cost, by the slots that they take; full: what batches on one slot have cost already."""
+        max_length = self._bundle.manifest.max_length
+
+        def estimator(width: int) -> Estimator:
+            run = partial(self.run, width)
+            budget_s = WARM_UP_S / len(self._sessions)
+            samples = measure(
+                run,
+                self._build,
+                max_length=max_length,
+                max_size=1 if self.unbatched else 8,
+                budget_s=budget_s,
+            )
+            known = full if width == 1 else ()
+            return Estimator([*samples, *known], padded=self.padded)
+
+        return {width: estimator(width) for width in self._sessions}
+
+    def _build(self, length: int) -> Window:
+        """An input of this many tokens."""
+        golden, first = self._bundle.golden, np.zeros(length, dtype=np.intp)
+        return Window(golden.input_ids[first], golden.token_type_ids[first])
+
+    def run_at_once(self, size: int, length: int, slots: int) -> Sample:
+        """Run a batch of equal lengths on each slot at the same time; return what one cost.
+
+        It runs twice and the second time counts, because the first allocates.
+        """
+        batch = [self._build(length)] * size
+        with ThreadPoolExecutor(slots) as threads:
+            for _ in range(2):
+                began = time.perf_counter()
+                for _ in threads.map(partial(self.run, 1), [batch] * slots):
+                    pass
+                seconds = time.perf_counter() - began
+        return Sample(size * length, size, length, seconds)
+
+    def canary(self) -> Canary:
+        """What is to be computed again and again, with what it gives now."""
+        window = smallest(self._bundle.golden)
+        (expected,) = self.run(1, [window])
+        tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
+        return Canary(window, expected, tolerance)
+
+    @property
+    def unbatched(self) -> bool:
+        """Whether each window is a run of its own."""
+        return self._sessions[1].graph.layout == "alone"
+
+    @property
+    def padded(self) -> bool:
+        """Whether padding is computed as tokens are."""
+        return self._sessions[1].graph.layout in ("portable", "padded")
+
+    @property
+    def runs_on(self) -> RunsOn:
+        session = self._sessions[1]
+        graph = session.graph
+        return RunsOn(graph.precision, graph.layout, session.provider, unused_gpu(session), RUNTIME)
+
+
+def fingerprint(window: Window) -> str:
+    """The first sixteen digits of the SHA-256 of its token ids, as little-endian int64."""
+    return hashlib.sha256(window.input_ids.astype("<i8").tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A bundle whose goldens agree here, and of whose batches is known what they cost."""
+
+    texts: Texts
+    runner: Runner
+    runs_on: RunsOn
+    estimators: Mapping[int, Estimator]
+    canary: Canary
+    area: float = math.inf  # limit of B * S * S of a batch
+    gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
+
+
+def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tuple[int, int]]:
+    """The batches of equal lengths that need most memory, as sequences and tokens of each.
+
+    tokens, size, area: limits of a batch, see `Budget`; a single sequence may pass them
+    """
+    length = max_length
+    if tokens * max_length > area:
+        length = max(int(area / tokens) // CUDA_MULTIPLE * CUDA_MULTIPLE, CUDA_MULTIPLE)
+        length = min(length, max_length)
+    full = max(min(size, tokens // length), 1), length
+    return [full] if length == max_length else [full, (1, max_length)]
+
+
+def trim() -> None:
+    """Let the system have what is free: the C library would keep most of it, in pieces that no other bundle fits in."""
+    with suppress(AttributeError):  # glibc's own
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class LocalDevice:
+    """The sessions of this process; `texts` and `runs_on` are those of its bundles, by id."""
+
+    def __init__(
+        self, settings: Settings, slots: Slots, metrics: Metrics, on_cpu: bool = True
+    ) -> None:
+        self.texts: dict[str, Texts] = {}
+        self.runs_on: dict[str, RunsOn] = {}
+        self._settings = settings
+        self._slots = slots
+        self._runners: dict[str, Runner] = {}
+        self._gpu_rates: dict[str, float] = {}  # tokens per second; 0 on the CPU
+        self._hang_s = settings.hang_s
+        self._metrics = metrics
+        self._poison = Sparing()
+        self.batcher = Batcher(
+            self._run,
+            slots=slots.number,
+            wide=max(slots.threads),
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_size=settings.batch_size(on_cpu),
+            max_queue_tokens=self._queue_limit(),
+            max_wait_ms=settings.max_wait_ms,
+            observe=self._observe,
+        )
+        self._canaries = Canaries(self.batcher.probe, metrics.observe_canary)
+
+    def open(self, bundle: Bundle) -> Opened:
+        """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.
+
+        Raises BundleError or ProviderError when it must not be served.
+        """
+        settings = self._settings
+        texts = read_texts(bundle)
+        sessions = {
+            width: open_session(
+                bundle,
+                precision=settings.precision,
+                provider=settings.provider,
+                options=SessionOptions(threads, settings.spin, settings.arena),
+            )
+            for width, threads in self._slots.threads.items()
+        }
+        runner = Runner(bundle, sessions)
+        area, full, rate = math.inf, [], 0.0
+        if sessions[1].provider == CUDA:
+            area = self._area(sessions[1])
+            full = self._run_full_batches(bundle, runner, area)
+            rate = self._slots.number * full[0].tokens / full[0].seconds
+        estimators = runner.warm_up(full)
+        return Opened(texts, runner, runner.runs_on, estimators, runner.canary(), area, rate)
+
+    def _run_full_batches(self, bundle: Bundle, runner: Runner, area: float) -> list[Sample]:
+        """Run the largest batches on all slots at once, so that a GPU without the memory for them fails here.
+
+        Raises BundleError that names the settings to lower.
+        """
+        tokens, slots = self._settings.max_batch_tokens, self._slots.number
+        size = 1 if runner.unbatched else self._settings.batch_size(on_cpu=False)
+        samples = []
+        for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
+            try:
+                samples.append(runner.run_at_once(*shape, slots))
+            except Exception as error:  # the runtime's errors have no type
+                reason = (
+                    f"{slots} batches of {shape[0]} x {shape[1]} tokens at once failed on the GPU: lower"
+                    f" max_batch_tokens ({tokens}) or replicas ({slots})"
+                )
+                if area < math.inf:
+                    reason += f" or max_batch_attention ({area:.0f})"
+                raise BundleError(
+                    bundle.path, f"{reason}: {' '.join(str(error).split())}"
+                ) from error
+        return samples
+
+    def _area(self, session: Session) -> float:
+        """Limit of B * S * S of a batch: its scores on all slots take half of the GPU's memory, unless it is set."""
+        if not session.stores_scores:
+            return math.inf
+        if self._settings.max_batch_attention is not None:
+            return self._settings.max_batch_attention
+        number = 2 if session.graph.precision == "fp16" else 4  # bytes
+        return find_gpu().memory // (2 * self._slots.number * SCORES * number)
+
+    def add(self, opened: Opened) -> None:
+        """Compute for a bundle from now on."""
+        name = opened.texts.manifest.id
+        self.texts[name] = opened.texts
+        self.runs_on[name] = opened.runs_on
+        self._runners[name] = opened.runner
+        self._gpu_rates[name] = opened.gpu_rate
+        self.batcher.max_queue_tokens = self._queue_limit()
+        self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched, opened.area)
+        self._canaries.add(name, opened.canary)
+        if note := self.runs_on[name].provider_note:
+            log.warning("the GPU is not used", model=name, reason=note)
+
+    async def drop(self, name: str) -> None:
+        """Compute for a bundle no longer, once what was accepted for it is answered."""
+        self._canaries.remove(name)
+        await self.batcher.drained(name)
+        self.batcher.remove_bundle(name)
+        del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
+        self.batcher.max_queue_tokens = self._queue_limit()
+
+    def _queue_limit(self) -> int:
+        """Tokens that may wait: as set, or some seconds of what the GPU computes of its fastest bundle."""
+        if self._settings.max_queue_tokens is not None:
+            return self._settings.max_queue_tokens
+        work = QUEUE_S * max(self._gpu_rates.values(), default=0.0)
+        return max(MAX_QUEUE_TOKENS, min(int(work), QUEUE_MOST))
+
+    def submit(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> asyncio.Future[list[EntryOutcome]]:
+        return self.batcher.begin(entries, on_outcome)
+
+    @property
+    def max_queue_tokens(self) -> int:
+        return self.batcher.max_queue_tokens
+
+    def load(self) -> Load:
+        load = self.batcher.load()
+        return replace(load, problem=load.problem or self._hung() or self._canaries.problem)
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        """What the metrics say of each bundle."""
+        return {
+            name: {"sha256": texts.sha256, **self.runs_on[name].facts}
+            for name, texts in self.texts.items()
+        }
+
+    def alive(self) -> bool:
+        return not (self.batcher.problem or self._hung() or self._canaries.lost)
+
+    async def watch(self) -> None:
+        """See that the sessions are well, and that nobody hangs."""
+        async with asyncio.TaskGroup() as watching:
+            watching.create_task(self._canaries.run())
+            watching.create_task(self._count_ages())
+
+    async def _count_ages(self) -> None:
+        """By our own ticks: time in which this process was stopped makes no batch older."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for batch in self.batcher.running:
+                batch.age_s += TICK_S
+
+    def _hung(self) -> str:
+        """Tells of a batch that has run for much too long, if there is one."""
+        for batch in self.batcher.running:
+            if batch.age_s > max(self._hang_s, HANG_TIMES * batch.expected_s):
+                what = f"{batch.size} texts, {batch.tokens} tokens"
+                return f"a batch of {batch.bundle} ({what}) has run for {batch.age_s:.1f} s"
+        return ""
+
+    def _observe(self, stats: BatchStats) -> None:
+        if len(stats.failed) < stats.size:
+            self._canaries.ended_well(stats.bundle)
+        for entry, error in stats.failed.items():
+            self._tell_poison(entry, error)
+        self._metrics.observe_batch(stats)
+
+    def _tell_poison(self, entry: Entry, error: InferenceFailed) -> None:
+        """Of an input that failed alone, tell enough to find it again among others, and nothing of what it says."""
+        if self._poison.may_tell():
+            log.error(
+                "an input failed alone",
+                model=entry.bundle,
+                head=entry.head,
+                tokens=entry.tokens,
+                sha256=fingerprint(entry.window),
+                problem=str(error.__cause__ or error),
+                request_id=entry.request_id,
+                untold=self._poison.untold(),
+            )
+
+    def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
+        return self._runners[model].run(width, windows)
+
+
+@asynccontextmanager
+async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
+    """A device that has no bundles yet; in the end it drains. Raises ProviderError when the provider cannot be had."""
+    on_cpu = find_provider(settings.provider) == CPU
+    slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
+    device = LocalDevice(settings, slots, metrics, on_cpu)
+    await device.batcher.start()
+    watching = asyncio.create_task(device.watch())
+    try:
+        yield device
+    finally:
+        watching.cancel()
+        await device.batcher.stop(settings.drain_s)

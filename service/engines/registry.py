@@ -1,0 +1,120 @@
+"""All engines of this process: who answers for which model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from service.core.bundle import Texts
+from service.core.encode import Encoder, parse_tokenizer
+from service.engines.commands import Command
+from service.engines.device import Device
+from service.engines.engine import Engine
+from service.engines.mirroring import Compared, Shadow
+from service.engines.model_state import Model, Models, current
+from service.errors import UnknownModel
+
+Execute = Callable[[Command], Awaitable[Mapping[str, Any]]]
+
+
+class Engines:
+    """An engine for each bundle that is served. They come and go while requests are answered.
+
+    execute: as `Curator.execute`; compared: is told of answers to copies
+    """
+
+    def __init__(self, device: Device, execute: Execute, compared: Compared) -> None:
+        self.load = device.load
+        self.alive = device.alive
+        self.execute = execute
+        self.expected: list[
+            str
+        ] = []  # who is asked; who is kept for a rollback is idle all the time
+        self._device = device
+        self._compared = compared
+        self._by_id: dict[str, Engine] = {}
+        self._by_name: dict[str | None, Engine] = {}  # names, ids, and None for the default
+        self._leaving: dict[Engine, asyncio.Task[None]] = {}
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        """Answer for these from now on, all at once; those of others end when their requests have.
+
+        texts: by id, at least of those that are new here. Raises ValueError for a tokenizer that cannot be read or
+        used, and answers as before.
+        """
+        engines = {
+            model.id: self._known(model) or await self._open(texts[model.id], model)
+            for model in models
+        }
+        for engine in self._by_id.values():
+            engine.copies = None
+        for model in models:
+            engines[model.id].model = model
+            if model.shadow and (answering := current(models, model.name)):
+                shadow = Shadow(engines[model.id], model.shadow, self.load, self._compared)
+                engines[answering.id].copies = shadow
+        kept = set(engines.values())
+        for engine in set(self._by_id.values()) - kept:
+            self._leaving[engine] = asyncio.create_task(self._end(engine))
+        self._by_id = engines
+        self._by_name = by_name(models, engines)
+        self.expected = [
+            model.id for model in models if model.state != "previous" and not model.shadow
+        ]
+
+    def _known(self, model: Model) -> Engine | None:
+        engine = self._by_id.get(model.id)
+        return engine if engine is not None and engine.sha256 == model.sha256 else None
+
+    async def _open(self, texts: Texts, model: Model) -> Engine:
+        tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
+        if tokenizer is None:
+            tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
+        try:
+            encoder = Encoder(tokenizer, texts.manifest.max_length)
+        except Exception as error:  # tokenizers has no narrower one
+            raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
+        return Engine(texts, encoder, model, self._device)
+
+    def _tokenizer(self, sha256: str) -> Tokenizer | None:
+        """Versions of a model mostly share one: it is read once, which takes time, and has no state."""
+        engines = self._by_id.values()
+        fits = (e.encoder.tokenizer for e in engines if e.manifest.vocabulary.sha256 == sha256)
+        return next(fits, None)
+
+    async def left(self, model_id: str) -> None:
+        """Wait until no request is with a bundle that is not served any more."""
+        if ending := [task for engine, task in self._leaving.items() if engine.id == model_id]:
+            await asyncio.wait(ending)
+
+    async def _end(self, engine: Engine) -> None:
+        await engine.unused()
+        engine.close()
+        del self._leaving[engine]
+
+    def get(self, model: str | None) -> Engine:
+        """The default engine, or the one of that name or `name@version`. Raises UnknownModel."""
+        engine = self._by_name.get(model)
+        if engine is None:
+            served = ", ".join(self._by_id)
+            raise UnknownModel(f"no model {model!r}; served here: {served}", param="model")
+        return engine
+
+    def all(self) -> list[Engine]:
+        return list(self._by_id.values())
+
+    def close(self) -> None:
+        for engine in [*self.all(), *self._leaving]:
+            engine.close()
+
+
+def by_name(models: Models, engines: Mapping[str, Engine]) -> dict[str | None, Engine]:
+    """The engine of each id, the current one of each name, and for who names none that of the first name."""
+    found: dict[str | None, Engine] = {}
+    for model in models:
+        found[model.id] = engines[model.id]
+        if model.state == "current":
+            found.setdefault(None, engines[model.id])
+            found[model.name] = engines[model.id]
+    return found

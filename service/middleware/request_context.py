@@ -1,0 +1,303 @@
+"""One request and its response as seen from outside: its id, its times, its line in the log.
+
+Its middleware is the innermost of ours, around all routes, so it is also where an unexpected exception ends: logged
+with its traceback, answered with our bug's code and nothing else.
+"""
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import quote
+
+import orjson
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.errors import ClientDisconnected, Draining, InternalError, Overloaded, QuartetError
+from service.middleware.refusal_throttle import Pace
+from service.observability.logs import NAMES, QUIET_ROUTES, Sparing, log_request
+from service.observability.metrics import REFUSALS, Recorder
+
+log = structlog.get_logger()
+
+EXCHANGE = "exchange"  # in a scope's state
+REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
+SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say more at the end
+    r"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
+)
+CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
+OTHER = "other"  # the route of what has none
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
+
+    headers: the first value of each, by its name in lower case
+    trace_id: of the trace that the client says it is part of, or that was begun here; or empty
+    settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
+    submitted: is called when its texts go to the device; asked: of so many tokens
+    stages: seconds of each, as far in `metrics.STAGES` as it came; leaving: is done when the client has left, where the
+    server tells
+    """
+
+    request_id: str
+    arrival: float
+    headers: Mapping[str, str] = field(default_factory=dict)
+    trace_id: str = ""
+    tenant: str = ""
+    priority: int = 0
+    settle: list[Callable[[int], None]] = field(default_factory=list)
+    submitted: Callable[[], object] | None = None
+    asked: int = 0
+    model: str = ""
+    task: str = ""
+    inputs: int = 0
+    tokens: int = 0
+    batch_size: int = 0
+    batch_tokens: int = 0
+    stages: tuple[float, ...] = ()
+    status: int = 0
+    code: str = ""
+    refusal: QuartetError | None = None
+    leaving: asyncio.Future[None] | None = None
+
+    def submit(self, tokens: int) -> None:
+        """Its texts go to the device."""
+        self.asked = tokens
+        if self.submitted is not None:
+            self.submitted()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the log's lines of a request have in common."""
+        names = {"request_id": self.request_id}
+        return {**names, "trace_id": self.trace_id} if self.trace_id else names
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.arrival
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    exchange = scope["state"][EXCHANGE]
+    assert isinstance(exchange, Exchange), "our bug: the exchange middleware is not installed"
+    return exchange
+
+
+def new_exchange(scope: Scope) -> Exchange:
+    headers = headers_of(scope)
+    request_id = headers.get("x-request-id")
+    if request_id is None or not SANE_ID.fullmatch(request_id):
+        request_id = f"{random.getrandbits(128):032x}"
+    trace = trace_id(headers["traceparent"]) if "traceparent" in headers else ""
+    return Exchange(request_id, time.monotonic(), headers, trace)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """A request's headers, the first of each name: read once, for they are asked for a dozen times."""
+    pairs = reversed(scope["headers"])
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace that the header names, or nothing where it is not valid."""
+    found = TRACEPARENT.fullmatch(traceparent)
+    return (
+        found["trace_id"] if found and (found["more"] is None or found["version"] != "00") else ""
+    )
+
+
+def refuse(scope: Scope, error: QuartetError) -> Response:
+    """An error as a response, remembered for the log and the metrics."""
+    exchange_of(scope).code = error.code
+    return Response(
+        orjson.dumps(error.body),
+        error.status,
+        error.headers,
+        media_type="application/json",
+    )
+
+
+Check = Callable[[Scope, Exchange], None]  # raises a QuartetError to refuse a request
+
+
+def check_refusal(scope: Scope, exchange: Exchange) -> None:
+    """The check of what the server itself has found: raises it."""
+    if refusal := scope.get("state", {}).get(REFUSAL):
+        raise refusal
+
+
+# Is told of each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
+Trace = Callable[[str, str, Scope, Exchange], None]
+
+
+class Process(Protocol):
+    """Whoever knows that this process is on its way out."""
+
+    @property
+    def draining(self) -> bool: ...
+
+
+def our_bug() -> InternalError:
+    """What the client is told of the exception that is being handled; the log gets the rest."""
+    log.exception("unexpected error")
+    return InternalError("our bug: the server's log tells more under this request's id")
+
+
+class Reception:
+    """Where every request is named and checked when it comes, and recorded when it is over.
+
+    routes: the paths that the log and the metrics call by their name; trace: makes their spans, while that is wanted
+    """
+
+    trace: Trace | None = None
+
+    def __init__(
+        self,
+        *,
+        metrics: Recorder,
+        process: Process,
+        checks: Sequence[Check] = (),
+        routes: Collection[str] = (),
+    ) -> None:
+        self.pace = Pace()
+        self._metrics = metrics
+        self._process = process
+        self._checks = checks
+        self._routes = routes
+        self._refusals = Sparing()
+        self._log = structlog.get_logger().bind()
+
+    def receive(self, scope: Scope) -> Exchange:
+        """Name and check a request; what must not come in has its `refusal`."""
+        exchange = new_exchange(scope)
+        try:
+            for check in self._checks:
+                check(scope, exchange)
+        except QuartetError as error:
+            # Its traceback has frames that know the exchange: a circle, which only the garbage collector would break.
+            exchange.refusal = error.with_traceback(None)
+        except Exception:
+            exchange.refusal = our_bug()
+        return exchange
+
+    def headers(self, exchange: Exchange) -> dict[str, str]:
+        """What every answer carries."""
+        named = {"X-Request-Id": exchange.request_id, "X-Content-Type-Options": "nosniff"}
+        if self._process.draining:  # the next request on this connection should find another server
+            named["Connection"] = "close"
+        return named
+
+    def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+        """Settle, count and log a request that is over. A failure is our bug; it changes no answer."""
+        try:
+            self._record(method, scope, exchange)
+        except Exception:
+            our_bug()
+
+    def _record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+        for settle in exchange.settle:
+            settle(exchange.tokens)
+        path = scope["path"]
+        route = path if path in self._routes else getattr(scope.get("route"), "path", OTHER)
+        status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
+        self._metrics.observe_request(route, exchange.model, status, seconds)
+        if exchange.stages:
+            self._metrics.observe_answer(
+                exchange.model, exchange.tenant, exchange.tokens, exchange.stages
+            )
+        if exchange.code in REFUSALS:
+            self._metrics.observe_rejection(exchange.code)
+        facts: dict[str, object] = {}
+        if status == Overloaded.status:
+            if not self._refusals.may_tell():
+                return
+            facts["untold"] = self._refusals.untold()
+        if self.trace is not None and route not in QUIET_ROUTES:
+            self.trace(method, route, scope, exchange)
+        log_request(
+            self._log,
+            route,
+            method=method,
+            path=path if route == path else quote(path),
+            status=status,
+            ms=round(1000 * seconds, 3),
+            tenant=exchange.tenant,
+            model=exchange.model,
+            inputs=exchange.inputs,
+            tokens=exchange.tokens,
+            code=exchange.code,
+            **exchange.names,
+            **facts,
+        )
+
+
+class ExchangeMiddleware:
+    """Answers what was refused and what nobody else caught, and has each request recorded."""
+
+    def __init__(self, app: ASGIApp, *, reception: Reception, process: Process) -> None:
+        self.app = app
+        self.reception = reception
+        self.process = process
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.get("state", {})
+        exchange, inner = state.get(EXCHANGE), scope
+        if exchange is None:
+            exchange = self.reception.receive(scope)
+            inner = {**inner, "state": {**state, EXCHANGE: exchange}}
+        if scope["method"] == "HEAD":  # answered as GET is, without the body
+            inner = {**inner, "method": "GET"}
+        named = NAMES.set(exchange.names)
+        try:
+            await self.answer(inner, receive, self.sender(scope, exchange, send))
+        finally:
+            self.reception.record(scope["method"], inner, exchange)
+            NAMES.reset(named)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            if exchange.refusal is not None:
+                await refuse(scope, exchange.refusal)(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        except ClientDisconnected:
+            exchange.status = CLIENT_GONE
+        except asyncio.CancelledError:
+            if exchange.status or not self.process.draining:
+                raise
+            await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
+        except Exception:
+            error = our_bug()
+            if exchange.status:
+                raise  # the answer is half sent: the server must cut the connection
+            await refuse(scope, error)(scope, receive, send)
+
+    def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                if exchange.status == Overloaded.status:
+                    await self.reception.pace.turn()
+                others = message.get("headers", ())
+                if self.process.draining:  # of which every answer tells, once
+                    others = [pair for pair in others if pair[0] != b"connection"]
+                named = self.reception.headers(exchange).items()
+                own = [(name.lower().encode(), value.encode()) for name, value in named]
+                message["headers"] = [*others, *own]
+            elif scope["method"] == "HEAD":
+                message = {**message, "body": b""}
+            await send(message)
+
+        return send_named

@@ -1,0 +1,316 @@
+"""What Prometheus reads: names in base units, labels from small closed sets.
+
+`route` is a route's template and never the path that a client wrote, `model` is the id of a bundle
+that is served, `tenant` is the name of a configured key, `reason` is a code of the error tree. What can
+be known of them before anybody asks is on the page from the start, at zero: a rate can then be
+told of the first refusal, too.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics_core import Metric
+
+from service.errors import InternalError, kinds
+from service.observability import logs
+from service.observability.shared_call import SharedCall
+from service.scheduling.executor import BatchStats
+from service.scheduling.load import Load
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the page, and nobody reads them
+
+STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
+REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
+OUTCOMES = ("failed", "ok")
+ORDERS = ("load", "promote", "roll_back", "unload")
+OK = 200
+RENDERING = 0.1  # of the time, at most, is spent on pages
+
+STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+RATIOS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
+
+Counts = dict[str, dict[str, int]]  # of answers to copies, by head and outcome
+
+
+class Recorder(Protocol):
+    """Metrics as an HTTP process needs them, wherever they are kept."""
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None: ...
+
+    def observe_rejection(self, reason: str) -> None: ...
+
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        """What a request took of a model; stages: seconds, as far in `STAGES` as it came."""
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        """Tell what can be asked for, by route: whether it is asked of a model."""
+
+    async def page(self) -> bytes:
+        """The text that Prometheus scrapes."""
+
+
+class Metrics:
+    """One process's metrics in a registry of their own; tenants: who may ask, "" where nobody has a key."""
+
+    def __init__(self, tenants: Iterable[str] = ()) -> None:
+        self.registry = CollectorRegistry()
+        self._tenants = [*tenants] or [""]
+        self._routes: dict[str, bool] = {}
+        self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+        self._load: Callable[[], Load] | None = None
+        self._page = SharedCall(self._render_in_thread, RENDERING)
+        self._stages_of: dict[str, tuple[Histogram, ...]] = {}
+        self._of_models: list[Histogram | Counter] = []
+        self._told: set[str] = set()  # models that there are series of
+        ProcessCollector(registry=self.registry)
+        self._duration = self._histogram(
+            "quartet_request_duration_seconds",
+            "From a request's arrival to the end of its answer.",
+            SECONDS,
+            "route",
+            "model",
+            "status",
+        )
+        self._stages = self._histogram(
+            "quartet_stage_seconds",
+            "The stages of a request; of several windows, the slowest.",
+            STAGE_SECONDS + SECONDS,
+            "stage",
+            "model",
+        )
+        self._queue_wait = self._histogram(
+            "quartet_queue_wait_seconds", "From a window's arrival to its batch.", SECONDS, "model"
+        )
+        self._inference = self._histogram(
+            "quartet_inference_seconds", "The session's time for a batch.", SECONDS, "model"
+        )
+        self._batch_tokens = self._histogram(
+            "quartet_batch_tokens", "Tokens in a batch.", TOKENS, "model"
+        )
+        self._size = self._histogram("quartet_batch_size", "Windows in a batch.", SIZES, "model")
+        self._padding = self._histogram(
+            "quartet_padding_ratio", "Slots a padded batch would have, per token.", RATIOS, "model"
+        )
+        self._ready = self._gauge("quartet_ready", "1 while requests may be sent, else 0.")
+        self._queue_tokens = self._gauge("quartet_queue_tokens", "Tokens that wait for a batch.")
+        self._max_queue_tokens = self._gauge(
+            "quartet_max_queue_tokens", "Tokens that may wait before requests are refused."
+        )
+        self._info = self._gauge(
+            "quartet_model_info",
+            "1 for each model that is loaded, whose requests it gets, and how it is computed.",
+            "model",
+            "sha256",
+            "state",
+            "precision",
+            "provider",
+            "runtime",
+        )
+        self._rejected = self._counter(
+            "quartet_requests_rejected_total",
+            "Requests that were refused, by the error's code.",
+            "reason",
+        )
+        self._tokens = self._counter(
+            "quartet_tokens_total",
+            "Tokens that were read for answers, by whose key it was.",
+            "model",
+            "tenant",
+        )
+        self._poison = self._counter(
+            "quartet_poison_inputs_total",
+            "Windows that a model failed on, or gave no number for, alone.",
+            "model",
+        )
+        self._canaries = self._counter(
+            "quartet_canary_runs_total",
+            "Computations of a known input, to see that a model is well.",
+            "model",
+            "outcome",
+        )
+        self._orders = self._counter(
+            "quartet_model_orders_total",
+            "Changes of which models are served that were asked for.",
+            "order",
+            "outcome",
+        )
+        self._compared = self._counter(
+            "quartet_shadow_answers_total",
+            "Answers that a version to come gave to copies of requests, by whether they are the same.",
+            "model",
+            "head",
+            "outcome",
+        )
+        self._lost_lines = self._counter(
+            "quartet_log_lines_lost_total",
+            "Log lines lost because standard error was full, closed or not read; without the main process's.",
+        )
+        self._lost_here = 0  # of them, lines of this process
+        self.compared: dict[str, Counts] = {}
+        for reason in REFUSALS:
+            self._rejected.labels(reason)
+        for order in ORDERS:
+            for outcome in OUTCOMES:
+                self._orders.labels(order, outcome)
+
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        made = Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        if "model" in labels:
+            self._of_models.append(made)
+        return made
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        made = Counter(name, text, labels, registry=self.registry)
+        if "model" in labels:
+            self._of_models.append(made)
+        return made
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+        self._told.add(model)
+        self._duration.labels(route, model, str(status)).observe(seconds)
+
+    def observe_rejection(self, reason: str) -> None:
+        self._rejected.labels(reason).inc()
+
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._told.add(model)
+        self._tokens.labels(model, tenant).inc(tokens)
+        for stage, seconds in zip(self._stages_at(model), stages, strict=False):
+            stage.observe(seconds)
+
+    def _stages_at(self, model: str) -> tuple[Histogram, ...]:
+        found = self._stages_of.get(model)
+        if found is None:
+            found = tuple(self._stages.labels(stage, model) for stage in STAGES)
+            self._stages_of[model] = found
+        return found
+
+    def observe_canary(self, model: str, well: bool) -> None:
+        self._told.add(model)
+        self._canaries.labels(model, OUTCOMES[well]).inc()
+
+    def observe_order(self, order: str, well: bool) -> None:
+        self._orders.labels(order, OUTCOMES[well]).inc()
+
+    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
+        self._told.add(model)
+        self._compared.labels(model, head, outcome).inc(number)
+        counts = self.compared.setdefault(model, {}).setdefault(head, {})
+        counts[outcome] = counts.get(outcome, 0) + number
+
+    def observe_lost_lines(self, number: int) -> None:
+        self._lost_lines.inc(number)
+
+    def observe_batch(self, stats: BatchStats) -> None:
+        model = stats.bundle
+        self._told.add(model)
+        wait = self._queue_wait.labels(model)
+        for seconds in stats.queue_s:
+            wait.observe(seconds)
+        self._inference.labels(model).observe(stats.inference_s)
+        self._batch_tokens.labels(model).observe(stats.tokens)
+        self._size.labels(model).observe(stats.size)
+        self._padding.labels(model).observe(stats.padding_ratio)
+        if stats.failed:
+            self._poison.labels(model).inc(len(stats.failed))
+
+    def watch(
+        self,
+        load: Callable[[], Load],
+        models: Callable[[], Mapping[str, Mapping[str, str]]],
+    ) -> None:
+        """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
+        self._load = load
+        self._models = models
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        self._routes.update(routes)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        self._update()
+        return generate_latest(self.registry)
+
+    async def _render_in_thread(self) -> bytes:
+        """Read the values here, where they change, and format them in a thread, which takes most of the time."""
+        self._update()
+        families = Collected([*self.registry.collect()])
+        return await asyncio.to_thread(generate_latest, families)
+
+    def _update(self) -> None:
+        """Set what is read whenever the metrics are: gauges, and the series that there are."""
+        if self._load is not None:
+            load = self._load()
+            self._ready.set(load.ready)
+            self._queue_tokens.set(load.queue_tokens)
+            self._max_queue_tokens.set(load.max_queue_tokens)
+        models = self._models()
+        lost = logs.lost_lines()
+        self.observe_lost_lines(lost - self._lost_here)
+        self._lost_here = lost
+        self.forget_others(models)
+        self._info.clear()
+        for model, facts in models.items():
+            self._info.labels(model=model, **facts).set(1)
+            self._begin(model)
+        for route, of_model in self._routes.items():
+            for model in models if of_model else [""]:
+                self._duration.labels(route, model, str(OK))
+
+    def forget_others(self, models: Collection[str]) -> None:
+        """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""
+        gone = self._told - {"", *models} if models else set()
+        for model in gone:
+            self._stages_of.pop(model, None)
+            self.compared.pop(model, None)
+            for family in self._of_models:
+                family.remove_by_labels({"model": model})
+        self._told -= gone
+
+    def _begin(self, model: str) -> None:
+        """Have all that will be told of a model on the page."""
+        self._told.add(model)
+        self._stages_at(model)
+        batches = (self._queue_wait, self._inference, self._batch_tokens, self._size, self._padding)
+        for family in batches:
+            family.labels(model)
+        self._poison.labels(model)
+        for outcome in OUTCOMES:
+            self._canaries.labels(model, outcome)
+        for tenant in self._tenants:
+            self._tokens.labels(model, tenant)
+
+    async def page(self) -> bytes:
+        return await self._page()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A registry of families that are collected already."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families

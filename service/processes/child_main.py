@@ -1,0 +1,57 @@
+"""A process of ours: `python -m service.processes.child_main ROLE ORDERS [LISTENER...] < brief`, started by
+`service.processes.supervisor`.
+
+ORDERS and LISTENERs are file descriptors that were inherited.
+"""
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import structlog
+import uvloop
+
+from service.observability import logs
+from service.processes.control_channel import Orders, Report
+from service.processes.supervisor import CANNOT_START, read_brief
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    role, orders, *listener = sys.argv[1:]
+    settings, resume = read_brief(sys.stdin.buffer.read())
+    logs.configure(settings.log_level, settings.log_format, sys.stderr)
+    heard = Orders(socket.socket(fileno=int(orders)))
+    if role == "inference":
+        serve_inference(settings, heard, resume)
+    else:
+        serve_http(settings, heard, [socket.socket(fileno=int(number)) for number in listener])
+
+
+# Each role imports what it needs: an HTTP process has no runtime, and the inference process no framework.
+
+
+def serve_inference(settings: Settings, orders: Orders, resume: Report | None) -> None:
+    from service.processes.inference_process import CannotStart, compute
+
+    try:
+        uvloop.run(compute(settings, orders, resume))
+    except CannotStart as error:
+        log.debug("cannot start", exc_info=True)
+        log.error(f"cannot start: {error}")
+        sys.exit(CANNOT_START)
+
+
+def serve_http(settings: Settings, orders: Orders, listeners: Sequence[socket.socket]) -> None:
+    from service.processes.http_process import Worker
+
+    Worker(settings, orders).run([*listeners])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""An HTTP process that computes nothing."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+
+from service.api.app import create_app
+from service.keys import load_keys
+from service.middleware.access import KeyCheck
+from service.observability import logs
+from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, Orders
+from service.processes.remote_device import RemoteDevice, RemoteMetrics, open_remote_engines
+from service.server.server import Server
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+UNCONNECTED_S = (
+    1.0  # without a channel, before that is reported: most of the time another is on its way
+)
+
+
+class Worker(Server):
+    """A server to which the main process brings an inference process, and another when that is lost."""
+
+    def __init__(self, settings: Settings, orders: Orders) -> None:
+        self.device = RemoteDevice(give_up)
+        self.orders = orders
+        self.tasks: list[asyncio.Task[None]] = []
+        metrics = RemoteMetrics(self.device)
+        app = create_app(settings, partial(open_remote_engines, self.device, metrics), metrics)
+        self.keys: KeyCheck | None = app.state.keys
+        super().__init__(app, settings)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        for work in (self.obey(), self.watch_channel()):
+            self.tasks.append(asyncio.create_task(needed(work)))
+        try:
+            await super().serve(sockets)
+        finally:
+            for task in self.tasks:
+                task.cancel()
+
+    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
+        """The main process hears it first: from then on it sees when we hang."""
+        await self.orders.report({})
+        self.tasks.append(asyncio.create_task(self.orders.beat()))
+        await super().say_it_serves(sockets)
+
+    async def obey(self) -> None:
+        async for order in self.orders:
+            if order.end is not None:
+                await self.device.connect(order.end)
+            if order.kind == KEYS and self.keys is not None:
+                self.keys.replace(load_keys(order.text))
+            if order.kind == LEAVE:
+                self.service.leaving = True
+            if order.kind == DRAIN:
+                self.drain()
+        self.drain()  # the main process is gone
+
+    async def watch_channel(self) -> None:
+        """Report again and again that there is no channel. The main process knows whether there should be one."""
+        while True:
+            await asyncio.sleep(UNCONNECTED_S)
+            if not self.device.connected:
+                await self.orders.report({MISSING: PEER.decode()})
+
+    def lose_listener(self) -> None:
+        give_up("a listening socket was closed")
+
+
+async def needed(work: Coroutine[Any, Any, None]) -> None:
+    """Do work without which this process is of no use: if it fails, end, to be started again."""
+    try:
+        await work
+    except Exception as error:
+        log.error("unexpected error", exc_info=error)
+        give_up("it no longer obeys the main process")
+
+
+def give_up(problem: str = "a message of the inference process cannot be received") -> None:
+    """End, to be started again: draining would close the listener, which other processes share."""
+    log.error("HTTP cannot go on", problem=problem)
+    logs.close()
+    os._exit(1)

@@ -1,0 +1,333 @@
+"""The inference process: the device, and the HTTP processes that it computes for."""
+
+import asyncio
+import gc
+import itertools
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import structlog
+
+from service import errors
+from service.core.bundle import Texts
+from service.core.encode import Window
+from service.engines.device import Device
+from service.engines.local_device import open_device
+from service.engines.model_state import Models
+from service.observability import logs
+from service.observability.metrics import Metrics
+from service.processes import channel
+from service.processes.channel import Channel
+from service.processes.control_channel import Orders
+from service.rollout.directory_watcher import watch
+from service.rollout.manager import Curator, Resume
+from service.scheduling.entries import Entry, EntryOutcome, Outcome
+from service.scheduling.load import Load
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+LOAD_EVERY_S = 0.1
+
+
+class CannotStart(Exception):
+    """Starting this process again would not help."""
+
+
+class Front:
+    """One HTTP process, as the inference process sees it: what it asks is computed while it is there.
+
+    holds: the bundles that requests of it may be with, by id; `news()` is called when it lets go of one, or is gone
+    """
+
+    def __init__(
+        self, device: Device, curator: Curator, metrics: Metrics, news: Callable[["Front"], None]
+    ) -> None:
+        self.holds: set[str] = set()
+        self._device = device
+        self._curator = curator
+        self._metrics = metrics
+        self._news = news
+        self._work: dict[int, asyncio.Future[Any]] = {}
+        self._seen = -1  # the last request that is part of the device's load, or was
+        self._adopting: dict[int, asyncio.Future[str | None]] = {}
+        self.channel = Channel(self._receive, self._lost)
+
+    async def connect(self, end: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=end)
+
+    async def adopt(self, number: int, models: Models, texts: Mapping[str, Texts]) -> str | None:
+        """Wait until its requests go where this catalogue says, or it is gone; returns why they do not, if so."""
+        if not self.channel.open:
+            return None
+        new = [texts[model.id] for model in models if model.id not in self.holds]
+        self.holds.update(model.id for model in models)
+        adopted: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._adopting[number] = adopted
+        self.channel.send(*channel.Catalogue.of(number, models, new))
+        return await adopted
+
+    def tell(self, load: Load) -> None:
+        self.channel.send(channel.Told.of(load, self._seen))
+
+    def _receive(self, message: channel.Message, arrays: bytes) -> None:
+        match message:
+            case channel.Submit():
+                self._compute(message, arrays)
+            case channel.Cancel(id=number) if number in self._work:
+                self._work[number].cancel()
+            case channel.Observed(requests, rejections, answers, comparisons, lost_lines):
+                self._metrics.observe_lost_lines(lost_lines)
+                for request in requests:
+                    self._metrics.observe_request(*request)
+                for reason in rejections:
+                    self._metrics.observe_rejection(reason)
+                for answer in answers:
+                    self._metrics.observe_answer(*answer)
+                for comparison in comparisons:
+                    self._metrics.observe_comparison(*comparison)
+            case channel.Render(number, routes):
+                self._metrics.expect(routes)
+                self._begin(number, self._render(number))
+            case channel.Execute(id=number):
+                self._begin(number, self._execute(message))
+            case channel.Adopted(number, problem):
+                self._adopting.pop(number).set_result(problem)
+            case channel.Released(model):
+                self.holds.discard(model)
+                self._news(self)
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._work[number] = task
+        task.add_done_callback(lambda _: self._end(number))
+
+    def _end(self, number: int) -> None:
+        """One that was cancelled may never have begun, and is seen all the same."""
+        self._seen = max(self._seen, number)
+        self._work.pop(number, None)
+
+    def _lost(self) -> None:
+        for work in self._work.values():
+            work.cancel()
+        for adopted in self._adopting.values():
+            adopted.set_result(None)
+        self._adopting.clear()
+        self._news(self)
+
+    async def _render(self, number: int) -> None:
+        try:
+            self.channel.send(channel.Page(number), await self._metrics.page())
+        except Exception as error:
+            self._fail(number, error)
+
+    async def _execute(self, asked: channel.Execute) -> None:
+        try:
+            answer = await self._curator.execute(asked.command)
+            self.channel.send(channel.Executed(asked.id, dict(answer)))
+        except Exception as error:
+            self._fail(asked.id, error)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Tell the other side of an error."""
+        if isinstance(error, errors.QuartetError):
+            log_cause(error)
+        else:
+            log.error("unexpected error", exc_info=error)
+            error = errors.InternalError(f"our bug: {error!r}")
+        self.channel.send(failed(number, error))
+
+    def _compute(self, asked: channel.Submit, arrays: bytes) -> None:
+        """Have a request computed, without a task of its own: there are hundreds in a second."""
+        asked_for = entries(asked, arrays)
+        places = {entry: place for place, entry in enumerate(asked_for)} if asked.each else {}
+
+        def send(entry: Entry, outcome: EntryOutcome) -> None:
+            self.channel.send(*computed(asked, {places[entry]: outcome}))
+
+        self._seen = max(self._seen, asked.id)
+        on_outcome = send if asked.each else None
+        try:
+            work = asyncio.ensure_future(self._device.submit(asked_for, on_outcome))
+        except Exception as error:
+            self._fail(asked.id, error)
+        else:
+            self._work[asked.id] = work
+            work.add_done_callback(partial(self._computed, asked))
+
+    def _computed(self, asked: channel.Submit, work: asyncio.Future[list[EntryOutcome]]) -> None:
+        self._end(asked.id)
+        if work.cancelled():
+            return
+        try:
+            outcomes = work.result()
+            if not asked.each:
+                self.channel.send(*computed(asked, dict(enumerate(outcomes))))
+        except Exception as error:
+            self._fail(asked.id, error)
+
+
+def entries(asked: channel.Submit, arrays: bytes) -> list[Entry]:
+    tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
+    ends = itertools.accumulate(asked.lengths)
+    return [
+        Entry(
+            bundle=asked.bundle,
+            window=Window(tokens[0, end - length : end], tokens[1, end - length : end]),
+            request_id=asked.request_id,
+            arrival=asked.arrival,
+            deadline=asked.deadline,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            head=asked.head,
+            unbatched=asked.unbatched,
+        )
+        for length, end in zip(asked.lengths, ends, strict=True)
+    ]
+
+
+def computed(
+    asked: channel.Submit, ended: Mapping[int, EntryOutcome]
+) -> tuple[channel.Computed, bytes]:
+    """What became of some entries of a request, by their places, as a message and its arrays."""
+    outcomes = {place: o for place, o in ended.items() if isinstance(o, Outcome)}
+    outputs = [outcome.outputs[asked.head] for outcome in outcomes.values()]
+    message = channel.Computed(
+        id=asked.id,
+        places=[*outcomes],
+        shapes=[[*output.shape] for output in outputs],
+        facts=[
+            (o.queue_s, o.inference_s, o.batch_size, o.batch_tokens, o.padding_ratio)
+            for o in outcomes.values()
+        ],
+        failed=[
+            (place, error.code, error.message)
+            for place, error in ended.items()
+            if isinstance(error, errors.QuartetError)
+        ],
+    )
+    return message, b"".join([output.tobytes() for output in outputs])
+
+
+def failed(number: int, error: errors.QuartetError) -> channel.Failed:
+    retry_after_s = error.retry_after_s if isinstance(error, errors.RetryableError) else None
+    return channel.Failed(number, error.code, error.message, error.param, retry_after_s)
+
+
+def log_cause(error: errors.QuartetError) -> None:
+    """What went wrong is known only here; the HTTP process logs the rest under the request's id."""
+    if error.__cause__ is not None:
+        log.error(error.message, exc_info=error.__cause__)
+
+
+class Fronts:
+    """All HTTP processes that are there."""
+
+    def __init__(self, device: Device, curator: Curator, metrics: Metrics) -> None:
+        self._device = device
+        self._curator = curator
+        self._metrics = metrics
+        self._there: set[Front] = set()
+        self._news = asyncio.Event()
+        self._catalogues = itertools.count()
+        self._served: tuple[Models, Mapping[str, Texts]] = ((), {})
+        self._greeting: set[asyncio.Task[None]] = set()
+
+    async def welcome(self, end: socket.socket) -> None:
+        front = Front(self._device, self._curator, self._metrics, self._hear)
+        await front.connect(end)
+        if front.channel.open:
+            self._there.add(front)
+            greeting = asyncio.create_task(self._greet(front))
+            self._greeting.add(greeting)
+            greeting.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, front: Front) -> None:
+        if problem := await front.adopt(next(self._catalogues), *self._served):
+            log.error("an HTTP process cannot answer for what is served", problem=problem)
+        front.tell(self._device.load())
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        """Let all requests go where this catalogue says. Raises ValueError when one process cannot."""
+        self._served = models, texts
+        number = next(self._catalogues)
+        adopting = [front.adopt(number, models, texts) for front in self._there]
+        if problems := [*filter(None, await asyncio.gather(*adopting))]:
+            raise ValueError(problems[0])
+
+    async def left(self, model_id: str) -> None:
+        """Wait until no request is with a bundle any more."""
+        while any(model_id in front.holds for front in self._there):
+            await self._next_news()
+
+    async def tell_load(self) -> None:
+        """Keep them told, so that none has to ask, while the device lives."""
+        while True:
+            load = self._device.load()
+            for front in self._there:
+                front.tell(load)
+            if not self._device.alive():
+                return
+            await asyncio.sleep(LOAD_EVERY_S)
+
+    async def none(self) -> None:
+        """Wait until none is left."""
+        while self._there:
+            await self._next_news()
+
+    async def _next_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _hear(self, front: Front) -> None:
+        if not front.channel.open:
+            self._there.discard(front)
+        self._news.set()
+
+
+async def compute(settings: Settings, orders: Orders, resume: Resume | None = None) -> None:
+    """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
+
+    resume: what a process before this one reported of its bundles, which are opened then, and no others.
+
+    Raises CannotStart when the bundles cannot be opened. When only a restart can help, the process ends at once.
+    """
+    metrics = Metrics(settings.keys)
+    async with AsyncExitStack() as stack:
+        try:
+            opening = open_device(settings, metrics)
+            device = await stack.enter_async_context(opening)
+            curator = Curator(device, settings, metrics, orders.report)
+            curator.open(resume)
+        except Exception as error:
+            raise CannotStart(error) from error
+        fronts = Fronts(device, curator, metrics)
+        await curator.follow(fronts)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again and again
+        serving = asyncio.create_task(serve(fronts, orders))
+        telling = asyncio.create_task(fronts.tell_load())
+        beating = asyncio.create_task(orders.beat())
+        watching = asyncio.create_task(watch(curator, settings))
+        await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
+        telling.cancel()
+        beating.cancel()
+        watching.cancel()
+        if not serving.done():
+            log.error("inference cannot go on", problem=device.load().problem)
+            logs.close()
+            os._exit(1)  # any other way to end would wait for a thread that hangs
+        serving.result()
+
+
+async def serve(fronts: Fronts, orders: Orders) -> None:
+    """Welcome whom the orders bring, until there are no more and all have left."""
+    async for order in orders:
+        if order.end is not None:
+            await fronts.welcome(order.end)
+    await fronts.none()

@@ -1,0 +1,416 @@
+"""The device of an HTTP process: a client of the inference process, behind the seam of `service.engines.device`."""
+
+import asyncio
+import itertools
+import math
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import structlog
+
+from service import errors
+from service.engines.commands import Command
+from service.engines.model_state import Follower
+from service.engines.registry import Engines
+from service.observability import logs
+from service.observability.shared_call import SharedCall
+from service.processes import channel
+from service.processes.channel import Channel
+from service.processes.stall_clock import Awake
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
+from service.scheduling.load import Flow, Left, Load
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
+TICK_S = 0.1
+SILENT_S = 0.75  # an inference process that tells no load for so long is not ready
+STARTING = "the inference process is being started"
+KEPT = 10_000  # requests that they remember while the inference process is away
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that waits for its answer; `sent`: the entries that were sent last, whose places outcomes tell."""
+
+    answer: PendingRequest
+    sent: Sequence[Entry]
+
+
+class RemoteDevice:
+    """Computes in the inference process.
+
+    When that is lost, what it had not answered is asked of the next one, once: one request at a time, each entry in a
+    batch of its own. So an input that kills the process takes no other with it the second time. What is lost twice,
+    and what comes while there is no inference process, fails with ReplicaLost.
+
+    broken: is called when what the inference process sends cannot be received here; nobody connects this one again,
+    for that process lives
+    """
+
+    def __init__(self, broken: Callable[[], None] = lambda: None) -> None:
+        self._broken = broken
+        self._opened = asyncio.Event()
+        self._channel: Channel | None = None
+        self._load = Load(problem=STARTING)
+        self._awake = Awake(TICK_S)
+        self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
+        self._heard = 0.0  # when the last load came
+        self._ids = itertools.count()
+        self._asked: dict[int, Asked] = {}
+        self._lost: deque[int] = deque()  # to be asked again, small ones first
+        self._again: int | None = None  # is being asked again
+        self._doubt = False  # beside one whose client left, which may be computed all the same
+        self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
+        self._follower: Follower | None = None
+        self._followed = asyncio.Event()
+        self._turn = asyncio.Lock()  # catalogues are adopted one after the other
+        self._adopted = asyncio.Event()  # the first, or there was a problem
+        self._problem: str | None = None
+        self._shown: set[str] = set()  # the bundles of the last one
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def connect(self, end: socket.socket) -> None:
+        """Talk to an inference process as soon as it has opened its bundles; another is lost."""
+        if self._channel is not None:
+            self._channel.close()
+            self._forget(self._channel)
+        loop = asyncio.get_running_loop()
+        made = self._channel = Channel(self._receive, lambda: self._forget(made))
+        self._shown = set()
+        await loop.create_unix_connection(lambda: made, sock=end)
+        if not made.open:
+            self._forget(made)  # it was gone before we knew it
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a channel to an inference process, which may still be opening its bundles."""
+        return self._channel is not None and self._channel.open
+
+    async def follow(self, follower: Follower) -> None:
+        """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
+        self._follower = follower
+        self._followed.set()
+        await self._adopted.wait()
+        if self._problem:
+            raise ValueError(self._problem)
+
+    async def submit(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        if not entries:
+            return []
+        device = self._device()
+        number = next(self._ids)
+        answer = PendingRequest(entries, asyncio.get_running_loop().create_future(), on_outcome)
+        self._asked[number] = Asked(answer, entries)
+        device.send(*submission(number, answer, entries))
+        left = Left(sum(entry.tokens for entry in entries), len(entries))
+        self._load.add(entries[0].flow, left)
+        self._unseen.append((number, entries[0].flow, left))
+        try:
+            return await answer.future
+        except asyncio.CancelledError:
+            if self._channel is not None:
+                self._channel.send(channel.Cancel(number))
+            raise
+        finally:
+            del self._asked[number]
+            if number == self._again:
+                self._again, self._doubt = None, answer.future.cancelled()
+                self._ask_again()
+
+    @property
+    def max_queue_tokens(self) -> int:
+        return self._load.max_queue_tokens
+
+    def load(self) -> Load:
+        silent_s = self._awake.seconds - self._heard
+        if self._load.ready and silent_s > SILENT_S:
+            problem = f"the inference process has said nothing for {silent_s:.1f} s"
+            return replace(self._load, problem=problem)
+        return self._load
+
+    async def watch(self) -> None:
+        """Count how long nothing is heard; time in which this process was stopped or starved makes nobody silent."""
+        while True:
+            await self._awake.tick()
+
+    def alive(self) -> bool:
+        return True  # whatever became of the other process, it is started again
+
+    def push(self, observed: channel.Observed) -> bool:
+        """Hand what the metrics saw to the process that keeps them; False when it is away."""
+        if self._computing is None:
+            return False
+        self._computing.send(observed)
+        return True
+
+    async def page(self, routes: Mapping[str, bool]) -> bytes:
+        """The metrics' page. Raises ReplicaLost."""
+        page: bytes = await self._order(lambda number: channel.Render(number, routes))
+        return page
+
+    async def execute(self, command: Command) -> Mapping[str, Any]:
+        """Execute a command in the inference process. Raises ReplicaLost and the errors of `Curator.execute`."""
+        answer: Mapping[str, Any] = await self._order(
+            lambda number: channel.Execute.of(number, command)
+        )
+        return answer
+
+    async def _order(self, message: Callable[[int], channel.Message]) -> Any:
+        device = self._device()
+        number = next(self._ids)
+        answer = self._orders[number] = asyncio.get_running_loop().create_future()
+        device.send(message(number))
+        try:
+            return await answer
+        finally:
+            del self._orders[number]
+
+    @property
+    def _computing(self) -> Channel | None:
+        """The inference process, while it is there and has opened its bundles."""
+        there = self._channel is not None and self._channel.open and self._opened.is_set()
+        return self._channel if there else None
+
+    def _device(self) -> Channel:
+        if self._computing is None:
+            raise errors.ReplicaLost(STARTING)
+        return self._computing
+
+    def _forget(self, gone: Channel) -> None:
+        if gone is not self._channel:
+            return
+        if gone.broken:
+            self._broken()
+        self._channel = None
+        self._opened.clear()
+        self._load = Load(problem=STARTING)
+        self._unseen.clear()
+        if self._doubt:
+            self._again = None  # it gets its chance once more
+        lost = [number for number in self._asked if number != self._again]
+        self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
+        if self._again is not None:
+            twice = errors.ReplicaLost("the inference process was lost twice with this request")
+            self._asked[self._again].answer.fail(twice)
+        self._doubt = False
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(errors.ReplicaLost("the inference process was lost"))
+
+    def _ask_again(self) -> None:
+        """Ask for what is missing of the next request that was lost, small ones first."""
+        while self._lost and self._again is None and (device := self._computing) is not None:
+            number = self._lost.popleft()
+            if asked := self._asked.get(number):
+                self._again = number
+                asked.sent = asked.answer.missing
+                device.send(*submission(number, asked.answer, asked.sent, unbatched=True))
+
+    def _receive(self, message: channel.Message, arrays: bytes) -> None:
+        match message:
+            case channel.Computed():
+                self._take(message, arrays)
+            case channel.Failed(id=number):
+                error = errors.revive(
+                    message.code,
+                    message.message,
+                    param=message.param,
+                    retry_after_s=message.retry_after_s,
+                )
+                if asked := self._asked.get(number):
+                    asked.answer.fail(error)
+                elif (order := self._orders.get(number)) and not order.done():
+                    order.set_exception(error)
+            case channel.Told() if self._opened.is_set():
+                self._load = message.load
+                while self._unseen and self._unseen[0][0] <= message.seen:
+                    self._unseen.popleft()
+                for _, flow, left in self._unseen:
+                    self._load.add(flow, left)
+                self._heard = self._awake.seconds
+            case channel.Page(id=number):
+                self._obeyed(number, arrays)
+            case channel.Executed(id=number):
+                self._obeyed(number, message.answer)
+            case channel.Catalogue() if self._channel is not None:
+                self._begin(self._adopt(message, arrays, self._channel))
+
+    def _obeyed(self, number: int, answer: object) -> None:
+        if (order := self._orders.get(number)) and not order.done():
+            order.set_result(answer)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _adopt(self, told: channel.Catalogue, texts: bytes, teller: Channel) -> None:
+        """Let new requests go where a catalogue says, and tell when they do."""
+        problem = None
+        async with self._turn:
+            await self._followed.wait()
+            assert self._follower is not None
+            try:
+                await self._follower.adopt(told.served, told.read(texts))
+            except Exception as error:
+                log.debug("cannot adopt what is served", exc_info=True)
+                problem = str(error)
+        teller.send(channel.Adopted(told.number, problem))
+        self._problem = problem
+        self._adopted.set()
+        if teller is self._channel:
+            self._show({model.id for model in told.served}, teller)
+            if not problem:
+                self._opened.set()
+                self._ask_again()
+
+    def _show(self, models: set[str], teller: Channel) -> None:
+        for model_id in self._shown - models:
+            self._begin(self._leave(model_id, teller))
+        self._shown = models
+
+    async def _leave(self, model_id: str, teller: Channel) -> None:
+        """Tell when no request is with a bundle any more."""
+        assert self._follower is not None
+        await self._follower.left(model_id)
+        teller.send(channel.Released(model_id))
+
+    def _take(self, computed: channel.Computed, arrays: bytes) -> None:
+        asked = self._asked.get(computed.id)
+        if asked is None or asked.answer.future.done():
+            return
+        for entry, outcome in outcomes(computed, arrays, asked.sent):
+            asked.answer.add(entry, outcome)
+
+
+def submission(
+    number: int, answer: PendingRequest, entries: Sequence[Entry], unbatched: bool = False
+) -> tuple[channel.Submit, bytes, bytes]:
+    """Entries of a request as a message and its arrays; all are alike but for their tokens."""
+    first = entries[0]
+    assert first.head is not None, "our bug: all heads at once do not travel between processes"
+    message = channel.Submit(
+        id=number,
+        bundle=first.bundle,
+        head=first.head,
+        lengths=[entry.tokens for entry in entries],
+        request_id=first.request_id,
+        arrival=first.arrival,
+        deadline=first.deadline,
+        priority=first.priority,
+        tenant=first.tenant,
+        each=answer.on_outcome is not None,
+        unbatched=unbatched,
+    )
+    ids = b"".join([entry.window.input_ids.tobytes() for entry in entries])
+    types = b"".join([entry.window.token_type_ids.tobytes() for entry in entries])
+    return message, ids, types
+
+
+def outcomes(
+    computed: channel.Computed, arrays: bytes, entries: Sequence[Entry]
+) -> Iterator[tuple[Entry, EntryOutcome]]:
+    """The entries of a message, with their outcomes."""
+    start = 0
+    for place, shape, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
+        entry = entries[place]
+        assert entry.head is not None
+        output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
+        start += output.nbytes
+        yield entry, Outcome({entry.head: output}, *facts)
+    for place, code, message in computed.failed:
+        yield entries[place], errors.revive(code, message)
+
+
+class RemoteMetrics:
+    """The metrics of an HTTP process: what it sees goes to the inference process, which has the page."""
+
+    def __init__(self, device: RemoteDevice) -> None:
+        self._device = device
+        self._requests: deque[tuple[str, str, int, float]] = deque(maxlen=KEPT)
+        self._rejections: deque[str] = deque(maxlen=KEPT)
+        self._answers: deque[tuple[str, str, int, Sequence[float]]] = deque(maxlen=KEPT)
+        self._comparisons: deque[tuple[str, str, str, int]] = deque(maxlen=KEPT)
+        self._routes: dict[str, bool] = {}
+        self._pushing = False
+        self._lost_lines = 0  # that were pushed
+        self._page = SharedCall(self._fetch)
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+        self._requests.append((route, model, status, seconds))
+        self._push_soon()
+
+    def observe_rejection(self, reason: str) -> None:
+        self._rejections.append(reason)
+        self._push_soon()
+
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._answers.append((model, tenant, tokens, stages))
+        self._push_soon()
+
+    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
+        self._comparisons.append((model, head, outcome, number))
+        self._push_soon()
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        self._routes.update(routes)
+
+    async def page(self) -> bytes:
+        """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        return await self._page()
+
+    async def _fetch(self) -> bytes:
+        self._push()
+        return await self._device.page(self._routes)
+
+    def _push_soon(self) -> None:
+        if not self._pushing:
+            self._pushing = True
+            asyncio.get_running_loop().call_later(PUSH_S, self._push)
+
+    def _push(self) -> None:
+        self._pushing = False
+        kept: tuple[deque[Any], ...] = (
+            self._requests,
+            self._rejections,
+            self._answers,
+            self._comparisons,
+        )
+        lost = logs.lost_lines()
+        if not any(kept) and lost == self._lost_lines:
+            return
+        seen = channel.Observed(
+            [*self._requests],
+            [*self._rejections],
+            [*self._answers],
+            [*self._comparisons],
+            lost - self._lost_lines,
+        )
+        if self._device.push(seen):
+            self._lost_lines = lost
+            for queue in kept:
+                queue.clear()
+
+
+@asynccontextmanager
+async def open_remote_engines(
+    device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
+) -> AsyncIterator[Engines]:
+    """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
+    engines = Engines(device, device.execute, metrics.observe_comparison)
+    watching = asyncio.create_task(device.watch())
+    try:
+        await device.follow(engines)
+        yield engines
+    finally:
+        watching.cancel()
+        engines.close()

@@ -1,0 +1,89 @@
+"""HTTP and inference in one process."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import structlog
+from fastapi import FastAPI
+
+from service.api.app import create_app
+from service.engines.local_device import open_device
+from service.engines.registry import Engines
+from service.errors import NotReady
+from service.key_files import KeyFiles
+from service.middleware.access import KeyCheck
+from service.observability.metrics import Metrics
+from service.rollout.directory_watcher import watch
+from service.rollout.manager import Curator
+from service.server.server import Server
+from service.settings import Settings
+from service.settings_sources import CANNOT_GO_ON, KeySource
+
+log = structlog.get_logger()
+
+CHECK_S = 0.25  # between two looks at the device
+
+
+def serve_alone(
+    settings: Settings, listeners: Sequence[socket.socket], source: KeySource | None = None
+) -> None:
+    """Serve until SIGTERM; source: where API keys are read again."""
+    metrics = Metrics(settings.keys)
+    app = create_app(settings, partial(open_local_engines, metrics), metrics)
+    SingleServer(app, settings, source).run([*listeners])
+
+
+class SingleServer(Server):
+    """The server of the only process, which itself reads API keys again."""
+
+    def __init__(self, app: FastAPI, settings: Settings, source: KeySource | None) -> None:
+        super().__init__(app, settings)
+        keys: KeyCheck | None = app.state.keys
+        self._files: KeyFiles | None = None
+        if source is not None and keys is not None:
+            self._files = KeyFiles(source, settings.keys, keys.replace)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        watching = [asyncio.create_task(self.watch_device())]
+        if self._files is not None:
+            watching.append(asyncio.create_task(self._files.watch()))
+        try:
+            await super().serve(sockets)
+        finally:
+            for task in watching:
+                task.cancel()
+
+    async def watch_device(self) -> None:
+        """End when only a restart can help, since a thread that hangs can be ended in no other way."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                self.service.check_alive()
+            except NotReady as error:
+                log.error("the service cannot go on", problem=error.message)
+                os._exit(CANNOT_GO_ON)
+
+
+@asynccontextmanager
+async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
+    """Engines on a device in this process, which tells the metrics of its batches.
+
+    Raises BundleError or ProviderError when a bundle must not be served.
+    """
+    async with open_device(settings, metrics) as device:
+        curator = Curator(device, settings, metrics)
+        curator.open()
+        engines = Engines(device, curator.execute, metrics.observe_comparison)
+        try:
+            await curator.follow(engines)
+            watching = asyncio.create_task(watch(curator, settings))
+            try:
+                yield engines
+            finally:
+                watching.cancel()
+        finally:
+            engines.close()

@@ -1,0 +1,319 @@
+"""The main process where HTTP and inference have processes of their own: it starts them, connects them, ends them.
+
+    main ── inference: the bundles' sessions and the batcher                  (service/processes/inference_process.py)
+       └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/processes/http_process.py)
+
+Both begin in service/processes/child_main.py. Each HTTP process has a socket to the inference process
+(service/processes/channel.py), and each child one to the main process (service/processes/control_channel.py). A child
+that dies is started again and connected anew, and an inference process then asked again for what the former one had not
+answered. A child that falls silent is killed, and so started again. The first of its kind that says it cannot serve at
+all ends the service.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from service.key_files import KeyFiles
+from service.keys import Keys, dump_keys
+from service.processes.control_channel import (
+    BEAT_S,
+    DRAIN,
+    KEYS,
+    LEAVE,
+    MISSING,
+    PEER,
+    Link,
+    Report,
+)
+from service.processes.stall_clock import Awake
+from service.settings import Settings
+from service.settings_sources import CANNOT_GO_ON, KeySource
+
+log = structlog.get_logger()
+
+CANNOT_START = 3
+FAILED_STARTS = 10  # of a process, in a row: then the service ends, after more than half a minute
+REPEATS = 20  # of a descriptor that did not arrive, in a row, about one a second
+REPEATED_S = 5.0  # without such a report, and what was sent did arrive
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # before a child that keeps dying is started again
+OVERTIME_S = 2.0  # for children that do not end when their time is over
+SETTLED_S = 30.0  # a child that served so long did not die of its start
+
+
+@dataclass(eq=False)
+class Child:
+    """A process of ours; `serves`: since when, by `time.monotonic`; `heard`: its last report, by our own ticks.
+
+    repeated: how often in a row a descriptor was sent to it again, the last time at `repeated_at`, by our own ticks
+    """
+
+    role: str
+    process: Process
+    link: Link
+    serves: float | None = None
+    heard: float = 0.0
+    repeated: int = 0
+    repeated_at: float = 0.0
+
+
+class Processes:
+    """One inference process and so many HTTP processes, kept alive until the service is to end.
+
+    source: where API keys are read again
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: Sequence[socket.socket],
+        source: KeySource | None = None,
+    ) -> None:
+        self._settings = settings
+        self._source = source
+        self._listeners = listeners
+        self._children: set[Child] = set()
+        self._awake = Awake(BEAT_S)
+        self._resume: object = None  # what an inference process leaves the next one
+        self._served: set[str] = set()  # roles of which one has been able to serve
+        self._leaving: asyncio.TimerHandle | None = None  # until the service drains
+        self._draining = False
+        self._over = False  # whoever is left is to end
+        self._status = 0
+
+    async def run(self) -> int:
+        """Serve until told to stop; returns the status to exit with."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            async with asyncio.TaskGroup() as keeping:
+                keeping.create_task(self._keep("inference"))
+                front = [
+                    keeping.create_task(self._keep("http"))
+                    for _ in range(self._settings.http_workers or 1)
+                ]
+                watching = [keeping.create_task(self._watch())]
+                if self._source is not None:
+                    files = KeyFiles(self._source, self._settings.keys, self._change_keys)
+                    watching.append(keeping.create_task(files.watch()))
+                await asyncio.wait(front)
+                for task in watching:
+                    task.cancel()
+                self._over = True
+                for child in self._of("inference"):
+                    child.link.close()  # all it was asked is answered
+        finally:
+            self._kill()
+        return self._status
+
+    async def _keep(self, role: str) -> None:
+        """Have a child of this role until the service ends."""
+        deaths = failures = 0
+        while True:
+            try:
+                child = await self._start(role)
+            except (
+                OSError
+            ) as error:  # too many processes or files, or too little memory: it may pass
+                facts: dict[str, object] = {"problem": str(error)}
+                status, served_s = None, None
+            else:
+                status = await child.process.wait()
+                self._children.discard(child)
+                child.link.close()
+                facts = {"pid": child.process.pid, "status": status}
+                served_s = None if child.serves is None else time.monotonic() - child.serves
+            if status == CANNOT_START and role not in self._served:
+                self._give_up(status)
+            if not self._wanted(role):
+                return
+            deaths = 1 if served_s is not None and served_s > SETTLED_S else deaths + 1
+            failures = failures + 1 if served_s is None else 0
+            pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
+            log.error(f"the {role} process ended", **facts, again_in_s=pause)
+            if failures >= FAILED_STARTS:
+                problem = f"the {role} process could not be started {failures} times in a row"
+                log.error("the service cannot go on", problem=problem)
+                self._give_up(CANNOT_GO_ON)
+                return
+            await asyncio.sleep(pause)
+            if not self._wanted(role):
+                return
+
+    async def _watch(self) -> None:
+        """Kill whoever serves and says nothing for so long; one that still opens its bundles may take its time."""
+        while True:
+            await self._awake.tick()
+            for child in self._children:
+                silent_s = self._awake.seconds - child.heard
+                if child.serves is not None and silent_s > self._settings.hang_s:
+                    pid = child.process.pid
+                    log.error(f"the {child.role} process hangs", pid=pid, silent_s=silent_s)
+                    child.heard = self._awake.seconds
+                    self._end(child)
+
+    def _wanted(self, role: str) -> bool:
+        """While the service drains, nobody new speaks HTTP, but what was accepted has still to be computed."""
+        if self._over:
+            return False
+        return not self._draining or (role == "inference" and bool(self._of("http")))
+
+    async def _start(self, role: str) -> Child:
+        """Start a child and connect it. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        listeners = self._listeners if role == "http" else ()
+        inherited = [end.fileno() for end in (theirs, *listeners)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "service.processes.child_main", role, *map(str, inherited)),
+                stdin=PIPE,
+                pass_fds=inherited,
+                process_group=0,  # what a terminal signals is for the main process
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        assert process.stdin is not None
+        keys = self._settings.keys
+        with suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(brief(self._settings, self._resume))
+            await process.stdin.drain()
+        process.stdin.close()
+        child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
+        self._introduce(child)
+        self._children.add(child)
+        if self._settings.keys is not keys:
+            self._give_keys(child)
+        if self._leaving is not None:
+            self._give(child, LEAVE)
+        if self._draining:
+            self._give(child, DRAIN)
+        if self._over:
+            self._end(child)
+        return child
+
+    def _hear(self, child: Child, report: Report) -> None:
+        child.heard = self._awake.seconds
+        if missing := report.get(MISSING):
+            self._repeat(child, str(missing).encode())
+            return
+        self._resume = report.get("resume", self._resume)
+        child.serves = child.serves or time.monotonic()
+        self._served.add(child.role)
+
+    def _introduce(self, new: Child) -> None:
+        """Connect a child with those of the other kind."""
+        for other in self._children:
+            if other.role != new.role:
+                self._connect(new, other)
+
+    def _connect(self, one: Child, other: Child) -> None:
+        """Send both one end of a new channel. Where a child does not get its end, the other one's closes."""
+        try:
+            ends = socket.socketpair()
+        except OSError as error:
+            log.error(
+                "cannot make a channel", problem=str(error)
+            )  # the HTTP process reports it missing
+            return
+        for child, end in zip((one, other), ends, strict=True):
+            self._give(child, PEER, end)
+            end.close()
+
+    def _repeat(self, child: Child, order: bytes) -> None:
+        """Send again what a child reports as missing, and end it where that does not help."""
+        if order == KEYS:
+            self._give_keys(child)
+        if order != PEER or child.role != "http" or not self._of("inference"):
+            return  # an inference process without its end is reported by the HTTP process at the other
+        again = self._awake.seconds - child.repeated_at < REPEATED_S
+        child.repeated = child.repeated + 1 if again else 1
+        child.repeated_at = self._awake.seconds
+        log.warning("the http process has no channel; sending another", pid=child.process.pid)
+        for other in self._of("inference"):
+            if child.repeated < REPEATS:
+                self._connect(child, other)
+            else:
+                log.error("a channel cannot be sent", pids=[child.process.pid, other.process.pid])
+                self._end(child)
+                self._end(other)
+
+    def _change_keys(self, keys: Keys) -> None:
+        self._settings = self._settings.model_copy(update={"keys": keys})
+        for child in self._of("http"):
+            self._give_keys(child)
+
+    def _give_keys(self, child: Child) -> None:
+        if not child.link.give_keys(dump_keys(self._settings.keys)):
+            self._end(child)  # the next one starts with these keys
+
+    def _give(self, child: Child, order: bytes, end: socket.socket | None = None) -> None:
+        """Send an order. A child that cannot take it is ended: it would miss what others act on."""
+        if not child.link.give(order, end):
+            self._end(child)
+
+    def _of(self, role: str) -> Sequence[Child]:
+        return [child for child in self._children if child.role == role]
+
+    def _stop(self, number: int) -> None:
+        """Drain, on SIGTERM after the delay. A second signal waits for no delay, and one more for nothing."""
+        asked_before = self._draining or self._leaving is not None
+        delay_s = self._settings.drain_delay_s if "http" in self._served else 0
+        if number == signal.SIGTERM and delay_s and not asked_before:
+            self._leave(delay_s)
+        else:
+            self._drain()
+
+    def _leave(self, delay_s: float) -> None:
+        log.info("leaving", seconds=delay_s)
+        self._leaving = asyncio.get_running_loop().call_later(delay_s, self._drain)
+        for child in self._of("http"):
+            self._give(child, LEAVE)
+
+    def _drain(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if not self._draining:
+            for listener in self._listeners:
+                listener.close()  # or who connects when the HTTP processes listen no more would wait here
+            patience_s = self._settings.drain_s + OVERTIME_S
+            asyncio.get_running_loop().call_later(patience_s, self._kill)
+        self._draining = True
+        for child in self._of("http"):
+            self._give(child, DRAIN)
+
+    def _give_up(self, status: int) -> None:
+        self._status, self._draining = status, True
+        self._kill()
+
+    def _kill(self) -> None:
+        self._over = True
+        for child in self._children:
+            self._end(child)
+
+    def _end(self, child: Child) -> None:
+        with suppress(ProcessLookupError):
+            child.process.kill()
+
+
+def brief(settings: Settings, resume: object) -> bytes:
+    """What a child is told on its standard input: settings, and what a process before it left."""
+    return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
+
+
+def read_brief(told: bytes) -> tuple[Settings, Any]:
+    settings, resume = told.splitlines()
+    return Settings.model_validate_json(settings), json.loads(resume)

@@ -1,0 +1,429 @@
+"""Who decides which bundles are served: at start, and whenever somebody asks for another.
+
+A bundle comes beside all that is served: it is read, checked, opened and tried in a thread. Then everybody is told at
+once whose requests it gets, and who asked for it is answered when all have heard. One that goes gets no new requests
+first, and is let go of when the last that it had is answered.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from service.core import bundle as bundles
+from service.core.bundle import Bundle, BundleError, Manifest
+from service.engines import model_state
+from service.engines.commands import (
+    Command,
+    ListModels,
+    LoadModel,
+    PromoteModel,
+    RollBackModel,
+    UnloadModel,
+)
+from service.engines.local_device import LocalDevice, Opened, trim
+from service.engines.model_state import Follower, Kept, Model, Models
+from service.errors import (
+    BadBundle,
+    ChangedAnswers,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    NewEmbeddingSpace,
+    UnknownModel,
+)
+from service.observability.metrics import ORDERS, Counts, Metrics
+from service.settings import Settings
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+Answer = Mapping[str, Any]
+Resume = Mapping[str, Any]  # what one process leaves the next, as JSON
+
+
+async def tell_nobody(_: Mapping[str, object]) -> None:
+    """For where there is no next process."""
+
+
+class Curator:
+    """Decides which bundles a device computes, and which requests each gets; `report` is told of every change."""
+
+    def __init__(
+        self,
+        device: LocalDevice,
+        settings: Settings,
+        metrics: Metrics,
+        report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
+    ) -> None:
+        self.models: Models = ()
+        self._device = device
+        self._settings = settings
+        self._report = report
+        self._follower: Follower | None = None
+        self._coming: dict[Path, float] = {}  # since when
+        self._going: dict[str, tuple[Model, asyncio.Task[None]]] = {}
+        self._opening = asyncio.Lock()
+        self._deciding = asyncio.Lock()
+        self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
+        self._commands: set[asyncio.Task[Answer]] = set()
+        self._metrics = metrics
+        metrics.watch(device.load, self.facts)
+
+    # -- at start ---------------------------------------------------------------------------------
+
+    def open(self, resume: Resume | None = None) -> None:
+        """Open the bundles that the settings name, or those that the process before this one served.
+
+        Raises BundleError or ProviderError when one must not be served. One that was served before is told of and
+        left out, unless no other is left.
+        """
+        if resume is None:
+            opened = [self._open(path) for path in self._settings.bundles]
+        else:
+            opened = self._open_again([Kept(**kept) for kept in resume["models"]])
+        self.models = model_state.settled(opened, time.time())
+
+    def _open(self, path: Path) -> Model:
+        bundle = bundles.load(path)
+        if bundle.manifest.id in self._device.texts:
+            reason = f"{bundle.manifest.id} is served already; give one of them another version"
+            raise BundleError(path, reason)
+        return self._add(path, self._device.open(bundle))
+
+    def _open_again(self, former: Iterable[Kept]) -> list[Model]:
+        opened: list[Model] = []
+        problems: list[Exception] = []
+        for kept in former:
+            try:
+                model = self._open(Path(kept.path))
+            except Exception as error:
+                log.error("not served again", model=kept.id, problem=str(error))
+                problems.append(error)
+                continue
+            if model.sha256 == kept.sha256:
+                model = replace(model, state=kept.state, since=kept.since, shadow=kept.shadow)
+            else:
+                log.error("changed since it was served", model=kept.id, now=model.id)
+            opened.append(model)
+        if not opened:
+            raise problems[0]
+        return opened
+
+    def _add(self, path: Path, opened: Opened) -> Model:
+        """Let the device compute for a bundle that nobody asks for yet."""
+        self._device.add(opened)
+        name, sha256 = opened.texts.manifest.id, opened.texts.sha256
+        return Model(name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name])
+
+    async def follow(self, follower: Follower) -> None:
+        """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
+        await follower.adopt(self.models, self._device.texts)
+        self._follower = follower
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    async def execute(self, command: Command) -> Answer:
+        """Execute a command to its end, even if the caller is cancelled.
+
+        Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then nothing has changed.
+        """
+        task = asyncio.create_task(self._run(command))
+        self._commands.add(task)
+        task.add_done_callback(partial(self._executed, command))
+        return await asyncio.shield(task)
+
+    async def _run(self, command: Command) -> Answer:
+        match command:
+            case ListModels():
+                return self._list()
+            case LoadModel():
+                return await self._load(command)
+            case PromoteModel():
+                return await self._promote(command)
+            case RollBackModel():
+                return await self._roll_back(command)
+            case UnloadModel():
+                return await self._unload(command)
+
+    def _executed(self, command: Command, task: asyncio.Task[Answer]) -> None:
+        self._commands.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if command.name in ORDERS:
+            self._metrics.observe_order(command.name, not (error or task.cancelled()))
+        if error:
+            log.warning("refused", order=command.name, **asdict(command), reason=str(error))
+
+    def _list(self) -> Answer:
+        """Return every model that is served, loading or draining."""
+        unknown = {"id": None, "sha256": None, "embedding_space": None}
+        idle = {"requests": 0, "shadow": 0.0, "compared": {}}
+        coming = [
+            {**unknown, "path": str(path), "state": "loading", "since": moment(since), **idle}
+            for path, since in self._coming.items()
+        ]
+        going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]
+        return {"models": [*map(self._told, self.models), *going, *coming]}
+
+    async def _load(self, command: LoadModel) -> Answer:
+        """Load a bundle of the operator's directory, and promote it unless the command excludes that."""
+        promote = command.promote and not command.shadow
+        allowed = command.allow_new_embedding_space or not promote
+        folder = locate(self._settings.models_dir, command.path)
+        async with self._opening:
+            with self._listed(folder), refusing():
+                bundle = await asyncio.to_thread(bundles.load, folder)
+                known = self._known(bundle)
+                self._check_space(bundle.manifest, allowed)
+                opened = None if known else await asyncio.to_thread(self._device.open, bundle)
+            async with self._deciding:
+                self._check_space(bundle.manifest, allowed)
+                new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
+                if promote:
+                    return await self._introduce("load", new, command.by, command.keep_old)
+                return await self._stand_by(new, command.shadow, command.by)
+
+    async def _promote(self, command: PromoteModel) -> Answer:
+        """Make a loaded version the current one of its name."""
+        async with self._deciding:
+            new = self._find(command.model)
+            if command.max_changed is not None:
+                compared = self._compared(new)
+                check_answers(command.model, compared, command.max_changed, command.min_compared)
+            self._check_space(self._manifest(new), command.allow_new_embedding_space)
+            return await self._introduce("promote", new, command.by, command.keep_old)
+
+    async def _roll_back(self, command: RollBackModel) -> Answer:
+        """Make the previous version the current one."""
+        name = command.model
+        async with self._deciding:
+            former = model_state.previous(self.models, name)
+            if former is not None:
+                return await self._introduce("roll back", former, command.by)
+            if model_state.current(self.models, name) is None:
+                raise self._unknown(name)
+            raise Conflict(f"nothing that answered for {name} before is there")
+
+    async def _unload(self, command: UnloadModel) -> Answer:
+        """Unload a version; return when its memory is free."""
+        async with self._deciding:
+            leaving = self._find(command.model)
+            rest = model_state.without(self.models, leaving.id, time.time())
+            if not rest:
+                raise Conflict(f"{leaving.id} is the last one that is served")
+            await self._serve(rest)
+            _, gone = self._going[leaving.id]
+            heir = model_state.current(rest, leaving.name)
+            now = heir.id if heir else None
+            log.info("unload", model=leaving.id, current=now, by=command.by)
+        await gone
+        return {"unloaded": leaving.id, "current": now}
+
+    @property
+    def standing(self) -> object:
+        """What is served and what is going: equal as long as nothing changes that an order may be refused for."""
+        return self.models, frozenset(self._going)
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        """What the metrics say of each bundle."""
+        states = {model.id: model.state for model in self.models}
+        facts = self._device.facts()
+        return {name: {**facts[name], "state": states.get(name, "draining")} for name in facts}
+
+    # -- how they are done ------------------------------------------------------------------------
+
+    async def _introduce(self, what: str, new: Model, by: str, keep_old: bool = True) -> Answer:
+        old = model_state.current(self.models, new.name)
+        if new is not old:
+            now, resident = time.time(), self.resident
+            later = model_state.introduced(
+                self.models, new, now, keep_old=keep_old, resident=resident
+            )
+            await self._serve(later)
+            former = old.id if old else None
+            log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
+        return self._introduced(new)
+
+    async def _stand_by(self, new: Model, shadow: float, by: str) -> Answer:
+        """Let a bundle answer who names it in full, and copies of requests for its name."""
+        if new.state == "current" and shadow:
+            raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
+        new = replace(new, shadow=shadow)
+        if new not in self.models:
+            await self._serve(model_state.added(self.models, new, time.time()))
+            log.info("load", model=new.id, sha256=new.sha256, shadow=shadow, by=by)
+        return self._introduced(new)
+
+    def _introduced(self, new: Model) -> Answer:
+        kept = model_state.previous(self.models, new.name)
+        return {
+            "model": self._told(self._find(new.id)),
+            "previous": self._told(kept) if kept else None,
+            "unloading": [*self._going],
+        }
+
+    async def _serve(self, models: Models) -> None:
+        """Have all requests go there from now on, and let go of all other bundles. Raises BadBundle."""
+        assert self._follower is not None, "our bug: nobody follows"
+        before, self.models = self.models, models
+        try:
+            await self._follower.adopt(models, self._device.texts)
+        except ValueError as error:
+            self.models = before
+            await self._follower.adopt(before, self._device.texts)
+            raise BadBundle(str(error)) from None
+        finally:
+            self._let_go_of({model.id: model for model in (*before, *models)})
+        await self._report({"resume": {"models": [*map(kept_of, models)]}})
+
+    def _let_go_of(self, models: Mapping[str, Model]) -> None:
+        """Let go of those that are not served."""
+        for name in models.keys() - {model.id for model in self.models} - self._going.keys():
+            self._going[name] = models[name], asyncio.create_task(self._let_go(name))
+
+    async def _let_go(self, name: str) -> None:
+        assert self._follower is not None
+        await self._follower.left(name)
+        await self._device.drop(name)
+        del self._going[name]
+        self._metrics.forget_others(self._device.texts)
+        await asyncio.to_thread(trim)
+        log.info("unloaded", model=name)
+
+    # -- what they need ---------------------------------------------------------------------------
+
+    def _find(self, model_id: str) -> Model:
+        for model in self.models:
+            if model.id == model_id:
+                return model
+        raise self._unknown(model_id)
+
+    def _unknown(self, asked: str) -> UnknownModel:
+        there = ", ".join(model.id for model in self.models)
+        return UnknownModel(f"no model {asked!r}; loaded here: {there}", param="model")
+
+    def _known(self, bundle: Bundle) -> bool:
+        """Whether it is served already. Raises Conflict when another is by its name."""
+        name = bundle.manifest.id
+        if name in self._going:
+            raise Conflict(f"{name} is being unloaded: try again when it is gone")
+        served = self._device.texts.get(name)
+        if served is not None and served.sha256 != bundle.sha256:
+            raise Conflict(f"{name} is served with other contents: give these another version")
+        return served is not None
+
+    def _manifest(self, model: Model) -> Manifest:
+        return self._device.texts[model.id].manifest
+
+    def _check_space(self, new: Manifest, allowed: bool) -> None:
+        """Raises NewEmbeddingSpace when its vectors are not those of who answers for its name now."""
+        old = model_state.current(self.models, new.name)
+        if allowed or old is None:
+            return
+        former = self._manifest(old)
+        if embeds(former) and embeds(new) and former.embedding_space != new.embedding_space:
+            raise NewEmbeddingSpace(
+                f"{new.id} has another embedding space ({new.embedding_space}) than {old.id}"
+                f" ({former.embedding_space}): their vectors cannot be compared",
+                param="allow_new_embedding_space",
+            )
+
+    @contextmanager
+    def _listed(self, folder: Path) -> Iterator[None]:
+        self._coming[folder] = time.time()
+        try:
+            yield
+        finally:
+            del self._coming[folder]
+
+    def _told(self, model: Model) -> dict[str, Any]:
+        return {
+            "id": model.id,
+            "path": model.path,
+            "sha256": model.sha256,
+            "state": model.state,
+            "since": moment(model.since),
+            "embedding_space": self._manifest(model).embedding_space,
+            "requests": self._device.batcher.requests(model.id),
+            "shadow": model.shadow,
+            "compared": self._compared(model),
+        }
+
+    def _compared(self, model: Model) -> Counts:
+        return self._metrics.compared.get(model.id, {})
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Whatever keeps a bundle from being opened is told to who asked for it."""
+    try:
+        yield
+    except Conflict:
+        raise
+    except Exception as error:  # the runtime's own have no type
+        log.debug("cannot open", exc_info=True)
+        raise BadBundle(" ".join(str(error).split())) from None
+
+
+def check_answers(model: str, compared: Counts, max_changed: float, min_compared: int) -> None:
+    """Raises ChangedAnswers when too few answers to copies are known, or too many of a head's differ or failed."""
+    known = {
+        head: (at.get("changed", 0) + at.get("failed", 0), at.get("same", 0))
+        for head, at in compared.items()
+    }
+    number = sum(map(sum, known.values()))
+    if number < min_compared:
+        raise ChangedAnswers(
+            f"{model}: {number} answers were compared, and {min_compared} are wanted",
+            param="min_compared",
+        )
+    for head, (changed, same) in known.items():
+        if changed > max_changed * (changed + same):
+            raise ChangedAnswers(
+                f"{model}: of {changed + same} answers of {head}, {changed} changed or failed"
+                f" ({changed / (changed + same):.2%}), and {max_changed:.2%} may",
+                param="max_changed",
+            )
+
+
+def embeds(manifest: Manifest) -> bool:
+    return any(head.task == "embedding" for head in manifest.heads.values())
+
+
+def locate(models_dir: Path | None, path: str) -> Path:
+    """The bundle that is meant: by its path, or by its name in the operator's directory.
+
+    Raises Forbidden where there is no such directory, and InvalidInput for what would lead out of it.
+    """
+    if models_dir is None:
+        raise Forbidden(
+            "no models_dir is set: bundles come and go only where the operator named one"
+        )
+    root = models_dir.absolute()
+    try:
+        parts = (root / path).relative_to(root).parts
+        folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
+        if not parts or any(part.startswith(".") for part in parts):
+            raise ValueError(f"names no directory in {root}")
+        if any(folder.is_symlink() for folder in folders):
+            raise ValueError("must not lead over a symbolic link")
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"path: {error}", param="path") from None
+    return folders[-1]
+
+
+def kept_of(model: Model) -> dict[str, Any]:
+    return {field.name: getattr(model, field.name) for field in fields(Kept)}
+
+
+def moment(seconds: float) -> str:
+    """A time as people and programs read it, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,394 @@
+"""The queue in front of a device's slots: requests in, batches out, one future per request.
+
+Only `_serve` touches the queue. `submit` and the slots' threads post messages; `_serve` takes them in order, then
+starts a batch on every idle slot. While all slots are busy the queue grows, and that is what makes batches: no entry
+waits for others unless `max_wait_ms` is set. Which entries are next is decided by `planner`, which requests are let in
+by `admission_control`; `prefetch` plans one batch ahead under load.
+
+Slots belong to the device, and the models share them. On a CPU a slot is a core: a batch takes one slot, which is the
+highest throughput, or several, which is the lowest latency when few entries wait.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+from service import errors
+from service.core.encode import Window
+from service.scheduling.admission_control import AdmissionControl
+from service.scheduling.cost_model import Estimator, Sample
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
+from service.scheduling.executor import BatchStats, Job, Probe, Result, Run, Running, Threads, work
+from service.scheduling.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
+from service.scheduling.load import MAX_QUEUE_TOKENS, Load
+from service.scheduling.planner import Budget, Planned, Planner
+from service.scheduling.prefetch import Prefetch
+
+logger = logging.getLogger(__name__)
+
+DRAINED_POLL_S = 0.02  # between checks for what is left of a model that is unloaded
+TURNS_TO_SEND = (
+    2  # turns of the event loop until the response of a resolved future has been written
+)
+
+
+def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
+    """Call a function after this many turns of the event loop."""
+    if turns:
+        asyncio.get_running_loop().call_soon(call_after, turns - 1, call, *args)
+    else:
+        call(*args)
+
+
+class Batcher:
+    """Shares the device's slots among the requests of all models.
+
+    run: `run(width, model, windows)` is called in a thread, with the number of slots that the batch takes (one, or
+        `wide`), and returns one mapping of outputs per window
+    observe: called with the statistics of each batch, after its responses are sent
+    running: the batches in their threads
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        slots: int = 1,
+        wide: int = 1,
+        max_batch_tokens: int = 16_384,
+        max_batch_size: int = 64,
+        max_queue_tokens: int = MAX_QUEUE_TOKENS,
+        max_wait_ms: float = 0.0,
+        observe: Callable[[BatchStats], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._wide = wide
+        self._observe = observe
+        self._clock = clock
+        self._queue = FairQueue()
+        self._threads = Threads(slots, self._receive)
+        budget = Budget(max_batch_tokens, max_batch_size)
+        self.planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
+        self._admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
+        self._prefetch = Prefetch(self._queue, self.planner, self._threads)
+        self._state: Literal["new", "open", "draining", "failed"] = "new"
+        self._stopped = False
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._turn: asyncio.Handle | None = None  # the next call of `_serve`
+        self._hold: asyncio.TimerHandle | None = None  # the end of a wait for more entries
+        self._unanswered: set[QueuedRequest] = set()
+        self.running: set[Running] = set()
+        self._probes: deque[Probe] = deque()
+        self._probe_wide = False
+
+    # -- models -----------------------------------------------------------------------------------
+
+    def add_bundle(
+        self,
+        bundle: str,
+        estimators: Mapping[int, Estimator],
+        unbatched: bool = False,
+        area: float = math.inf,
+    ) -> None:
+        """Serve a model whose batches cost what the estimators predict, by the number of slots.
+
+        unbatched: each of its entries gets a batch of its own
+        area: the limit of B * S * S of its batches, see `Budget`
+        """
+        self._queue.models[bundle] = ModelStatistics(estimators, unbatched, area)
+
+    def remove_bundle(self, bundle: str) -> None:
+        """Stop serving a model: its waiting requests fail with NotReady, its running batches are answered."""
+        del self._queue.models[bundle]
+        self._post(partial(self._abandon, bundle))
+
+    def requests(self, bundle: str) -> int:
+        """Return the number of unanswered requests for a model."""
+        return sum(request.flow_queue.flow.bundle == bundle for request in self._unanswered)
+
+    async def drained(self, bundle: str) -> None:
+        """Wait until no entry of a model waits or runs; without end while more requests arrive."""
+        while self.requests(bundle) or any(batch.bundle == bundle for batch in self.running):
+            await asyncio.sleep(DRAINED_POLL_S)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._threads.start()
+        self._state = "open"
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, answer the admitted ones, fail those left after `drain_s` seconds.
+
+        A thread that is still busy then ends with its batch.
+        """
+        self._state = "draining"
+        self._serve_soon()  # a batch that waits for more entries runs now
+        try:
+            if self._unanswered:
+                futures = [request.future for request in self._unanswered]
+                await asyncio.wait(futures, timeout=drain_s)
+        finally:
+            self._fail_all(partial(errors.Draining, "the server is shutting down"))
+            self._stopped = True
+            self._threads.stop()
+
+    @property
+    def max_queue_tokens(self) -> int:
+        """Tokens that may wait."""
+        return self._admission.max_queue_tokens
+
+    @max_queue_tokens.setter
+    def max_queue_tokens(self, tokens: int) -> None:
+        self._admission.max_queue_tokens = tokens
+
+    @property
+    def problem(self) -> str:
+        """Why no request is accepted, or an empty string."""
+        return "" if self._state == "open" else f"the batcher is {self._state}"
+
+    def load(self) -> Load:
+        """Return what waits, and the rate at which all slots drain it."""
+        waiting = {flow: backlog.copy() for flow, backlog in self._queue.waiting.items()}
+        return self._admission.load(waiting, self.problem)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def submit(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        """Compute one request: entries of one model, in their order; admitted whole or refused.
+
+        Returns one outcome per entry; InferenceFailed is the outcome of an entry that fails.
+        `on_outcome(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
+        drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded
+        before anything is queued, DeadlineExceeded while it is, InferenceFailed when a batch is lost.
+        """
+        return await self.begin(entries, on_outcome)
+
+    def begin(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> asyncio.Future[list[EntryOutcome]]:
+        """Begin a request as `submit` does, and return its future; refusals are raised here."""
+        if not entries:
+            nothing: asyncio.Future[list[EntryOutcome]] = asyncio.get_running_loop().create_future()
+            nothing.set_result([])
+            return nothing
+        request = self._admit(entries, on_outcome)
+        request.future.add_done_callback(partial(self._drop_cancelled, request))
+        self._post(partial(self._queue.enter, request))
+        return request.future
+
+    async def probe(self, bundle: str, window: Window) -> Outputs:
+        """Compute every head's outputs of a window for a self-test, before all waiting entries.
+
+        Where `wide` slots are idle, probes alternate between one slot and `wide`. A probe does not change the measured
+        cost, and is not observed. Raises UnknownModel, and what the run raises.
+        """
+        future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._probes.append, Probe(bundle, window, future)))
+        return await future
+
+    def _admit(self, entries: Sequence[Entry], on_outcome: OnOutcome | None) -> QueuedRequest:
+        if self._state == "draining":
+            raise errors.Draining("the server is shutting down")
+        if self.problem:
+            raise errors.NotReady(self.problem)
+        bundle = entries[0].bundle
+        if bundle not in self._queue.models:
+            raise errors.UnknownModel(f"no model {bundle!r} is served here")
+        if any(entry.bundle != bundle for entry in entries):
+            raise ValueError("the entries of a request belong to one bundle")
+        if not entries[0].unbatched:
+            self._admission.check(entries)
+        future = asyncio.get_running_loop().create_future()
+        flow_queue = self._queue.flow_queue(entries[0].flow)
+        request = QueuedRequest(entries, future, on_outcome, flow_queue=flow_queue)
+        flow_queue.admit(request)
+        self._unanswered.add(request)
+        return request
+
+    def _drop_cancelled(
+        self, request: QueuedRequest, future: asyncio.Future[list[EntryOutcome]]
+    ) -> None:
+        if future.cancelled():
+            self._post(partial(self._close, request))
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def _post(self, message: Callable[[], None]) -> None:
+        """Take a message in the next turn of the event loop, with all others that arrive in this one."""
+        self._inbox.append(message)
+        self._serve_soon()
+
+    def _serve_soon(self) -> None:
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._serve)
+
+    def _receive(self, message: Callable[[], None]) -> None:
+        """Take a thread's message at once: a client waits for its result, and its slot is idle."""
+        self._inbox.append(message)
+        self._serve()
+
+    def _serve(self) -> None:
+        for due in (self._turn, self._hold):
+            if due is not None:
+                due.cancel()
+        self._turn = self._hold = None
+        if self._stopped:
+            return
+        try:
+            while self._inbox:
+                self._inbox.popleft()()
+            now = self._clock()
+            hold_s = self._fill(now)
+            self._admission.observe(now, self._threads.idle)
+        except Exception:
+            self._break()
+        else:
+            if hold_s:
+                self._hold = asyncio.get_running_loop().call_later(hold_s, self._serve)
+
+    def _fill(self, now: float) -> float:
+        """Start a batch on every idle slot; return the seconds to hold the next one, 0 for none."""
+        for request in self._queue.late(now):
+            self._fail(request, errors.DeadlineExceeded("the deadline passed in the queue"))
+        if not self._prefetch.keep_or_cancel(now, bool(self._probes)):
+            return 0.0
+        while self._threads.idle and self._probes:
+            self._start_probe(self._probes.popleft())
+        may_hold = self._state == "open"
+        while self._threads.idle and self._queue:
+            planned = self.planner.next(now, self._threads.idle, may_hold)
+            if planned is None:
+                break  # all cancelled, and the messages that drop them are on their way
+            if planned.hold_s:
+                return planned.hold_s
+            self._threads.run(self._job(planned))
+        if not (self._threads.idle or self._probes):
+            self._prefetch.prefetch(now, may_hold, self._job)
+        return 0.0
+
+    def _break(self) -> None:
+        """Stop after a bug of ours: the state of the queue is unknown, so that every waiting request fails."""
+        self._state, self._stopped = "failed", True
+        logger.critical("the batcher broke; nothing is served any more", exc_info=True)
+        self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def _job(self, planned: Planned) -> Job:
+        """Make a job of a planned batch; its entries are scheduled when a thread begins with it."""
+        model, batch, width, _ = planned
+        lengths = [entry.tokens for entry in batch]
+        shape = sum(lengths), len(lengths), max(lengths)
+        seconds = model.estimators[width].cost.seconds(*shape)
+        running = Running(batch[0].bundle, len(batch), sum(lengths), seconds)
+
+        def started() -> None:
+            self._prefetch.batch_started(len(batch))
+            self._admission.batch_started(model, running.tokens)
+            self.running.add(running)
+            # An entry that was cancelled since the prefetch is not scheduled.
+            if waiting := [entry for entry in batch if entry.queued]:
+                self._queue.take(waiting, width * seconds)
+
+        def ended(ran: Future[tuple[list[Result], BatchStats]]) -> None:
+            self.running.discard(running)
+            self._finish(model.estimators[width], batch, ran)
+
+        return Job(width, partial(work, self._run, width, batch, self._clock), started, ended)
+
+    def _start_probe(self, probe: Probe) -> None:
+        if probe.bundle not in self._queue.models:
+            return probe.future.set_exception(errors.UnknownModel(f"no model {probe.bundle!r}"))
+        width = self._wide if self._probe_wide and self._wide <= self._threads.idle else 1
+        self._probe_wide = not self._probe_wide
+        tokens = len(probe.window)
+        cost = self._queue.models[probe.bundle].estimators[width].cost
+        running = Running(probe.bundle, 1, tokens, cost.seconds(tokens, 1, tokens))
+
+        def ended(ran: Future[list[Outputs]]) -> None:
+            self.running.discard(running)
+            probe.settle(ran)
+
+        run = partial(self._run, width, probe.bundle, [probe.window])
+        return self._threads.run(Job(width, run, partial(self.running.add, running), ended))
+
+    def _finish(
+        self,
+        estimator: Estimator,
+        batch: Sequence[Entry],
+        ran: Future[tuple[list[Result], BatchStats]],
+    ) -> None:
+        try:
+            results, stats = ran.result()
+        except Exception as error:
+            logger.exception("a batch was lost", exc_info=error)
+            for entry in batch:
+                lost = errors.InferenceFailed("our bug: the batch was lost")
+                self._fail(request_of(entry), lost)
+            return
+        for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
+            self._answer(entry, result, stats, index)
+        call_after(TURNS_TO_SEND, self._learn, estimator, stats)
+
+    def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
+        """Refine the cost and observe a batch. It takes time, so responses are sent first."""
+        if not stats.failed:
+            shape = (stats.tokens, stats.size, stats.longest)
+            estimator.refine(Sample(*shape, stats.inference_s))
+        try:
+            if self._observe is not None:
+                self._observe(stats)
+        except Exception:
+            logger.exception("an observer failed")
+
+    def _answer(self, entry: Entry, result: Result, stats: BatchStats, index: int) -> None:
+        request = request_of(entry)
+        if request.future.done():
+            return
+        if isinstance(result, errors.InferenceFailed):
+            request.add(entry, result)
+        else:
+            request.add(entry, _outcome(result, stats, index))
+        if request.future.done():
+            self._close(request)
+
+    # -- ends of requests -------------------------------------------------------------------------
+
+    def _fail(self, request: QueuedRequest, error: errors.QuartetError) -> None:
+        request.fail(error)
+        self._close(request)
+
+    def _close(self, request: QueuedRequest) -> None:
+        request.flow_queue.leave(request)
+        self._unanswered.discard(request)
+        request.release()
+
+    def _abandon(self, bundle: str) -> None:
+        for request in self._queue.remove(bundle):
+            self._fail(request, errors.NotReady(f"{bundle} is served no longer"))
+
+    def _fail_all(self, error: Callable[[], errors.QuartetError]) -> None:
+        for request in self._unanswered:
+            request.fail(error())
+        self._unanswered.clear()
+
+
+def _outcome(outputs: Outputs, stats: BatchStats, index: int) -> Outcome:
+    return Outcome(
+        outputs=outputs,
+        queue_s=stats.queue_s[index],
+        inference_s=stats.inference_s,
+        batch_size=stats.size,
+        batch_tokens=stats.tokens,
+        padding_ratio=stats.padding_ratio,
+    )

@@ -1,0 +1,113 @@
+"""The entries of requests: one window of one input each, and what becomes of it.
+
+Nothing here knows of time, threads or tasks.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.encode import Window
+from service.errors import InternalError, QuartetError
+from service.scheduling.load import Flow
+
+Outputs = Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the batch they come from."""
+
+    outputs: Outputs
+    queue_s: float
+    inference_s: float
+    batch_size: int
+    batch_tokens: int
+    padding_ratio: float
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One window of a request.
+
+    arrival, deadline: in seconds of `time.monotonic`
+    priority: the index of its class in `priority.CLASSES`
+    head: the only head whose output is checked and returned; None for all
+    unbatched: its batch holds no other entry, and it is not refused: another process admitted it and was lost,
+        perhaps because of it
+    The fields below `tokens` belong to the fair queue.
+    """
+
+    bundle: str
+    window: Window
+    request_id: str
+    arrival: float
+    deadline: float
+    priority: int = 0
+    tenant: str = ""
+    head: str | None = None
+    unbatched: bool = False
+    tokens: int = field(init=False)
+    virtual_start: float = field(default=0.0, init=False)  # in tokens
+    skipped: int = field(
+        default=0, init=False
+    )  # batches of its flow without an entry of its request
+    queued: bool = field(default=False, init=False)
+    request: "PendingRequest | None" = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = max(len(self.window), 1)
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.bundle, self.priority, self.tenant)
+
+    @property
+    def done(self) -> bool:
+        """Whether its request is over: answered, failed or cancelled."""
+        return self.request is not None and self.request.future.done()
+
+
+EntryOutcome = Outcome | QuartetError
+OnOutcome = Callable[[Entry, EntryOutcome], None]
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request's entries and their outcomes; the future has them all when the last one is there.
+
+    on_outcome: called with each outcome as soon as it is there
+    """
+
+    entries: Sequence[Entry]
+    future: asyncio.Future[list[EntryOutcome]]
+    on_outcome: OnOutcome | None = None
+    outcomes: dict[Entry, EntryOutcome] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[Entry]:
+        """The entries that have no outcome yet."""
+        return [entry for entry in self.entries if entry not in self.outcomes]
+
+    def add(self, entry: Entry, outcome: EntryOutcome) -> None:
+        """Add an entry's outcome. The request fails where `on_outcome` does."""
+        if self.future.done():
+            return
+        self.outcomes[entry] = outcome
+        if self.on_outcome is not None:
+            try:
+                self.on_outcome(entry, outcome)
+            except Exception as error:
+                failure = InternalError("our bug: an outcome could not be handled")
+                failure.__cause__ = error
+                self.fail(failure)
+                return
+        if len(self.outcomes) == len(self.entries):
+            self.future.set_result([self.outcomes[entry] for entry in self.entries])
+
+    def fail(self, error: QuartetError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)

@@ -1,0 +1,214 @@
+"""The threads of a device's slots, and what happens to a batch there: run, halve on failure, check, measure."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from service import errors
+from service.core.encode import Window
+from service.scheduling.entries import Entry, Outputs
+
+Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
+Result = Outputs | errors.InferenceFailed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work for one thread.
+
+    width: the slots that it takes
+    run: called in the thread
+    started, ended: called in the event loop when the thread begins with it, and with the result
+    """
+
+    width: int
+    run: Callable[[], Any]
+    started: Callable[[], None]
+    ended: Callable[[Future[Any]], None]
+
+
+class Threads:
+    """One thread for each slot.
+
+    A thread that has ended a job begins with the prefetched one, if there is one, before the event loop handles the
+    end of the first: so it does not wait for the planner. Everything else happens in the event loop, in calls that
+    `post` makes.
+
+    idle: slots that run nothing
+    """
+
+    def __init__(self, slots: int, post: Callable[[Callable[[], None]], None]) -> None:
+        self.idle = slots
+        self._post = post
+        self._all = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
+        self._free = [*self._all]  # the thread that ran last goes first: its data is in the caches
+        self._next: deque[Job] = deque()  # the prefetched job
+
+    def start(self) -> None:
+        for thread in self._all:
+            thread.submit(int)  # a thread that cannot start fails here
+
+    def run(self, job: Job) -> None:
+        """Begin with a job for which there are idle slots."""
+        thread = self._free.pop()
+        self._begin(job)
+        thread.submit(self._work, asyncio.get_running_loop(), thread, job)
+
+    def prefetch(self, job: Job) -> None:
+        """Let the thread that ends first begin with a job; requires that no slot is idle."""
+        self._next.append(job)
+
+    def cancel_prefetch(self) -> bool:
+        """Cancel the prefetched job; False if a thread has begun with it, which `started` will report."""
+        with suppress(IndexError):
+            self._next.pop()
+            return True
+        return False
+
+    def stop(self) -> None:
+        """End the free threads; a busy one ends with its job."""
+        self.cancel_prefetch()
+        for thread in self._all:
+            thread.shutdown(wait=thread in self._free, cancel_futures=True)
+
+    def _begin(self, job: Job) -> None:
+        self.idle -= job.width
+        job.started()
+
+    def _work(
+        self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, job: Job | None
+    ) -> None:
+        while job is not None:
+            ran: Future[Any] = Future()
+            try:
+                ran.set_result(job.run())
+            except BaseException as error:
+                ran.set_exception(error)
+            following = None
+            with suppress(IndexError):
+                following = self._next.pop()
+            done = partial(self._ended, thread, job, ran, following)
+            with suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(self._post, done)
+            del ran, done  # the result is not kept while the next job runs
+            job = following
+
+    def _ended(
+        self, thread: ThreadPoolExecutor, job: Job, ran: Future[Any], following: Job | None
+    ) -> None:
+        self.idle += job.width
+        if following is None:
+            self._free.append(thread)
+        else:
+            self._begin(following)
+        job.ended(ran)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A batch in its thread; `age_s` is counted by the watcher of the device."""
+
+    bundle: str
+    size: int
+    tokens: int
+    expected_s: float
+    age_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A window that a self-test computes."""
+
+    bundle: str
+    window: Window
+    future: asyncio.Future[Outputs]
+
+    def settle(self, ran: Future[list[Outputs]]) -> None:
+        if self.future.done():
+            return
+        try:
+            (outputs,) = ran.result()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """A batch that ran, for metrics."""
+
+    bundle: str
+    size: int
+    tokens: int
+    longest: int
+    queue_s: tuple[float, ...]  # of each entry, from its arrival
+    inference_s: float
+    failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        """B * S: what a padded batch would hold."""
+        return self.size * self.longest
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padded slots per real token; 1.0 is no padding."""
+        return self.slots / self.tokens
+
+
+def work(
+    run: Run, width: int, batch: Sequence[Entry], clock: Callable[[], float]
+) -> tuple[list[Result], BatchStats]:
+    """Run a batch; return each entry's result, and the batch's statistics."""
+    began = clock()
+    results = attempt(run, width, batch)
+    stats = BatchStats(
+        bundle=batch[0].bundle,
+        size=len(batch),
+        tokens=sum(entry.tokens for entry in batch),
+        longest=max(entry.tokens for entry in batch),
+        queue_s=tuple(began - entry.arrival for entry in batch),
+        inference_s=clock() - began,
+        failed={
+            entry: result
+            for entry, result in zip(batch, results, strict=True)
+            if isinstance(result, errors.InferenceFailed)
+        },
+    )
+    return results, stats
+
+
+def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
+    """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
+    try:
+        outputs = run(width, batch[0].bundle, [entry.window for entry in batch])
+    except Exception as error:
+        if len(batch) == 1:
+            failure = errors.InferenceFailed("the model failed on this input")
+            failure.__cause__ = error
+            return [failure]
+        half = len(batch) // 2
+        return attempt(run, width, batch[:half]) + attempt(run, width, batch[half:])
+    if len(outputs) != len(batch):
+        message = f"our bug: a batch of {len(batch)} gave {len(outputs)} results"
+        return [errors.InferenceFailed(message) for _ in batch]
+    return [_own(entry, result) for entry, result in zip(batch, outputs, strict=True)]
+
+
+def _own(entry: Entry, outputs: Outputs) -> Result:
+    """Return the outputs of the entry's head, or an error where they are not finite."""
+    if entry.head is not None:
+        if entry.head not in outputs:
+            return errors.InferenceFailed(f"our bug: the graph has no output {entry.head!r}")
+        outputs = {entry.head: outputs[entry.head]}
+    if all(np.isfinite(rows).all() for rows in outputs.values()):
+        return outputs
+    return errors.InferenceFailed("the model's result for this input is not finite")

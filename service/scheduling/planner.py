@@ -1,0 +1,160 @@
+"""Plan the next batch: which entries, on how many slots, and whether to wait for more entries first."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from service.core.packing import CUDA_MULTIPLE, round_up
+from service.scheduling.cost_model import Cost
+from service.scheduling.entries import Entry
+from service.scheduling.fair_queue import FairQueue, ModelStatistics
+
+CHEAP_ENOUGH = (
+    1.01  # a price per token within 1 % of the lowest: a longer batch is not worth its latency
+)
+
+
+class Budget(NamedTuple):
+    """The limits of one batch; a single entry above them still runs, unbatched.
+
+    tokens: computed tokens, padding included where the graph computes it
+    size: entries
+    share: tokens, so that every slot gets its part of the waiting ones
+    area: B * S * S of B sequences, S being the longest rounded up to `CUDA_MULTIPLE`: what attention may store on a GPU
+    """
+
+    tokens: int
+    size: int
+    share: float = math.inf
+    area: float = math.inf
+
+
+class Planned(NamedTuple):
+    """A batch to run.
+
+    width: the slots that it takes
+    hold_s: seconds to wait for more entries before it runs; 0 is at once
+    """
+
+    model: ModelStatistics
+    batch: list[Entry]
+    width: int
+    hold_s: float
+
+
+def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
+    """Choose the next batch from candidates in order of the fair queue; empty when none is left to run.
+
+    The first candidate leads the batch. The others are entries of its model, nearest in length first, up to the size
+    at which a token is about as cheap as it gets: a larger batch would gain nothing, and all of its entries would wait
+    for it. An unbatched entry leads no other and joins no batch.
+    """
+    live = [entry for entry in entries if not entry.done and entry.deadline > now]
+    if not live:
+        return []
+    lead = live[0]
+    if lead.unbatched:
+        return [lead]
+    others = [e for e in live if e is not lead and e.bundle == lead.bundle and not e.unbatched]
+    others.sort(key=lambda entry: abs(entry.tokens - lead.tokens))
+    return _cheapest(lead, others, cost, budget)
+
+
+def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
+    batch, tokens, longest = [lead], lead.tokens, lead.tokens
+    prices = [cost.seconds(tokens, 1, longest) / tokens]
+    bounded = budget.area < math.inf
+    for entry in others:
+        if len(batch) >= budget.size:
+            break
+        together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
+        if together[0] > budget.share or cost.computed(*together) > budget.tokens:
+            continue
+        if bounded and area(*together[1:]) > budget.area:
+            continue
+        batch.append(entry)
+        tokens, _, longest = together
+        prices.append(cost.seconds(*together) / tokens)
+    enough = CHEAP_ENOUGH * min(prices)
+    size = next(size for size, price in enumerate(prices, 1) if price <= enough)
+    return batch[:size]
+
+
+def area(size: int, longest: int) -> int:
+    """Return B * S * S of a batch, as `Budget.area` counts it."""
+    return size * round_up(longest, CUDA_MULTIPLE) ** 2
+
+
+class Planner:
+    """Plans batches from a fair queue for the slots of a device.
+
+    budget: the limits of every batch
+    slots: of the device
+    wide: the slots of an intra-op parallel batch
+    max_wait_s: how long a batch may wait for more entries
+    """
+
+    def __init__(
+        self, queue: FairQueue, budget: Budget, slots: int, wide: int, max_wait_s: float
+    ) -> None:
+        self._queue = queue
+        self.budget = budget
+        self.slots = slots
+        self._wide = wide
+        self._max_wait_s = max_wait_s
+
+    def next(self, now: float, idle: int, may_hold: bool) -> Planned | None:
+        """Plan the next batch for `idle` slots; None if all candidates are cancelled. Requires a waiting entry.
+
+        With no idle slot it is the batch for the next slot that becomes idle.
+        """
+        model, pool = self._queue.pool()
+        width = self._width(model, pool, idle)
+        cost = model.estimators[width].cost
+        share = math.ceil(self._queue.tokens * width / (idle or self.slots))
+        batch = plan(pool, cost, self._limits(model, share), now)
+        if not batch:
+            return None
+        hold_s = self._hold_s(model, batch[0], cost, now) if may_hold else 0.0
+        return Planned(model, batch, width, max(hold_s, 0.0))
+
+    def expected_rate(self, model: ModelStatistics) -> float:
+        """Return the tokens per second of all slots in full batches of a model, by its measured cost."""
+        size = min(self._size(model), self.budget.tokens // model.mean_length)
+        if model.area < math.inf:
+            size = min(size, int(model.area // area(1, model.mean_length)))
+        lengths = [model.mean_length] * max(size, 1)
+        return self.slots * model.estimators[1].tokens_per_second(lengths)
+
+    def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
+        """Return the slots of the next batch: several if they are idle, fewer entries wait, and it ends sooner so.
+
+        Now and then the other choice is tried.
+        """
+        if not self._queue.size < self._wide <= idle:
+            return 1
+        pool = pool[: self._size(model)]
+        longest = max(entry.tokens for entry in pool)
+        together = sum(entry.tokens for entry in pool), len(pool), longest
+        wide = model.estimators[self._wide].cost.seconds(*together)
+        narrow = model.estimators[1].cost.seconds(longest, 1, longest)
+        trial = model.count_choice()
+        return self._wide if (wide < narrow) is not trial else 1
+
+    def _limits(self, model: ModelStatistics, share: float) -> Budget:
+        """Return the limits of a batch of a model."""
+        return Budget(self.budget.tokens, self._size(model), share, model.area)
+
+    def _size(self, model: ModelStatistics) -> int:
+        """Return how many entries a batch of the model may hold."""
+        return 1 if model.unbatched else self.budget.size
+
+    def _hold_s(self, model: ModelStatistics, lead: Entry, cost: Cost, now: float) -> float:
+        """Return how long to wait for more entries; not positive if the batch is full or due."""
+        full = model.tokens >= self.budget.tokens or model.size >= self._size(model)
+        if full or lead.unbatched:
+            return 0.0
+        if self._queue.tokens > model.tokens:
+            return 0.0  # another model could use the slot
+        slack_s = lead.deadline - now - cost.seconds(lead.tokens, 1, lead.tokens)
+        return min(self._max_wait_s, lead.arrival + self._max_wait_s - now, slack_s)

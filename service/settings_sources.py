@@ -1,0 +1,240 @@
+"""Settings from wherever they are given, and where each came from: a flag, a variable, a file, or nowhere.
+
+A flag goes before a variable, a variable before the file, the file before the default.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr, ValidationError
+
+from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
+from service.settings import Settings, Variables, did_you_mean, flag, variable
+
+FILE = Path("quartet.toml")  # read when no other is named
+BUNDLES = Path("bundles")  # looked in when no bundle is named
+NOT_IN_FILES = frozenset({"api_key", "config"})
+CANNOT_GO_ON = 4  # the exit status of a service in a state that it cannot leave by itself
+PATHS = frozenset({"api_keys", "bundles", "models_dir"})
+
+Given = Mapping[str, Any]
+
+
+class ConfigError(Exception):
+    """Settings that cannot be served with; the message says all that is wrong, and where it is from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Settings to serve with, in which all bundles and keys are that were found, and no plain key is.
+
+    given: what they were made from; origins: where each setting is from that is not a default
+    key_files: the files that API keys are from
+    """
+
+    settings: Settings
+    given: Settings
+    origins: Mapping[str, str]
+    key_files: Sequence[Path]
+
+
+def configure(flags: Given) -> Configuration:
+    """Settings from flags, by the fields' names, from the environment and from a file. Raises ConfigError."""
+    given, origins, path = gather(flags)
+    if given.models_dir is not None and not given.models_dir.is_dir():
+        raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
+    bundles, keys = given.bundles or find_bundles(), find_keys(given)
+    found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
+    settings = given.model_copy(update=found)
+    return Configuration(settings, given, origins, key_files(given, origins, path))
+
+
+def gather(flags: Given) -> tuple[Settings, Mapping[str, str], Path | None]:
+    """Settings as they are given, the origin of each, and the file of settings. Raises ConfigError."""
+    variables = Variables(Settings)()
+    refuse_empty(flags, {name: flag(name) for name in flags} | {"bundles": "arguments"})
+    path = config_file({**variables, **flags})
+    filed = read_file(path) if path else {}
+    refuse_empty(filed, dict.fromkeys(filed, str(path)))
+    origins = {
+        **dict.fromkeys(filed, str(path)),
+        **{name: variable(name) for name in variables},
+        **{name: "arguments" if name == "bundles" else flag(name) for name in flags},
+    }
+    try:
+        given = Settings(**{**filed, **variables, **flags})
+    except ValidationError as error:
+        faults = (fault_of(fault, origins, path) for fault in error.errors())
+        raise ConfigError("; ".join(faults)) from None
+    if "keys" in origins and not given.keys:
+        raise ConfigError(f"{origins['keys']}: there is no key in keys")
+    return given, origins, path
+
+
+def key_files(given: Settings, origins: Mapping[str, str], path: Path | None) -> Sequence[Path]:
+    in_file = path is not None and str(path) in (origins.get("keys"), origins.get("api_keys"))
+    return [*filter(None, (path if in_file else None, given.api_keys))]
+
+
+class KeySource:
+    """Where API keys come from, to read them again; `files`: those that the last reading found them in."""
+
+    def __init__(self, flags: Given, files: Sequence[Path]) -> None:
+        self._flags = flags
+        self.files = files
+
+    def read(self) -> Keys:
+        """All keys. Raises ConfigError, also where no key is left, for that would open the service to all."""
+        given, origins, path = gather(self._flags)
+        keys = find_keys(given)
+        self.files = key_files(given, origins, path)
+        if not keys:
+            raise ConfigError("no key is left")
+        return keys
+
+
+# -- the file of settings -----------------------------------------------------------------------------
+
+
+def config_file(given: Given) -> Path | None:
+    if "config" in given:
+        return Path(given["config"])
+    return FILE if FILE.is_file() else None
+
+
+def read_file(path: Path) -> Given:
+    """The settings in a file; paths are relative to where it is. Raises ConfigError."""
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    if faults := [*strange(read)]:
+        raise ConfigError("; ".join(f"{path}: {fault}" for fault in faults))
+    return {
+        name: beside(path, value) if name in PATHS and not is_empty(value) else value
+        for name, value in read.items()
+    }
+
+
+def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for settings that are given and empty."""
+    if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
+        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
+
+
+def is_empty(value: object) -> bool:
+    """Whether a setting is an empty string, or a list that has one, which would name the working directory."""
+    return value == "" or (isinstance(value, list) and "" in value)
+
+
+def strange(read: Given) -> Iterator[str]:
+    """What a file holds that it should not."""
+    known = Settings.model_fields.keys() - NOT_IN_FILES
+    for name in read:
+        if name in NOT_IN_FILES:
+            yield f"{name}: is not for files"
+        elif name not in known:
+            yield f"{name}: is not a setting{did_you_mean(name, known)}"
+
+
+def beside(path: Path, value: object) -> object:
+    if isinstance(value, list):
+        return [beside(path, item) for item in value]
+    return path.parent / value if isinstance(value, str) else value
+
+
+# -- what is found ------------------------------------------------------------------------------------
+
+
+def find_bundles() -> tuple[Path, ...]:
+    """Those that lie where bundles are looked for, by name. Raises ConfigError when there are none."""
+    # What a main process that is told its bundles does not need.
+    from service.core.bundle import MANIFEST
+
+    found = tuple(sorted(manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
+    if not found:
+        raise ConfigError(f"name a bundle to serve: there is none in {BUNDLES}/")
+    return found
+
+
+def find_keys(given: Settings) -> Keys:
+    """All keys, from wherever they are. Raises ConfigError."""
+    plain = given.api_key
+    filed = read_key_file(given.api_keys) if given.api_keys else {}
+    only = {ONLY: Key(sha256=digest(plain.get_secret_value()).hex())} if plain else {}
+    try:
+        return join_keys(given.keys, filed, only)
+    except ValueError as error:
+        raise ConfigError(f"keys: {error}") from None
+
+
+def read_key_file(path: Path) -> Keys:
+    try:
+        return read_keys(path)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+
+
+# -- what is told -------------------------------------------------------------------------------------
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    if isinstance(error, ValidationError):
+        faults = (f"{path}: {dotted(fault['loc'])}{reason(fault)}" for fault in error.errors())
+        return ConfigError("; ".join(faults))
+    return ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+def fault_of(fault: Given, origins: Mapping[str, str], path: Path | None) -> str:
+    """One thing that is wrong with a setting: the flag, the variable or the file's line, and why."""
+    name, *inner = fault["loc"]
+    place = fault["loc"] if origins[name] == str(path) else inner
+    return f"{origins[name]}: {dotted(place)}{reason(fault)}"
+
+
+def dotted(place: Sequence[int | str]) -> str:
+    return f"{'.'.join(map(str, place))}: " if place else ""
+
+
+def reason(fault: Given) -> str:
+    if fault["type"] == "extra_forbidden":
+        return f"is not known{did_you_mean(str(fault['loc'][-1]), Key.model_fields)}"
+    return str(fault["msg"]).removeprefix("Value error, ")
+
+
+def report(configuration: Configuration) -> str:
+    """A line for each setting: its name, its value, unless it is a secret, and where that is from."""
+    settings, given, origins = configuration.settings, configuration.given, configuration.origins
+    told = {"api_keys": given, "api_key": given}
+    lines = [
+        (name, shown(getattr(told.get(name, settings), name)), origin(name, origins))
+        for name in Settings.model_fields
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    return "\n".join(
+        f"{name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in lines
+    )
+
+
+def origin(name: str, origins: Mapping[str, str]) -> str:
+    if name == "keys":
+        named = [origins[each] for each in ("keys", "api_keys", "api_key") if each in origins]
+        return ", ".join(named) or "default"
+    return origins.get(name, "default")
+
+
+def shown(value: object) -> str:
+    """A value as people write it; of keys their names."""
+    match value:
+        case None:
+            return "unset"
+        case SecretStr():
+            return "(not shown)"
+        case bool():
+            return str(value).lower()
+        case tuple() | Mapping():
+            return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,57 @@
+"""A peer's environment is built once for what it is made from, and one that cannot be built says why."""
+
+import re
+
+import pytest
+
+from benchmarks.lib import environments
+from benchmarks.lib.environments import PEERS, Unavailable
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """The folder of a peer that asks for nothing, beside an empty `build`."""
+    folder = tmp_path / "peers" / "nobody"
+    folder.mkdir(parents=True)
+    (folder / "requirements.txt").write_text("# nothing\n")
+    monkeypatch.setattr(environments, "PEERS", folder.parent)
+    monkeypatch.setattr(environments, "BUILT", tmp_path / "build")
+    return folder
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_build(peer, capsys):
+    """It is built when it is missing, left alone when it is up to date, and out of date when the peer changes."""
+    assert ["nobody"] == environments.names()
+    with pytest.raises(Unavailable, match="has not been built"):
+        environments.python_of("nobody")
+
+    python = environments.build("nobody")
+    assert python.is_file()
+    assert "nobody: building" in capsys.readouterr().out
+    assert python == environments.build("nobody") == environments.python_of("nobody")
+    assert "is up to date" in capsys.readouterr().out
+
+    (peer / "requirements.txt").write_text("# nothing at all\n")
+    with pytest.raises(Unavailable, match="is out of date"):
+        environments.python_of("nobody")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_build_fails(peer):
+    """What pip said is the reason, and nothing is left that could be taken for an environment."""
+    (peer / "requirements.txt").write_text("./absent\n")
+
+    with pytest.raises(Unavailable, match=r"cannot be built: ERROR: .*absent"):
+        environments.build("nobody")
+    assert not (environments.BUILT / "nobody").exists()
+
+
+@pytest.mark.parametrize("peer", environments.names())
+def test_requirements_are_pinned(peer):
+    """Every line names one version, so that a comparison can be repeated."""
+    lines = (PEERS / peer / "requirements.txt").read_text().splitlines()
+
+    assert [] == [line for line in lines if not re.fullmatch(r"[\w.-]+(\[[\w,]+\])?==[\d.]+", line)]

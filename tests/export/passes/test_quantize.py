@@ -1,0 +1,203 @@
+"""int8 products and tables, node by node, against numpy."""
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from export.passes.quantize import TINY, quantize, weight_scales
+from tests.conftest import Traced
+from tests.export.helpers import run_graph
+
+Floats = NDArray[np.float32]
+
+WEIGHT = "model.encoder.layers.0.attention.qkv.weight"
+TABLE = "model.encoder.embeddings.word.weight"
+
+
+def graph_of(
+    node: onnx.NodeProto, constants: dict[str, Floats], inputs: dict[str, tuple[int, list]]
+) -> onnx.ModelProto:
+    """A graph of one node that gives y."""
+    graph = helper.make_graph(
+        [node],
+        "one node",
+        [helper.make_tensor_value_info(name, *described) for name, described in inputs.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["T", None])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    domains = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+IDS = (TensorProto.INT64, ["T"])
+
+
+def linear(weight: Floats, bias: Floats, name: str = WEIGHT) -> onnx.ModelProto:
+    """y = x @ weight.T + bias, in a graph that has token ids as ours have."""
+    node = helper.make_node("Gemm", ["x", name, "bias"], ["y"], name="product", transB=1)
+    x = (TensorProto.FLOAT, ["T", weight.shape[1]])
+    return graph_of(node, {name: weight, "bias": bias}, {"input_ids": IDS, "x": x})
+
+
+def run_linear(weight: Floats, bias: Floats, x: Floats) -> Floats:
+    """The quantised product."""
+    ids = np.zeros(len(x), dtype=np.int64)
+    return run_graph(quantize(linear(weight, bias)), {"input_ids": ids, "x": x})["y"]
+
+
+def normal(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def int8_product(x: Floats, weight: Floats, bias: Floats) -> Floats:
+    """The same product written out: a scale per row of x and per row of the weight."""
+    rows = np.maximum(np.abs(x).max(axis=1) * np.float32(1 / 127), np.float32(1e-20))[:, None]
+    columns = np.abs(weight).max(axis=1) / np.float32(63)
+    whole = np.clip(np.rint(x / rows), -128, 127).astype(np.int64)
+    product = whole @ np.rint(weight / columns[:, None]).astype(np.int64).T
+    return (product * columns * rows + bias).astype(np.float32)
+
+
+def initializers(proto: onnx.ModelProto) -> dict[str, NDArray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+
+
+class TestProduct:
+    weight, bias = normal(24, 16, seed=1), normal(24, seed=2)
+
+    def run(self, x: Floats) -> Floats:
+        return run_linear(self.weight, self.bias, x)
+
+    @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+    def test_as_in_numpy(self, scale: float) -> None:
+        """The graph computes what the formula says, for activations of any size."""
+        x = normal(40, 16) * np.float32(scale)
+        expected = int8_product(x, self.weight, self.bias)
+        np.testing.assert_allclose(self.run(x), expected, rtol=1e-5, atol=1e-5 * scale)
+
+    def test_near_fp32(self) -> None:
+        """And that is near the exact product: a few hundredths of an activation's size."""
+        x = normal(40, 16)
+        expected = x @ self.weight.T + self.bias
+        assert np.abs(self.run(x) - expected).max() < 0.02 * np.abs(expected).max()
+
+    def test_rows_know_nothing_of_each_other(self) -> None:
+        """A row's result is the same, to the bit, alone and beside rows a million times as large."""
+        x = normal(9, 16) * np.float32(10.0) ** np.arange(-4, 5, dtype=np.float32)[:, None]
+        together = self.run(x)
+        for index, row in enumerate(x):
+            np.testing.assert_array_equal(self.run(row[None]), together[index : index + 1])
+
+    def test_zero_rows(self) -> None:
+        """A row of zeros gives the bias: no division by zero, and no harm to the others."""
+        x = np.stack([np.zeros(16, np.float32), normal(16)])
+        found = self.run(x)
+        np.testing.assert_array_equal(found[0], self.bias)
+        np.testing.assert_allclose(found, int8_product(x, self.weight, self.bias), atol=1e-5)
+
+    def test_zero_weights(self) -> None:
+        """A row of zeros in the weight gives zeros, too."""
+        weight = self.weight * (np.arange(24) != 3)[:, None].astype(np.float32)
+        found = run_linear(weight, self.bias, normal(5, 16))
+        np.testing.assert_array_equal(found[:, 3], np.full(5, self.bias[3]))
+
+    def test_weights_have_seven_bits(self) -> None:
+        """Whole weights reach 63 in every row and no further, for AVX2 saturates beyond."""
+        whole = initializers(quantize(linear(self.weight, self.bias)))[f"{WEIGHT}.int8"]
+        assert np.int8 == whole.dtype
+        assert [63] * 24 == np.abs(whole).max(axis=0).tolist()
+
+    def test_heads_stay_exact(self) -> None:
+        """A product outside the trunk is left as it was."""
+        exact = linear(self.weight, self.bias, name="model.heads.sentiment.classifier.weight")
+        assert exact.graph.node[0] == quantize(exact).graph.node[-1]
+
+
+class TestLookup:
+    @pytest.fixture
+    def table(self) -> Floats:
+        table = normal(30, 8) * np.float32(10.0) ** np.arange(-15, 15, dtype=np.float32)[:, None]
+        table[4] = 0
+        return table
+
+    def run(self, table: Floats, ids: list[int]) -> Floats:
+        node = helper.make_node("Gather", [TABLE, "input_ids"], ["y"], name="lookup")
+        lookup = graph_of(node, {TABLE: table}, {"input_ids": IDS})
+        return run_graph(quantize(lookup), {"input_ids": np.asarray(ids)})["y"]
+
+    def test_within_half_a_step(self, table: Floats) -> None:
+        """Each row is off by at most half of its own step, however large its neighbours are."""
+        steps = np.abs(table).max(axis=1, keepdims=True) / 127
+        assert (np.abs(self.run(table, [*range(30)]) - table) <= 0.501 * steps).all()
+
+    def test_zero_row(self, table: Floats) -> None:
+        """A row of zeros stays one."""
+        np.testing.assert_array_equal(self.run(table, [4]), np.zeros((1, 8), np.float32))
+
+
+class TestWholeModel:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def quantized(cls, traced: Traced) -> onnx.ModelProto:
+        return quantize(traced.packed)
+
+    def test_the_trunk_is_whole(self, quantized: onnx.ModelProto) -> None:
+        """The four products of every layer are whole; the heads' stay exact, as does attention."""
+        kinds = [node.op_type for node in quantized.graph.node]
+        assert 2 * 4 == kinds.count("MatMulIntegerToFloat")
+        assert 2 == kinds.count("MultiHeadAttention")
+        exact = [node.input[1] for node in quantized.graph.node if node.op_type == "Gemm"]
+        assert exact
+        assert all(".heads." in name for name in exact)
+
+    def test_all_weights_have_seven_bits(self, quantized: onnx.ModelProto) -> None:
+        """No matrix of the trunk goes beyond 63."""
+        whole = {n: v for n, v in initializers(quantized).items() if v.dtype == np.int8}
+        table = whole.pop(f"{TABLE}.int8")
+        assert 2 * 4 == len(whole)
+        assert [63] * len(whole) == [int(np.abs(value).max()) for value in whole.values()]
+        assert 127 == np.abs(table).max()
+
+    def test_exact_weights_are_gone(self, traced: Traced, quantized: onnx.ModelProto) -> None:
+        """What was made whole is not kept beside: the graph is about a quarter as large."""
+        assert quantized.ByteSize() < 0.5 * traced.packed.ByteSize()
+        assert TABLE not in initializers(quantized)
+
+    def test_the_original_is_untouched(self, traced: Traced) -> None:
+        """Quantising copies: the fp32 graph is exported after it."""
+        before = traced.packed.SerializeToString(deterministic=True)
+        quantize(traced.packed)
+        assert before == traced.packed.SerializeToString(deterministic=True)
+
+
+def test_scales_of_zeros_are_positive() -> None:
+    """A row of zeros has a scale to divide by."""
+    assert np.float32(TINY) == weight_scales(np.zeros((1, 4), np.float32), 63)[0]
+
+
+def test_foreign_layouts_are_our_bug() -> None:
+    """A product whose weight is not transposed is not one of ours; it is not quantised wrong."""
+    model = linear(normal(16, 16), normal(16))
+    model.graph.node[0].attribute[0].i = 0
+    with pytest.raises(AssertionError, match="transposed"):
+        quantize(model)
+
+
+def test_without_a_bias() -> None:
+    """A product whose bias was all zeros, and so left out by the tracer, is quantised alike."""
+    weight, x, zeros = normal(16, 32), normal(5, 32, seed=1), np.zeros(16, dtype=np.float32)
+    proto = linear(weight, zeros)
+    del proto.graph.node[0].input[2]
+    found = run_graph(quantize(proto), {"input_ids": np.zeros(5, dtype=np.int64), "x": x})["y"]
+    np.testing.assert_array_equal(found, run_linear(weight, zeros, x))
+
+
+def test_a_product_in_another_form() -> None:
+    """A graph whose matrices are used in a way that is not known would stay exact in silence: it is refused."""
+    node = helper.make_node("MatMul", ["x", WEIGHT], ["y"], name="product")
+    x = (TensorProto.FLOAT, ["T", 32])
+    proto = graph_of(node, {WEIGHT: normal(32, 16)}, {"input_ids": IDS, "x": x})
+    with pytest.raises(ValueError, match=f"cannot quantise this graph: {WEIGHT}"):
+        quantize(proto)

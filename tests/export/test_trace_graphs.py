@@ -1,0 +1,294 @@
+"""The traced graphs: their names, what they are made of, and that they answer as PyTorch does."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+from export import trace_graphs
+from export.passes import mask_free_attention
+from model.checkpoints.checkpoint import load_model
+from model.config import BertConfig
+from model.families.modernbert import ModernBertConfig, rotation_speeds
+from model.heads import Model
+from service.core import bundle
+from service.core.bundle import Head
+from service.core.session import CPU, Session, SessionOptions
+from tests.conftest import Traced
+from tests.export.helpers import (
+    assert_same_as_torch,
+    batch,
+    copied,
+    open_graph,
+    run_graph,
+    run_packed,
+    run_portable,
+    run_value,
+)
+from tests.tiny import HEADS, perturb
+
+LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 512, 7]}
+
+# Values that a trace names so itself, graph inputs, and parts of our modules, in no order that sorting gives.
+AWKWARD_HEADS = {
+    "linear": Head(task="qa"),
+    "embedding": Head(task="classification", labels=("a", "b", "c")),
+    "gelu": Head(task="embedding", pooling="cls", dimensions=32),
+    "add": Head(task="ner", labels=("O", "B-X", "I-X")),
+    "encoder": Head(task="embedding", pooling="mean", dimensions=32),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Path) -> Model:
+    return load_model(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def awkward() -> Model:
+    """One layer, odd sizes, and heads named to collide with whatever they can."""
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=40,
+        max_position_embeddings=512,
+    )
+    return perturb(Model(config, AWKWARD_HEADS))
+
+
+@pytest.fixture(scope="module")
+def awkward_packed(awkward: Model) -> onnx.ModelProto:
+    return trace_graphs.export_packed(awkward)
+
+
+def shapes(values: list) -> dict[str, list[str | int]]:
+    return {value.name: value.shape for value in values}
+
+
+def operators(proto: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(node.domain, node.op_type) for node in proto.graph.node]
+
+
+class TestContract:
+    def test_packed_inputs(self, traced: Traced) -> None:
+        """The packed graph takes the packed arrays and the layout, by these names and shapes."""
+        session = open_graph(traced.packed)
+        expected = {
+            "input_ids": ["T"],
+            "token_type_ids": ["T"],
+            "position_ids": ["T"],
+            "lengths": ["B"],
+            "unpack": ["B", "S"],
+            "pack": ["T"],
+        }
+        assert expected == shapes(session.get_inputs())
+        assert {"tensor(int64)"} == {value.type for value in session.get_inputs()}
+
+    def test_portable_inputs(self, traced: Traced) -> None:
+        """The portable graph takes what every runtime's users have: padded ids with their mask."""
+        session = open_graph(traced.portable)
+        names = ["input_ids", "attention_mask", "token_type_ids"]
+        assert {name: ["B", "S"] for name in names} == shapes(session.get_inputs())
+
+    def test_packed_outputs(self, traced: Traced) -> None:
+        """Outputs are the heads, in their order; each has a row per sequence or per token."""
+        expected = {
+            "sentiment": ["B", 3],
+            "topics": ["B", 4],
+            "entities": ["T", 5],
+            "answers": ["T", 2],
+            "embeddings": ["B", 64],
+        }
+        found = shapes(open_graph(traced.packed).get_outputs())
+        assert [*expected] == [*HEADS]
+        assert [*expected.items()] == [*found.items()]
+
+    def test_portable_outputs(self, traced: Traced) -> None:
+        """The portable graph has the same outputs; those per token are padded."""
+        found = shapes(open_graph(traced.portable).get_outputs())
+        assert [*HEADS] == [*found]
+        assert [["B", "S", 5], ["B", "S", 2]] == [found["entities"], found["answers"]]
+
+    def test_packed_attention(self, traced: Traced) -> None:
+        """Every layer's attention is one node of the runtime's own, and nothing else is."""
+        foreign = [name for name in operators(traced.packed) if name[0] not in ("", "ai.onnx")]
+        assert [("com.microsoft", "MultiHeadAttention")] * 2 == foreign
+
+    def test_portable_operators(self, traced: Traced) -> None:
+        """The portable graph holds operators of the ONNX standard alone."""
+        assert {""} == {domain for domain, _ in operators(traced.portable)}
+        assert [""] == [entry.domain for entry in traced.portable.opset_import]
+
+    def test_opset(self, traced: Traced) -> None:
+        """Both graphs have the opset that the manifest will state."""
+        for proto in (traced.packed, traced.portable):
+            assert trace_graphs.OPSET in [e.version for e in proto.opset_import if e.domain == ""]
+
+    def test_no_traces_of_tracing(self, traced: Traced) -> None:
+        """A graph says nothing of the machine and the code that it was traced with."""
+        for proto in (traced.packed, traced.portable):
+            text = str(proto.graph.node)
+            assert "metadata_props" not in text
+            assert "/" not in "".join(node.doc_string for node in proto.graph.node)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+class TestParity:
+    def test_packed(self, lengths: list[int], tiny: Model, traced: Traced) -> None:
+        """The packed graph gives PyTorch's outputs, whatever lengths ride together."""
+        packed = batch(lengths, tiny.config.vocab_size)
+        assert_same_as_torch(tiny, run_packed(traced.packed, packed), packed)
+
+    @pytest.mark.parametrize("padding", [0, 3], ids=["", "more padding than needed"])
+    def test_portable(self, padding: int, lengths: list[int], tiny: Model, traced: Traced) -> None:
+        """So does the portable graph, however much padding its mask hides."""
+        packed = batch([min(length, 500) for length in lengths], tiny.config.vocab_size)
+        found = run_portable(traced.portable, tiny, packed, padding)
+        assert_same_as_torch(tiny, found, packed)
+
+    def test_awkward_heads(
+        self, lengths: list[int], awkward: Model, awkward_packed: onnx.ModelProto
+    ) -> None:
+        """Heads named as the trace names its own values keep their names, order and numbers."""
+        packed = batch(lengths, 50)
+        assert_same_as_torch(awkward, run_packed(awkward_packed, packed), packed)
+
+
+def test_awkward_portable(awkward: Model) -> None:
+    """The portable graph, too, bears heads that are named as its own values."""
+    packed = batch([4, 9], 50)
+    found = run_portable(trace_graphs.export_portable(awkward), awkward, packed)
+    assert_same_as_torch(awkward, found, packed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *trace_graphs.PORTABLE_INPUTS}),
+)
+def test_head_named_as_an_input(name: str, awkward: Model) -> None:
+    """A head cannot bear an input's name; it is refused before anything is traced."""
+    model = Model(awkward.config, {name: Head(task="qa")})
+    with pytest.raises(ValueError, match=f"{name}.*input"):
+        trace_graphs.export_packed(model)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(1, 48, 3), (3, 64, 1)])
+def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
+    """Any shape of encoder agrees with PyTorch, packed."""
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=80,
+        max_position_embeddings=64,
+        layer_norm_eps=1e-5,
+    )
+    model = perturb(Model(config, {"entities": HEADS["entities"], "sentiment": HEADS["sentiment"]}))
+    packed = batch([3, 64, 17], 40)
+    assert_same_as_torch(model, run_packed(trace_graphs.export_packed(model), packed), packed)
+
+
+def test_rotations_far_from_the_beginning() -> None:
+    """Are PyTorch's to the last bit: sharp attention makes much of a little."""
+    config = ModernBertConfig(
+        vocab_size=50,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=40,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        global_rope_theta=10_000.0,
+    )
+    proto = trace_graphs.export_packed(Model(config, {"answers": Head(task="qa")}))
+    (angles,) = (node.input[0] for node in proto.graph.node if node.op_type == "Cos")
+
+    packed = batch([8192], 50)
+    found = run_value(proto, angles, packed)
+
+    speeds = rotation_speeds(64, 10_000.0).numpy()
+    expected = packed.position_ids[:, None].astype(np.float32) * speeds
+    np.testing.assert_array_equal(found.squeeze(), expected)
+
+
+@pytest.mark.parametrize("layout", ["packed", "portable"])
+def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
+    """The real MiniLM's graphs, as they lie in its bundle, agree with PyTorch."""
+    from model.checkpoints.source import read_source
+
+    opened = bundle.load(minilm_bundle)
+    record = next(g for g in opened.manifest.graphs if (g.precision, g.layout) == ("fp32", layout))
+    packed = batch([12, 256, 3, 77], 30522)
+    found = Session(opened, record, CPU, SessionOptions(threads=1)).run(packed)
+    assert_same_as_torch(read_source(minilm_folder).model, found, packed)
+
+
+@pytest.fixture(scope="module")
+def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both graphs beside their weight file."""
+    folder = tmp_path_factory.mktemp("saved")
+    graphs = {
+        folder / name: copied(proto)
+        for name, proto in (("a.onnx", traced.packed), ("b.onnx", traced.portable))
+    }
+    trace_graphs.save_sharing_weights(graphs, folder / trace_graphs.WEIGHTS)
+    return folder
+
+
+def external(saved: Path) -> dict[str, set[tuple[int, int]]]:
+    """Where each graph's large tensors stand in the weight file."""
+    places: dict[str, set[tuple[int, int]]] = {}
+    for name in ("a.onnx", "b.onnx"):
+        proto = onnx.load(saved / name, load_external_data=False)
+        told = [
+            {entry.key: entry.value for entry in tensor.external_data}
+            for tensor in proto.graph.initializer
+            if uses_external_data(tensor)
+        ]
+        assert {trace_graphs.WEIGHTS} == {entry["location"] for entry in told}
+        places[name] = {(int(entry["offset"]), int(entry["length"])) for entry in told}
+    return places
+
+
+class TestSharedWeights:
+    def test_every_weight_stands_once(self, saved: Path, traced: Traced) -> None:
+        """The file holds each large weight of either graph once, and nothing that a graph has besides."""
+        content = (saved / trace_graphs.WEIGHTS).read_bytes()
+        places = set.union(*external(saved).values())
+        pieces = [content[offset : offset + length] for offset, length in places]
+        tensors = [*traced.packed.graph.initializer, *traced.portable.graph.initializer]
+        weights = [t for t in tensors if not t.name.startswith(mask_free_attention.PREFIX)]
+        large = {numpy_helper.to_array(tensor).tobytes() for tensor in weights}
+        large = {raw for raw in large if len(raw) >= trace_graphs.SMALL}
+        assert len(pieces) == len(set(pieces))
+        assert large == set(pieces)
+        assert len(content) < sum(map(len, pieces)) + trace_graphs.ALIGNMENT * len(pieces)
+
+    def test_both_graphs_use_the_same_weights(self, saved: Path) -> None:
+        """The model's matrices are in both graphs, at one place each."""
+        places = external(saved)
+        total = sum(length for _, length in places["a.onnx"] | places["b.onnx"])
+        shared = sum(length for _, length in places["a.onnx"] & places["b.onnx"])
+        assert shared > 0.9 * total
+
+    def test_weights_begin_at_pages(self, saved: Path) -> None:
+        """Tensors begin at page boundaries, so that a runtime may map the file."""
+        starts = [offset for offset, _ in set.union(*external(saved).values())]
+        assert [0] * len(starts) == [start % trace_graphs.ALIGNMENT for start in starts]
+
+    def test_saved_graph_answers_the_same(self, saved: Path, tiny: Model, traced: Traced) -> None:
+        """Where the weights stand does not change what the graph computes."""
+        from service.core.session import ort
+
+        session = ort.InferenceSession(saved / "b.onnx", providers=["CPUExecutionProvider"])
+        ids = np.arange(12).reshape(2, 6)
+        feeds = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
+        expected = run_graph(traced.portable, feeds)
+        for name, value in zip(expected, session.run([*expected], feeds), strict=True):
+            np.testing.assert_array_equal(value, expected[name])

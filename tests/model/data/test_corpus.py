@@ -1,0 +1,180 @@
+"""Pretraining text is read whole, cut into its sentences, and tokenised once."""
+
+import gzip
+import itertools
+import lzma
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from model import tokenizer
+from model.data import corpus
+from model.data.checksums import DataError
+from model.data.corpus import Corpus, sentences
+from model.families.registry import FAMILIES
+
+
+class TestSentences:
+    @pytest.mark.parametrize(
+        ("paragraph", "expected"),
+        [
+            ("It rained. We stayed! Why? No idea.", ["It rained.", "We stayed!", "Why?", "No idea."]),
+            ("Dr. Noether met Mr. Hilbert. They spoke.", ["Dr. Noether met Mr. Hilbert.", "They spoke."]),
+            ("J. S. Bach wrote it. We heard it.", ["J. S. Bach wrote it.", "We heard it."]),
+            ("In the U.S. Congress sat. It rose.", ["In the U.S. Congress sat.", "It rose."]),
+            ("It closed in Oct. 1999, vs. May.", ["It closed in Oct. 1999, vs. May."]),
+            ("Rivers, e.g. Rhine, flow.", ["Rivers, e.g. Rhine, flow."]),
+            ('She said "Go." Then she left.', ['She said "Go."', "Then she left."]),
+            ("He asked “Who?” “Me.” (It was.) Yes.", ["He asked “Who?”", "“Me.”", "(It was.)", "Yes."]),
+            ('"Why?" he asked. Nobody knew.', ['"Why?" he asked.', "Nobody knew."]),
+            ("Wait... What was that?", ["Wait...", "What was that?"]),
+            ("On and on ... until dawn. It rained.", ["On and on ... until dawn.", "It rained."]),
+            ("It rose 3.5 percent. In 2017? 12 went.", ["It rose 3.5 percent.", "In 2017?", "12 went."]),
+            ("Really?! Yes.  Two   spaces.", ["Really?!", "Yes.", "Two   spaces."]),
+            ("no capital. no sentence", ["no capital. no sentence"]),
+            ("Without an end", ["Without an end"]),
+            ("  ", []),
+            ("", []),
+        ],
+    )  # fmt: skip
+    def test_cases(self, paragraph: str, expected: list[str]) -> None:
+        """Paragraphs are cut where sentences end, not after abbreviations, initials or numbers."""
+        assert sentences(paragraph) == expected
+
+    @given(st.text(alphabet="aB. !?\"'”()\n…é1"))
+    def test_nothing_is_lost(self, paragraph: str) -> None:
+        """Sentences are never empty, and together they are the paragraph."""
+        found = sentences(paragraph)
+
+        assert all(found)
+        assert "".join("".join(found).split()) == "".join(paragraph.split())
+
+
+class TestDocuments:
+    @pytest.mark.parametrize(
+        ("suffix", "write"), [(".txt", Path.open), (".gz", gzip.open), (".xz", lzma.open)]
+    )
+    def test_formats(
+        self, suffix: str, write: Callable[..., Any], tmp_path: Path, documents: list[list[str]]
+    ) -> None:
+        """Plain, gzipped and xz-ed files give the same documents: a paragraph per line."""
+        path = tmp_path / f"corpus{suffix}"
+        with write(path, "wt", encoding="utf-8") as file:
+            file.write("\n\n".join("\n".join(document) for document in documents))
+
+        assert list(corpus.documents([path])) == documents
+
+    def test_boundaries(self, tmp_path: Path) -> None:
+        """Any run of blank lines, and the end of a file, ends a document."""
+        (tmp_path / "a.txt").write_bytes(b"\n\none\r\n two \n \t\n\n\nthree")
+        (tmp_path / "b.txt").write_text("four\n\n")
+
+        found = list(corpus.documents([tmp_path / "a.txt", tmp_path / "b.txt"]))
+
+        assert found == [["one", "two"], ["three"], ["four"]]
+
+    def test_unknown_format(self, tmp_path: Path) -> None:
+        """A file of another kind is refused by name."""
+        with pytest.raises(ValueError, match=r"corpus\.zip: .*\.gz, \.xz, \.txt"):
+            list(corpus.documents([tmp_path / "corpus.zip"]))
+
+    def test_damage(self, tmp_path: Path) -> None:
+        """What cannot be unpacked is named, with how far it was read."""
+        path = tmp_path / "corpus.gz"
+        path.write_bytes(gzip.compress(b"one\ntwo\n")[:-4])
+        with pytest.raises(DataError, match=r"corpus\.gz cannot be read beyond line 2: .*ended"):
+            list(corpus.documents([path]))
+
+
+class TestBuild:
+    def test_tokens(
+        self, corpus_file: Path, documents: list[list[str]], small_tokenizer: Tokenizer
+    ) -> None:
+        """The corpus holds every document's sentences, in order, as their tokens."""
+        built = corpus.build([corpus_file], small_tokenizer)
+
+        texts = [[text for paragraph in d for text in sentences(paragraph)] for d in documents]
+        flat = [text for document in texts for text in document]
+        expected = small_tokenizer.encode_batch(flat, add_special_tokens=False)
+        found = [built.tokens(i, i + 1).tolist() for i in range(len(flat))]
+        assert found == [encoding.ids for encoding in expected]
+        assert built.num_documents == len(documents)
+        assert np.diff(built.document_starts).tolist() == [len(document) for document in texts]
+
+    @pytest.mark.parametrize("model_type", ["bert", "roberta", "albert"])
+    def test_sentences_are_read_as_running_text(
+        self, corpus_file: Path, documents: list[list[str]], model_type: str
+    ) -> None:
+        """Their tokens together are those of the whole, whatever the tokenizer makes of a space."""
+        family = FAMILIES[model_type]
+        cut = tokenizer.train(itertools.chain(*documents), 300, family=family)
+        built = corpus.build([corpus_file], cut)
+
+        for number, document in enumerate(documents):
+            running = " ".join(" ".join(sentences(paragraph)) for paragraph in document)
+            first, last = built.document_starts[number : number + 2]
+            expected = cut.encode(running, add_special_tokens=False).ids
+            assert built.tokens(first, last).tolist() == expected
+
+    def test_document_of(self, corpus_file: Path, small_tokenizer: Tokenizer) -> None:
+        """Every sentence knows the sentences of its own document."""
+        built = corpus.build([corpus_file], small_tokenizer)
+
+        for first, last in zip(built.document_starts, built.document_starts[1:], strict=False):
+            for sentence in range(first, last):
+                assert built.document_of(sentence) == (first, last)
+
+    def test_no_text(self, tmp_path: Path, small_tokenizer: Tokenizer) -> None:
+        """Files without text are refused by name."""
+        (tmp_path / "empty.txt").write_text("\n\n")
+
+        with pytest.raises(ValueError, match=r"no text in .*empty\.txt"):
+            corpus.build([tmp_path / "empty.txt"], small_tokenizer)
+
+    def test_large_vocabulary(self) -> None:
+        """A vocabulary whose ids do not fit 16 bits is refused."""
+        large: Any = SimpleNamespace(get_vocab_size=lambda: 2**16 + 1)
+
+        with pytest.raises(ValueError, match="65537 does not fit"):
+            corpus.build([], large)
+
+    def test_cache(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        corpus_file: Path,
+        tokenizer_file: Path,
+    ) -> None:
+        """A corpus is tokenised once, and anew for another file, its content, or another tokenizer."""
+        calls = []
+
+        def build(files: list[Path], tokenizer: Tokenizer) -> Corpus:
+            calls.append(files)
+            return built(files, tokenizer)
+
+        built = corpus.build
+        monkeypatch.setattr(corpus, "build", build)
+        other_file, other_tokenizer = tmp_path / "other.txt", tmp_path / "tokenizer.json"
+        other_file.write_text("One more. And one.")
+        other_tokenizer.write_text(tokenizer_file.read_text() + "\n")
+
+        first = corpus.load([corpus_file], tokenizer_file, tmp_path / "cache")
+        again = corpus.load([corpus_file], tokenizer_file, tmp_path / "cache")
+        corpus.load([corpus_file, other_file], tokenizer_file, tmp_path / "cache")
+        corpus.load([corpus_file], other_tokenizer, tmp_path / "cache")
+
+        other_file.write_text("One more. And two.")
+        corpus.load([corpus_file, other_file], tokenizer_file, tmp_path / "cache")
+
+        both = [corpus_file, other_file]
+        assert calls == [[corpus_file], both, [corpus_file], both]
+        assert all(map(np.array_equal, astuple(first), astuple(again)))
+        assert len(list((tmp_path / "cache").iterdir())) == 4

@@ -1,0 +1,274 @@
+"""Fine-tuning data is read from the formats people have, and what is wrong with it is named."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from model.data import labelled_rows
+from model.data.labelled_rows import DataError, Question, Similar, Text
+
+
+def write(path: Path, *lines: object) -> Path:
+    """A file of lines; what is no string is written as JSON."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def squad(path: Path, *questions: dict[str, object], context: str = "Ada drew it.") -> Path:
+    paragraph = {"context": context, "qas": list(questions)}
+    return write(path, {"data": [{"title": "t", "paragraphs": [paragraph]}]})
+
+
+def test_a_label_may_be_a_string_or_a_number(tmp_path: Path) -> None:
+    """Labels are strings from here on."""
+    path = write(
+        tmp_path / "a.jsonl",
+        {"text": "a", "label": "x"},
+        {"text": "b", "text_pair": "c", "label": 1},
+    )
+    assert labelled_rows.read(path, "classification") == [
+        Text(f"{path}:1", "a", None, ("x",)),
+        Text(f"{path}:2", "b", "c", ("1",)),
+    ]
+
+
+def test_several_labels_may_hold_together(tmp_path: Path) -> None:
+    """A multi-label row has a list, which may be empty."""
+    path = write(
+        tmp_path / "a.jsonl", {"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": []}
+    )
+    found = labelled_rows.read(path, "classification", "multi_label_classification")
+    assert [row.labels for row in found] == [("x", "y"), ()]
+
+
+@pytest.mark.parametrize("name", ["label", "score"])
+def test_a_regression_has_a_number(tmp_path: Path, name: str) -> None:
+    """The number may be called label or score."""
+    path = write(tmp_path / "a.jsonl", {"text": "a", name: 2.5}, {"text": "b", name: 3})
+    assert [row.score for row in labelled_rows.read(path, "classification", "regression")] == [
+        2.5,
+        3.0,
+    ]
+
+
+def test_packed_files_are_unpacked(tmp_path: Path) -> None:
+    """A name that ends in .gz says so; empty lines are no rows."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "caf\xc3\xa9", "label": "x"}\n\n'))
+    assert [row.text for row in labelled_rows.read(path, "classification")] == ["café"]
+
+
+def test_sentences_take_the_first_and_the_last_column(tmp_path: Path) -> None:
+    """Columns between them, -DOCSTART- lines and repeated empty lines do not matter."""
+    path = write(
+        tmp_path / "a.conll",
+        "-DOCSTART- -X- O O",
+        "",
+        "Ada NNP I-NP B-PER",
+        "sold\tVBD\tB-VP\tO",
+        "",
+        "",
+        "Turin NNP B-LOC",
+    )
+    first, second = labelled_rows.read(path, "ner")
+    assert (first.words, first.tags, first.where) == (["Ada", "sold"], ["B-PER", "O"], f"{path}:3")
+    assert (second.words, second.tags, second.where) == (["Turin"], ["B-LOC"], f"{path}:7")
+    assert (first.text, first.starts.tolist()) == ("Ada sold", [0, 4])
+
+
+def test_a_word_may_hold_blanks_of_other_kinds(tmp_path: Path) -> None:
+    """Only blanks and tabs part columns, not a no-break space."""
+    path = write(tmp_path / "a.txt", "10\N{NO-BREAK SPACE}000 O")
+    assert labelled_rows.read(path, "ner")[0].words == ["10\N{NO-BREAK SPACE}000"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "bio"),
+    [
+        ("O I-PER I-PER O", "O B-PER I-PER O"),
+        ("I-PER I-LOC", "B-PER B-LOC"),
+        ("I-PER B-PER I-PER", "B-PER B-PER I-PER"),
+        ("B-PER I-PER O B-PER", "B-PER I-PER O B-PER"),
+    ],
+)
+def test_every_entity_begins_with_b(tags: str, bio: str) -> None:
+    """IOB1 becomes BIO, and BIO stays what it is."""
+    assert labelled_rows.to_bio(tags.split()) == bio.split()
+
+
+def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
+    """SQuAD 2.0 says is_impossible, and may give plausible answers that are wrong."""
+    wrong = [{"text": "Ada", "answer_start": 0}]
+    path = squad(
+        tmp_path / "a.json",
+        {"id": "1", "question": "Who?", "answers": wrong},
+        {"id": "2", "question": "Why?", "is_impossible": True, "answers": wrong},
+    )
+    assert labelled_rows.read(path, "qa") == [
+        Question(f"{path}: question '1'", "Who?", "Ada drew it.", (("Ada", 0),)),
+        Question(f"{path}: question '2'", "Why?", "Ada drew it.", ()),
+    ]
+
+
+def test_similarity_goes_from_0_to_1(tmp_path: Path) -> None:
+    """A file's lowest and highest scores are 0 and 1, whatever scale it has."""
+    pair = {"text": "a", "text_pair": "b"}
+    path = write(tmp_path / "a.jsonl", *({**pair, "score": score} for score in (1, 5, 2)))
+    assert [row.score for row in labelled_rows.read(path, "embedding")] == [0.0, 1.0, 0.25]
+
+
+def test_scores_have_to_vary(tmp_path: Path) -> None:
+    """From equal ones nobody can tell whether the pairs are alike or not."""
+    pair = {"text": "a", "text_pair": "b", "score": 5}
+    path = write(tmp_path / "a.jsonl", {"texts": ["c", "d"]}, pair, pair)
+    with pytest.raises(DataError, match=r"a\.jsonl: all scores are 5"):
+        labelled_rows.read(path, "embedding")
+
+
+def test_texts_that_say_the_same_have_no_score(tmp_path: Path) -> None:
+    """Captions of one picture, and entailed pairs; pairs with another label are left out."""
+    pair = {"text": "a", "text_pair": "b"}
+    path = write(
+        tmp_path / "a.jsonl",
+        {"texts": ["x", "y", "z"]},
+        {**pair, "label": "entailment"},
+        {**pair, "label": "neutral"},
+    )
+    assert labelled_rows.read(path, "embedding") == [
+        Similar(f"{path}:1", ("x", "y", "z"), None),
+        Similar(f"{path}:2", ("a", "b"), None),
+    ]
+
+
+def test_anchors_have_a_positive_and_any_negatives(tmp_path: Path) -> None:
+    """One by name, a list, several by number, or none; what is null is not there."""
+    pair = {"anchor": "a", "positive": "p"}
+    path = write(
+        tmp_path / "a.jsonl",
+        pair,
+        {**pair, "negative": "n"},
+        {**pair, "negatives": ["n", "m"]},
+        {**pair, "negative_1": "n", "negative_2": "m", "negative_3": None},
+    )
+    found = labelled_rows.read(path, "embedding")
+    assert [row.negatives for row in found] == [(), ("n",), ("n", "m"), ("n", "m")]
+    assert {(row.texts, row.score) for row in found} == {(("a", "p"), None)}
+
+
+def test_a_table_has_its_columns_named(tmp_path: Path) -> None:
+    """Quotation marks are text, an empty cell is no field, and columns of other names do not matter."""
+    path = write(
+        tmp_path / "a.tsv",
+        "source\tanchor\tpositive\tnegative",
+        'news\ta "b"\tp\tn',
+        "\tc\tq\t",
+    )
+    assert labelled_rows.read(path, "embedding") == [
+        Similar(f"{path}:2", ('a "b"', "p"), None, ("n",)),
+        Similar(f"{path}:3", ("c", "q"), None),
+    ]
+
+
+def test_tables_hold_texts_pairs_and_scores(tmp_path: Path) -> None:
+    """For every task whose rows are objects; packed, too."""
+    labels = write(tmp_path / "a.tsv", "text\ttext_pair\tlabel", "a\tb\tx", "c\t\t1")
+    assert labelled_rows.read(labels, "classification") == [
+        Text(f"{labels}:2", "a", "b", ("x",)),
+        Text(f"{labels}:3", "c", None, ("1",)),
+    ]
+    scores = tmp_path / "b.tsv.gz"
+    scores.write_bytes(gzip.compress(b"text\ttext_pair\tscore\na\tb\t2.5\r\n\nc\td\t5\n"))
+    assert [row.score for row in labelled_rows.read(scores, "classification", "regression")] == [
+        2.5,
+        5.0,
+    ]
+    assert [row.score for row in labelled_rows.read(scores, "embedding")] == [0.0, 1.0]
+
+
+PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl.gz", PACKED[:-12], "ended before"),
+        ("a.jsonl.gz", PACKED[:-6] + bytes(6), "CRC"),
+        ("a.jsonl.gz", PACKED[:10] + b"\xff" * 20, "decompressing"),
+        ("a.jsonl.gz", b"text", "Not a gzipped file"),
+        ("a.jsonl.xz", lzma.compress(b"a")[:-1], "ended before"),
+        ("a.jsonl.xz", b"text", "not supported"),
+        ("a.jsonl", b"\xff\n", "utf-8"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    """Whatever the library that unpacks it says, and however far it came."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} cannot be read beyond line \d: .*{reason}"):
+        labelled_rows.read(tmp_path / name, "classification")
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["anchor\tpositive", "a\tp\tn"], "t.tsv:2: 3 columns, and the first line names 2"),
+        (["anchor\tpositive", "a"], "t.tsv:2: 1 columns, and the first line names 2"),
+        (["a\tp", "b\tq"], "t.tsv:1: the first line must name the columns"),
+        (["anchor\tpositive", "a\t"], "t.tsv:2: no positive"),
+        (["text\ttext_pair\tscore", "a\tb\thigh"], "t.tsv:2: score may not be 'high'"),
+        ([""], "t.tsv: no rows"),
+        (["anchor\tpositive"], "t.tsv: no rows"),
+    ],
+)
+def test_errors_of_tables_name_the_line(tmp_path: Path, lines: list[str], reason: str) -> None:
+    """What is in the wrong column is never guessed at."""
+    with pytest.raises(DataError, match=reason):
+        labelled_rows.read(write(tmp_path / "t.tsv", *lines), "embedding")
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "reason"),
+    [
+        ("embedding", '{"anchor": "a"}', "no positive"),
+        ("embedding", '{"positive": "p"}', "no anchor"),
+        ("embedding", '{"anchor": "a", "positive": " "}', "must be strings, not blank"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": ""}', "not blank"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negatives": ["n", 1]}', "must be strings"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": 1}', "negative may not be 1"),
+        ("embedding", '{"anchor": "a", "positive": "p", "negative": "p"}', "both positive and neg"),
+        ("classification", '{"text": "a"', "not JSON"),
+        ("classification", "[1]", "not a JSON object"),
+        ("classification", '{"label": "x"}', "no text"),
+        ("classification", '{"text": 1, "label": "x"}', "text may not be 1"),
+        ("classification", '{"text": "a", "label": true}', "label may not be True"),
+        ("ner", "Ada", "not a token and its tag"),
+        ("ner", "Ada PER", "not a token and its tag"),
+        ("ner", "Ada S-PER", "not a token and its tag"),
+        ("embedding", '{"texts": ["a"]}', "two or more strings"),
+        ("embedding", '{"text": "a", "text_pair": "b", "score": "5"}', "score may not be '5'"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, task: str, line: str, reason: str) -> None:
+    """The first line is right, the second is not."""
+    right = {"ner": "Ada B-PER", "embedding": {"texts": ["a", "b"]}}
+    path = write(tmp_path / "a.data", right.get(task, {"text": "a", "label": "x"}), line)
+    with pytest.raises(DataError, match=f"a.data:2: .*{reason}"):
+        labelled_rows.read(path, task)
+
+
+def test_errors_name_the_question(tmp_path: Path) -> None:
+    """SQuAD's files are one long line, so an error says which question it is."""
+    path = squad(
+        tmp_path / "a.json", {"id": "q7", "question": "Who?", "answers": [{"text": "Ada"}]}
+    )
+    with pytest.raises(DataError, match="question 'q7': no answer_start"):
+        labelled_rows.read(path, "qa")
+
+
+def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
+    """Nothing to learn from is never what was meant."""
+    with pytest.raises(DataError, match="no rows"):
+        labelled_rows.read(write(tmp_path / "a.conll", ""), "ner")

@@ -1,0 +1,460 @@
+"""What a teacher's answers, relations, states and vectors cost is what their definitions say."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import normalizers, pre_tokenizers, processors
+from torch import Tensor
+
+from model import tokenizer
+from model.attention import Layout
+from model.bert import Bert
+from model.checkpoints import checkpoint
+from model.data import examples as tasks
+from model.data.examples import Batch
+from model.families.registry import FAMILIES
+from model.heads import IGNORE_INDEX, Model, Pretraining
+from model.training import distillation
+from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from service.core import packing
+from service.core.bundle import Head
+from service.core.encode import Encoder, load_tokenizer
+from tests.model.helpers import LENGTHS, batch, shape
+from tests.model.helpers import ours as arguments
+
+CLASSES = Head(
+    task="classification", labels=("a", "b", "c"), problem_type="single_label_classification"
+)
+SEVERAL = Head(
+    task="classification", labels=("a", "b", "c"), problem_type="multi_label_classification"
+)
+GRADED = Head(task="classification", labels=("score",), problem_type="regression")
+TAGS = Head(task="ner", labels=("O", "B-X", "I-X"))
+SPANS = Head(task="qa")
+VECTORS = Head(task="embedding", pooling="mean", dimensions=32)
+# fp32 sums in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def logits(*size: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def kl(ours: Tensor, theirs: Tensor, temperature: float) -> Tensor:
+    """torch's, over the last axis, of all rows together."""
+    p, q = (F.log_softmax(x / temperature, dim=-1) for x in (theirs, ours))
+    return F.kl_div(q, p, reduction="sum", log_target=True) * temperature**2
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+class TestAnswers:
+    def test_of_texts(self, temperature: float) -> None:
+        """KL of the softmax, the mean over texts."""
+        ours, theirs = logits(4, 3), logits(4, 3, seed=1)
+        found = distillation.answer_loss(CLASSES, ours, theirs, Batch([], []), temperature)
+        torch.testing.assert_close(found.value, kl(ours, theirs, temperature) / 4, **CLOSE)
+        assert found.chance == math.log(3)
+
+    def test_of_several_labels(self, temperature: float) -> None:
+        """KL of each label's two probabilities, the mean over texts and labels."""
+        ours, theirs = logits(4, 3), logits(4, 3, seed=1)
+        found = distillation.answer_loss(SEVERAL, ours, theirs, Batch([], []), temperature)
+        p, q = (torch.sigmoid(x / temperature) for x in (theirs, ours))
+        terms = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        torch.testing.assert_close(found.value, terms.mean() * temperature**2, rtol=1e-4, atol=1e-5)
+
+    def test_of_one_label(self, temperature: float) -> None:
+        """A softmax of one is certain of everything: it is told by its sigmoid."""
+        head = CLASSES.model_copy(update={"labels": ("relevant",)})
+        found = distillation.answer_loss(
+            head, logits(4, 1), logits(4, 1, seed=1), Batch([], []), temperature
+        )
+        assert found.value > 0.1
+
+    def test_of_numbers(self, temperature: float) -> None:
+        """Squared error, at any temperature."""
+        ours, theirs = logits(4, 1), logits(4, 1, seed=1)
+        found = distillation.answer_loss(GRADED, ours, theirs, Batch([], []), temperature)
+        torch.testing.assert_close(found.value, ((ours - theirs) ** 2).mean())
+
+    def test_of_tokens(self, temperature: float) -> None:
+        """The mean over the tokens of the text; special tokens are asked about nowhere."""
+        ours, theirs = logits(7, 3), logits(7, 3, seed=1)
+        labels = [
+            np.array([IGNORE_INDEX, 1, 0, IGNORE_INDEX]),
+            np.array([IGNORE_INDEX, 2, IGNORE_INDEX]),
+        ]
+        found = distillation.answer_loss(TAGS, ours, theirs, Batch([], labels), temperature)
+        text = [1, 2, 5]
+        torch.testing.assert_close(
+            found.value, kl(ours[text], theirs[text], temperature) / 3, **CLOSE
+        )
+
+    def test_of_spans(self, small_tokenizer: Any, temperature: float) -> None:
+        """Start and end each by a softmax over where an answer may begin or end, in each window by itself."""
+        encoder = Encoder(small_tokenizer, 64)
+        contexts = ["Ada drew a comet in Turin.", "Grace sold every river at dawn, twice."]
+        encoded = encoder.questions(
+            ["What?", "Who sold it?"], contexts, stride=8, max_query_tokens=16
+        )
+        windows = [window for text in encoded for window in text.windows]
+        lengths = [len(window) for window in windows]
+        ours, theirs = logits(sum(lengths), 2), logits(sum(lengths), 2, seed=1)
+        ours.requires_grad_()
+        found = distillation.answer_loss(SPANS, ours, theirs, Batch(windows, []), temperature)
+        each = []
+        for window, a, b in zip(windows, ours.split(lengths), theirs.split(lengths), strict=True):
+            may = torch.as_tensor(tasks.candidates(window))
+            each += [kl(a[may, side], b[may, side], temperature) for side in (0, 1)]
+        torch.testing.assert_close(found.value, torch.stack(each).mean(), **CLOSE)
+        found.value.backward()
+        assert ours.grad.isfinite().all()
+        assert ours.grad.any()
+
+
+def test_equal_answers_cost_nothing() -> None:
+    """And unequal ones do, so that it is no wonder."""
+    for head, size in ((CLASSES, (4, 3)), (SEVERAL, (4, 3)), (GRADED, (4, 1))):
+        same = distillation.answer_loss(head, logits(*size), logits(*size), Batch([], []), 2.0)
+        other = distillation.answer_loss(
+            head, logits(*size), logits(*size, seed=1), Batch([], []), 2.0
+        )
+        assert same.value.abs() < 1e-6 < 0.1 < other.value
+
+
+# -- relations --------------------------------------------------------------------------------------------------------
+
+
+def relations_by_hand(ours: Tensor, theirs: Tensor, lengths: list[int], num_heads: int) -> Tensor:
+    """MiniLMv2's definition: one sequence, one relation head and one query at a time."""
+    total = torch.zeros(())
+    for part in range(3):
+        costs = []
+        for a, b in zip(
+            ours.chunk(3, dim=1)[part].split(lengths),
+            theirs.chunk(3, dim=1)[part].split(lengths),
+            strict=True,
+        ):
+            for x, y in zip(a.chunk(num_heads, dim=1), b.chunk(num_heads, dim=1), strict=True):
+                for row in range(len(x)):
+                    q = torch.softmax(x @ x[row] / math.sqrt(x.shape[1]), dim=0)
+                    p = torch.softmax(y @ y[row] / math.sqrt(y.shape[1]), dim=0)
+                    costs.append((p * (p.log() - q.log())).sum())
+        total = total + torch.stack(costs).mean()
+    return total
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
+    """Of widths that differ, in batches of any lengths; and their gradient is finite."""
+    total = sum(lengths)
+    ours, theirs = logits(total, 3 * 8) / 3, logits(total, 3 * 16, seed=1) / 3
+    ours.requires_grad_()
+    layout = Layout.of(packing.make_layout(lengths))
+    found = distillation.relation_loss(ours, theirs, layout, num_heads).value
+    by_hand = relations_by_hand(ours, theirs, lengths, num_heads)
+    torch.testing.assert_close(found, by_hand, rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found, ours)
+    (expected,) = torch.autograd.grad(by_hand, ours)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_vectors() -> None:
+    """1 - cosine, or the mean of squares."""
+    ours, theirs = logits(4, 8), logits(4, 8, seed=1)
+    cosines = (F.normalize(ours, dim=1) * F.normalize(theirs, dim=1)).sum(dim=1)
+    torch.testing.assert_close(
+        distillation.vector_loss(ours, theirs, "cosine").value, (1 - cosines).mean()
+    )
+    torch.testing.assert_close(
+        distillation.vector_loss(ours, theirs, "mse").value, ((ours - theirs) ** 2).mean()
+    )
+
+
+def test_similarities_of_a_batch() -> None:
+    """The squared error of the cosines of any two vectors, whatever their width; of one vector there is none."""
+    ours, theirs = logits(4, 8), logits(4, 12, seed=1)
+    differences = [
+        F.cosine_similarity(ours[i], ours[j], dim=0)
+        - F.cosine_similarity(theirs[i], theirs[j], dim=0)
+        for i in range(4)
+        for j in range(4)
+        if i != j
+    ]
+    expected = torch.stack(differences).square().mean()
+    torch.testing.assert_close(distillation.similarity_loss(ours, theirs).value, expected)
+    assert distillation.similarity_loss(ours[:1], theirs[:1]).value == 0
+
+
+# -- whom to ask ------------------------------------------------------------------------------------------------------
+
+
+def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
+    model = Model(shape(vocab_size=200), heads).eval().requires_grad_(False)
+    return Teacher("some teacher", model, load_tokenizer(tokenizer_file))
+
+
+def test_the_head_that_answers(tokenizer_file: Path) -> None:
+    """That of the same name; else the only one with the same labels."""
+    asked = teacher(tokenizer_file, mood=CLASSES, tone=CLASSES, tags=TAGS)
+    assert distillation.ask(asked, "tone", CLASSES).head == "tone"
+    assert distillation.ask(asked, "entities", TAGS).head == "tags"
+    assert distillation.ask(asked, "colour", CLASSES) is None  # which of two, nobody knows
+    assert distillation.ask(asked, "answers", SPANS) is None
+
+
+def test_labels_in_another_order(tokenizer_file: Path) -> None:
+    """Are looked up by their names."""
+    turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
+    answers = distillation.ask(teacher(tokenizer_file, classification=CLASSES), "mood", turned)
+    assert answers == Answers(answers.teacher, "classification", (2, 0, 1))
+
+
+def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
+    """Is refused, with what each of them is."""
+    other = CLASSES.model_copy(update={"labels": ("a", "b")})
+    with pytest.raises(
+        ValueError, match=r"heads\.mood: .* of a, b, and in some teacher .* of a, b, c"
+    ):
+        distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", other)
+    with pytest.raises(ValueError, match=r"single_label.*multi_label"):
+        distillation.ask(teacher(tokenizer_file, mood=SEVERAL), "mood", CLASSES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None:
+    """In every family, whatever its heads are made of."""
+    known = FAMILIES[family]
+    fields = {
+        **known.config.released,
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+    }
+    described = {"mood": CLASSES, "tags": TAGS, "spans": SPANS, "vectors": VECTORS}
+    ours, theirs = (Model(known.config(**fields), dict(described)) for _ in range(2))
+    whole = Teacher("other", theirs, load_tokenizer(tokenizer_file))
+    assert distillation.keep_heads(ours, whole) == [*described]
+    for name, head in ours.heads.items():
+        for key, tensor in head.state_dict().items():
+            torch.testing.assert_close(tensor, theirs.heads[name].state_dict()[key], rtol=0, atol=0)
+
+
+def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
+    """Its hidden states, pooled as ours are."""
+    asked = teacher(tokenizer_file, mood=CLASSES)
+    answers = distillation.ask(asked, "vectors", VECTORS)
+    inputs = arguments(batch([5, 3]))
+    states = asked.model.encoder(*inputs)
+    found = asked.model(*inputs, heads=[answers.head])[answers.head]
+    torch.testing.assert_close(
+        found, torch.stack([part.mean(dim=0) for part in states.split([5, 3])])
+    )
+
+
+def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[str]]) -> None:
+    """Vocabulary, normalisation, how words are found, what stands around a text; or in nothing."""
+    texts = [text for document in documents for text in document]
+    ours = load_tokenizer(tokenizer_file)
+    assert distillation.difference(ours, load_tokenizer(tokenizer_file)) == ""
+    smaller = tokenizer.train(texts, vocab_size=120)
+    said = f"vocabularies (of {ours.get_vocab_size()} and 120 tokens)"
+    assert distillation.difference(ours, smaller) == said
+    for part, other, said in (
+        ("normalizer", normalizers.BertNormalizer(lowercase=False), "normalisation"),
+        ("pre_tokenizer", pre_tokenizers.Whitespace(), "splitting into words"),
+        (
+            "post_processor",
+            processors.BertProcessing(("[SEP]", 3), ("[SEP]", 3)),
+            "special tokens around a text",
+        ),
+    ):
+        theirs = load_tokenizer(tokenizer_file)
+        setattr(theirs, part, other)
+        assert distillation.difference(ours, theirs) == said
+
+
+# -- lessons ----------------------------------------------------------------------------------------------------------
+
+
+def lesson(answers: Answers | None, trunk: Teacher | None = None) -> tuple[Lesson, Batch]:
+    """Of three texts with labels."""
+    windows = [
+        Encoder(load_tokenizer(FILE[0]), 32).texts([text])[0].windows[0]
+        for text in ("Ada drew a comet.", "Grace sold every river at dawn.", "Emmy forgot.")
+    ]
+    examples = [tasks.Example((w,), np.asarray(i % 3)) for i, w in enumerate(windows)]
+    (stream,) = tasks.streams("mood", SETTINGS, CLASSES, examples)
+    return Lesson(stream, {"mood": answers}, trunk), stream.batch((1, 0), 0)
+
+
+SETTINGS = tasks.HeadSettings(task="classification", train=[], batch_size=3)
+FILE: list[Path] = []
+
+
+@pytest.fixture(autouse=True)
+def _file(tokenizer_file: Path) -> None:
+    FILE[:] = [tokenizer_file]
+
+
+def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> None:
+    """The rate is that of the progress, and a lesson without a teacher's neighbors gives the texts as they are."""
+    answers = distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
+    settings = tasks.HeadSettings("classification", [], batch_size=2, replace_words=1.0)
+    encoder = Encoder(load_tokenizer(tokenizer_file), 32)
+    rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
+    (found,) = distillation.lessons(rows, "mood", CLASSES, settings, encoder, answers)
+    plain = found.stream.batch((1, 0), 0).encodings
+    for progress, same in ((0.0, False), (1.0, True)):
+        drawn, twins = found.batch((1, 0), 0, progress)
+        assert twins == {}
+        ids = [window.input_ids.tolist() for window in drawn.encodings]
+        assert (ids == [window.input_ids.tolist() for window in plain]) == same
+
+
+def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
+    """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
+    answers = distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
+    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    taught, drawn = lesson(answers)
+    weights = {"labels": 2.0, "logits": 3.0}
+    cases = [
+        (True, 0.0, (0, 3)),
+        (True, 0.25, (0.5, 2.25)),
+        (True, 1.0, (2, 0)),
+        (False, 0.25, (2, 3)),
+    ]
+    for anneal, progress, expected in cases:
+        teaching = Teaching(student, [taught], {"mood": answers}, weights, anneal=anneal)
+        parts = teaching(student, taught, drawn, {}, progress)
+        assert (parts["mood"][0], parts["mood/logits"][0]) == expected
+
+
+def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
+    """A head without a teacher, beside others that have one."""
+    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    taught, drawn = lesson(None)
+    teaching = Teaching(student, [taught], {}, {"labels": 1.0}, anneal=True)
+    assert {
+        name: weight for name, (weight, _) in teaching(student, taught, drawn, {}, 0.0).items()
+    } == {"mood": 1.0}
+
+
+def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
+    """A student that answers with the same labels in another order has nothing to learn."""
+    asked = teacher(tokenizer_file, mood=CLASSES)
+    turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
+    student = Model(shape(vocab_size=200), {"mood": turned}).eval()
+    student.load_state_dict(asked.model.state_dict())
+    for name in ("weight", "bias"):
+        getattr(student.heads["mood"].classifier, name).data = getattr(
+            asked.model.heads["mood"].classifier, name
+        )[[2, 0, 1]]
+    answers = distillation.ask(asked, "mood", turned)
+    taught, drawn = lesson(answers)
+    teaching = Teaching(student, [taught], {"mood": answers}, {"logits": 1.0})
+    ((_, loss),) = teaching(student, taught, drawn, {}, 0.0).values()
+    assert loss.value.abs() < 1e-6
+    straight = Answers(asked, "mood", (0, 1, 2))
+    taught, drawn = lesson(straight)
+    ((_, loss),) = Teaching(student, [taught], {"mood": straight}, {"logits": 1.0})(
+        student, taught, drawn, {}, 0.0
+    ).values()
+    assert loss.value > 1e-5
+
+
+def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
+    """The mean of squares between each pair, through a map of its own where widths differ."""
+    asked = teacher(tokenizer_file)
+    narrow = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    taught, drawn = lesson(None, asked)
+    pairs = [(0, 0), (1, 2)]
+    teaching = Teaching(narrow, [taught], {}, {"hidden": 1.0}, hidden=pairs)
+    ((_, loss),) = teaching(narrow, taught, drawn, {}, 0.0).values()
+    ours, theirs = (
+        distillation.look(model, drawn.encodings, []).hidden for model in (narrow, asked.model)
+    )
+    assert [*teaching.maps] == ["hidden_0_0", "hidden_1_2"]
+    maps = [teaching.maps[f"hidden_{a}_{b}"] for a, b in pairs]
+    errors = [
+        ((ours[a] @ linear.weight.T + linear.bias - theirs[b]) ** 2).mean()
+        for linear, (a, b) in zip(maps, pairs, strict=True)
+    ]
+    torch.testing.assert_close(loss.value, torch.stack(errors).mean())
+
+
+def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
+    """The student's last, and the teacher's that is asked for, of a batch as it is packed."""
+    asked = teacher(tokenizer_file)
+    student = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    taught, drawn = lesson(None, asked)
+    ours, theirs = (
+        distillation.look(model, drawn.encodings, [], relations=True).qkv
+        for model in (student, asked.model)
+    )
+    assert [part.shape[1] for part in (*ours, *theirs)] == [48, 48, 96, 96]
+    lengths = [len(window) for window in drawn.encodings]
+    for layer in (0, -1):
+        teaching = Teaching(
+            student, [taught], {}, {"relations": 1.0}, relation_layer=layer, relation_heads=4
+        )
+        ((_, loss),) = teaching(student, taught, drawn, {}, 0.0).values()
+        expected = relations_by_hand(ours[-1], theirs[layer], lengths, 4)
+        torch.testing.assert_close(loss.value, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Path) -> None:
+    """One of each layer, in order, as often as it is passed through; and nobody looks on afterwards."""
+    family = FAMILIES[model_type]
+    fields = {
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    small = {**fields, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = family.config(**{**family.config.released, **small})
+    model = Model(config, {}).eval()
+    _, drawn = lesson(None)
+    seen = distillation.look(model, drawn.encodings, [], relations=True)
+    assert [part.shape for part in seen.qkv] == [(drawn.tokens, 96)] * 3
+    assert len(seen.hidden) == 4
+    assert distillation.look(model, drawn.encodings, []).qkv == []
+
+
+def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> None:
+    """And so is one with what it was pretrained with: it has no heads that are ours."""
+    for folder, save, model in (
+        ("encoder", checkpoint.save_encoder, Bert(shape(vocab_size=200))),
+        ("pretraining", checkpoint.save_pretraining, Pretraining(shape(vocab_size=200))),
+    ):
+        save(tmp_path / folder, model, tokenizer_file)
+        found = distillation.load(str(tmp_path / folder), torch.device("cpu"))
+        ours = model.encoder if folder == "pretraining" else model
+        inputs = arguments(batch([4, 2]))
+        torch.testing.assert_close(found.model.encoder(*inputs), ours.eval()(*inputs))
+        assert not any(p.requires_grad for p in found.model.parameters())
+        assert (
+            not found.model.described
+        )  # so that vectors are made of its states as the student's are
+
+
+def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
+    """It is not taken for a bare encoder because its heads are broken."""
+    checkpoint.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
+    (tmp_path / "heads.json").write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match=r"heads\.json is not JSON"):
+        distillation.load(str(tmp_path), torch.device("cpu"))

@@ -1,0 +1,282 @@
+"""A run reads its settings, keeps what it learnt, and goes on where it stopped."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from model.training import optim, training_run
+from model.training.training_run import Run, read_settings
+
+
+@dataclass
+class Settings:
+    output: str
+    steps: int
+    lr: float = 0.1
+    pairs: bool = True
+    files: list[str] = field(default_factory=list)
+    phases: list[list[float]] | None = None
+    tables: dict[str, Any] = field(default_factory=dict)
+
+
+def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    return read_settings(Settings, "Train.")
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What is said of arguments with which nothing can begin."""
+
+    def said(*arguments: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            read(monkeypatch, *arguments)
+        return capsys.readouterr().err
+
+    return said
+
+
+class TestSettings:
+    def test_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Settings come from the command line: text as it is, all else as JSON."""
+        arguments = ["--output", "3", "--steps", "7", "--lr", "1e-3", "--pairs", "false", "--files"]
+
+        settings = read(monkeypatch, *arguments, '["a", "b"]', "--phases", "[[1, 8]]")
+
+        assert settings == Settings("3", 7, 0.001, False, ["a", "b"], [[1, 8]])
+
+    def test_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Settings come from a TOML file, and the rest are defaults."""
+        path = tmp_path / "run.toml"
+        path.write_text('output = "runs/a"\nsteps = 7\nphases = [[0.5, 8], [0.5, 16]]\n')
+
+        settings = read(monkeypatch, str(path))
+
+        assert settings == Settings("runs/a", 7, phases=[[0.5, 8], [0.5, 16]])
+
+    def test_whole_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """1e4 is a whole number, too."""
+        settings = read(monkeypatch, "--output", "a", "--steps", "1e4")
+
+        assert repr(settings.steps) == "10000"
+
+    def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """What the command line says replaces what the file says."""
+        path = tmp_path / "run.toml"
+        path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
+
+        assert read(monkeypatch, str(path), "--steps", "8") == Settings("runs/a", 8, 0.5)
+
+    def test_a_file_that_extends_another(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """It says what differs, in its tables, too; lists are replaced. The other is beside it, and may do the same."""
+        (tmp_path / "first.toml").write_text(
+            'output = "runs/a"\nsteps = 7\nlr = 0.5\nfiles = ["a", "b"]\n'
+            "[tables.one]\nsize = 1\nrate = 2\n[tables.two]\nsize = 3\n"
+        )
+        (tmp_path / "second.toml").write_text('extends = "first.toml"\nsteps = 8\n')
+        last = tmp_path / "last.toml"
+        last.write_text(
+            'extends = "second.toml"\nfiles = ["c"]\nlr = 0.25\n[tables.one]\nsize = 4\n'
+        )
+        monkeypatch.chdir("/")
+
+        settings = read(monkeypatch, str(last))
+
+        tables = {"one": {"size": 4, "rate": 2}, "two": {"size": 3}}
+        assert settings == Settings("runs/a", 8, 0.25, files=["c"], tables=tables)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('extends = "wrong.toml"\n', "wrong.toml extends itself"),
+            ('extends = "base.toml"\n', "base.toml extends itself"),
+            ('extends = "nowhere.toml"\n', "[Errno 2] No such file or directory"),
+            ('extends = "broken.toml"\n', "broken.toml: Invalid value (at line 2"),
+        ],
+        ids=["itself", "in a circle", "nothing", "no TOML"],
+    )
+    def test_a_file_that_extends_what_cannot_be(
+        self, refused: Refused, tmp_path: Path, text: str, message: str
+    ) -> None:
+        (tmp_path / "base.toml").write_text('extends = "middle.toml"\n')
+        (tmp_path / "middle.toml").write_text('extends = "base.toml"\n')
+        (tmp_path / "broken.toml").write_text("steps = 7\nlr = fast\n")
+        path = tmp_path / "wrong.toml"
+        path.write_text(text)
+
+        assert message in refused(str(path))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--output", "a"], "missing: steps"),
+            (["--outptu", "a"], "unrecognized arguments: --outptu"),
+            (["--out", "a"], "unrecognized arguments: --out"),
+            (["--output", "a", "--steps", "many"], "--steps: 'many' is not JSON"),
+            (["--output", "a", "--steps", "7.5"], "steps: 7.5 is no whole number"),
+            (["nowhere.toml"], "nowhere.toml: [Errno 2]"),
+        ],
+    )
+    def test_refusals(self, refused: Refused, arguments: list[str], message: str) -> None:
+        """Missing, unknown, shortened and unreadable settings are refused by name."""
+        assert message in refused(*arguments)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("stpes = 7\n", "unknown setting 'stpes': one of output, steps, lr"),
+            ("steps = 7\nlr = fast\n", "at line 2"),
+        ],
+        ids=["unknown name", "no TOML"],
+    )
+    def test_wrong_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
+        """It is refused by name: with the names there are, or with where it goes wrong."""
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+
+        _, said, reason = refused(str(path)).partition(f"{path}: ")
+        assert said
+        assert message in reason
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer and its optimiser after a step."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(3, 3)
+    optimizer = optim.adamw(layer.named_parameters(), 0.1, 0.01, (0.9, 0.98))
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(str(tmp_path / "runs" / "a"), 5)
+
+
+class TestRun:
+    def test_writes_its_settings(self, settings: Settings) -> None:
+        """A run that begins has its directory, and what was asked for in it."""
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            training_run.resume(*trained(1))
+            assert json.loads((training_run.output / "settings.json").read_text()) == vars(settings)
+
+    @pytest.mark.parametrize(("saved", "written"), [(3, True), (5, False), (6, False)])
+    def test_settings_of_what_is_there(self, settings: Settings, saved: int, written: bool) -> None:
+        """Other settings take the place of the first as long as there is a step that follows them."""
+        layer, optimizer = trained(1)
+        with Run.open(settings.output, 6, settings) as training_run:
+            training_run.resume(layer, optimizer)
+            training_run.save(saved, layer, optimizer)
+        other = replace(settings, lr=0.5)
+        with Run.open(settings.output, 5, other) as again:
+            again.resume(layer, optimizer)
+
+        kept = json.loads((again.output / "settings.json").read_text())
+        assert kept == vars(other if written else settings)
+
+    def test_first_time(self, settings: Settings) -> None:
+        """A run that never saved starts at step 0."""
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            assert training_run.resume(*trained(1)) == {"step": 0}
+
+    def test_resumes(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        """A resumed run has the model, the optimiser, the history and the rest that was saved."""
+        layer, optimizer = trained(1)
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            for step in range(3):
+                training_run.step(step, {"loss": 3.0 - step}, 10, lr=0.1)
+            training_run.save(3, layer, optimizer, best=0.5)
+        other, other_optimizer = trained(2)
+
+        with Run.open(settings.output, settings.steps, settings) as again:
+            state = again.resume(other, other_optimizer)
+
+        assert (state["step"], state["best"]) == (3, 0.5)
+        assert again.history == [(0, 3.0), (1, 2.0), (2, 1.0)]
+        for name, value in layer.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value)
+        kept, loaded = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+        assert torch.equal(loaded[0]["exp_avg_sq"], kept[0]["exp_avg_sq"])
+        assert "resuming" in capsys.readouterr().out
+
+    def test_time_left(self, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+        """Is what the steps to come will take, at the pace of those that this process took."""
+        now = iter([0.0, *(60.0,) * 9])
+        monkeypatch.setattr(training_run.time, "monotonic", lambda: next(now))
+        with Run.open(settings.output, 5, settings, work=[9, 1, 1, 2, 2].__getitem__) as later:
+            for step in (1, 2):
+                later.step(step, {"loss": 1.0}, 10, lr=0.1)
+
+            assert later.seconds_left(3) == pytest.approx(60 * 4 / 2)
+
+    def test_a_crash_leaves_the_old(
+        self, monkeypatch: pytest.MonkeyPatch, settings: Settings
+    ) -> None:
+        """A crash in the middle of saving leaves what was saved before."""
+        layer, optimizer = trained(1)
+
+        def crash(state: object, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise OSError("disk full")
+
+        with Run.open(settings.output, settings.steps, settings) as first:
+            first.save(3, layer, optimizer)
+            monkeypatch.setattr(training_run.torch, "save", crash)
+            with pytest.raises(OSError, match="disk full"):
+                first.save(4, layer, optimizer)
+
+            assert first.resume(layer, optimizer)["step"] == 3
+
+    def test_scalars(self, settings: Settings) -> None:
+        """Losses by name, the learning rate and what else was measured go to TensorBoard."""
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            training_run.step(0, {"loss": 3.0, "mlm": 2.5}, 10, lr=0.25)
+            training_run.scalar("held/mlm", 2.0, 0)
+
+        events = EventAccumulator(str(training_run.output / "tensorboard"))
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        assert {tag: events.Scalars(tag)[0].value for tag in tags} == {
+            "train/loss": 3.0,
+            "train/mlm": 2.5,
+            "train/lr": 0.25,
+            "held/mlm": 2.0,
+        }
+
+    def test_progress_without_a_terminal(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Without a terminal there is a line every fifty steps."""
+        settings.steps = 100
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            for step in range(50):
+                training_run.step(step, {"loss": 2.0}, 10, lr=0.1)
+
+        [line] = capsys.readouterr().out.splitlines()
+        assert line.startswith("step 50/100  loss 2.000")
+
+    def test_finish(self, settings: Settings) -> None:
+        """A finished run has its metrics and a picture of its loss."""
+        with Run.open(settings.output, settings.steps, settings) as training_run:
+            for step in range(5):
+                training_run.step(step, {"loss": 1 / (1 + step)}, 10, lr=0.1)
+            training_run.finish({"mlm": 1.5})
+
+        assert json.loads((training_run.output / "metrics.json").read_text()) == {"mlm": 1.5}
+        assert imread(training_run.output / "loss.png").std() > 0
+        assert training_run.tokens_per_second() > 0

@@ -1,0 +1,174 @@
+"""Answers in lines: asked for by the Accept header, sent as they come, ended by a summary or an error."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+from structlog.typing import EventDict
+
+from service import errors
+from service.api.ndjson import MEDIA_TYPE, Lines, line, wants_lines
+from tests.service.api.test_native import BODIES, USAGE, each_task
+from tests.service.fakes import TOKENS, VECTOR, FakeEngine
+
+IN_LINES = {"Accept": MEDIA_TYPE}
+SUMMARY = {"model": "tiny@1", "usage": USAGE}
+
+
+def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert (200, MEDIA_TYPE) == (response.status_code, response.headers["Content-Type"])
+    assert response.text.endswith("\n")
+    return [json.loads(text) for text in response.text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("accept", "lines"),
+    [
+        ("application/x-ndjson", True),
+        ("text/html, Application/X-NDJSON;q=0.9", True),
+        ("", False),
+        ("*/*", False),
+        ("application/json", False),
+        ("application/x-ndjson-seq", False),
+    ],
+)
+def test_who_wants_lines_says_so(accept: str, lines: bool) -> None:
+    """One JSON object is the default, also where anything is accepted."""
+    assert lines is wants_lines(accept)
+
+
+async def test_what_came_meanwhile_is_taken_together() -> None:
+    """Lines that wait leave at once, and the end is told after them."""
+    lines = Lines()
+    lines.add({"index": 1})
+    lines.add({"index": 0})
+    assert b'{"index":1}\n{"index":0}\n' == await lines.take()
+    taking = asyncio.create_task(lines.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    lines.add([])
+    assert b"[]\n" == await taking
+    lines.add(7)
+    lines.end()
+    assert [b"7\n", b"", b""] == [await lines.take() for _ in range(3)]
+
+
+@each_task
+async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> None:
+    """Lines hold what the one object would hold, and the last sums up."""
+    body = BODIES[path] if path == "/qa" else {"inputs": ["a", "b"]}
+    whole = (await client.post(path, json=body)).json()
+    *results, summary = lines_of(await client.post(path, json=body, headers=IN_LINES))
+    names = ("embedding", "embeddings") if path == "/embed" else ("result", "results")
+    assert [
+        {"index": index, names[0]: result} for index, result in enumerate(whole[names[1]])
+    ] == results
+    assert {**SUMMARY, "head": whole["head"]} == summary
+
+
+async def test_bad_inputs_have_lines_and_are_named_at_the_end(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """A line with null, when asked for so, and its reason where one object would have it."""
+    engine.bad = {0: errors.InvalidInput("too long")}
+    body = {"inputs": ["a", "b"], "on_error": "null"}
+    whole = (await client.post("/ner", json=body)).json()
+    bad, good, summary = lines_of(await client.post("/ner", json=body, headers=IN_LINES))
+    assert {"index": 0, "result": None} == bad
+    assert {"index": 1, "result": whole["results"][1]} == good
+    assert whole["errors"] == summary["errors"]
+    assert [0] == [error["index"] for error in whole["errors"]]
+
+
+async def test_vectors_in_lines_may_be_base64(client: httpx.AsyncClient) -> None:
+    """What a body asks for holds for each line."""
+    body = {"inputs": "a", "encoding_format": "base64"}
+    first, _ = lines_of(await client.post("/embed", json=body, headers=IN_LINES))
+    assert isinstance(first["embedding"], str)
+
+
+@each_task
+async def test_what_fails_at_once_has_its_status(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    """An error before the first line is an error like any other."""
+    engine.error, engine.tell_first = errors.Overloaded("full", retry_after_s=3), 0
+    engine.reply = failing(engine.error)  # type: ignore[method-assign]
+    response = await client.post(path, json=BODIES[path], headers=IN_LINES)
+    assert (429, "3") == (response.status_code, response.headers["Retry-After"])
+    assert "overloaded" == response.json()["error"]["code"]
+
+
+def failing(error: Exception) -> Any:
+    async def reply(*_: object) -> None:
+        raise error
+
+    return reply
+
+
+async def test_what_fails_later_is_the_last_line(
+    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """Lines that were sent stay; the error follows, and the log names it."""
+    engine.error, engine.tell_first = errors.DeadlineExceeded("too late"), 1
+    response = await client.post("/embed", json={"inputs": ["a", "b"]}, headers=IN_LINES)
+    first, last = lines_of(response)
+    assert {"index": 0, "embedding": VECTOR.tolist()} == first
+    assert {"error": {"code": "deadline_exceeded", "message": "too late", "param": None}} == last
+    (said,) = [told for told in lines if told["event"] == "request"]
+    assert (200, "deadline_exceeded") == (said["status"], said["code"])
+
+
+async def test_our_bugs_are_logged(
+    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """An inference that fails midway leaves its traceback in the log, as it does elsewhere."""
+    engine.error = errors.InferenceFailed("no number")
+    await client.post("/embed", json={"inputs": "a"}, headers=IN_LINES)
+    assert ["no number"] == [told["event"] for told in lines if told["log_level"] == "error"]
+
+
+async def test_lines_leave_before_the_answer_is_whole(
+    app: FastAPI, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """A line is sent when its result is there; who hangs up then takes the rest of the work along, and pays for it."""
+    engine.hold = asyncio.Event()
+    gone = asyncio.Event()
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+    body = [{"type": "http.request", "body": b'{"inputs": ["a", "b"]}'}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/embed",
+        "raw_path": b"/embed",
+        "query_string": b"",
+        "headers": [
+            (b"accept", MEDIA_TYPE.encode()),
+            (b"content-type", b"application/json"),
+        ],
+    }
+    async with app.router.lifespan_context(app):
+        asked = asyncio.create_task(app(scope, receive, sent.put))
+        start, chunk = await sent.get(), await sent.get()
+        assert 200 == start["status"]
+        assert b"content-length" not in dict(start["headers"])
+        expected = [line({"index": i, "embedding": VECTOR}) for i in range(2)]
+        assert b"".join(expected) == chunk["body"]
+        assert chunk["more_body"]
+        assert not asked.done()
+        gone.set()
+        await asked
+    assert engine.cancelled.is_set()
+    (told,) = [told for told in lines if told["event"] == "request"]
+    assert TOKENS == told["tokens"]

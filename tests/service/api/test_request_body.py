@@ -1,0 +1,299 @@
+import asyncio
+import time
+from collections.abc import Callable
+
+import orjson
+import pytest
+from starlette.types import Message, Receive
+
+from service.api.request_body import Until, answer_in_time, check_parts, read_json
+from service.errors import (
+    BadRequest,
+    ClientDisconnected,
+    DeadlineExceeded,
+    RequestTimeout,
+    TooLarge,
+    UnsupportedMediaType,
+)
+
+JSON = {"content-type": "application/json"}
+GONE: Message = {"type": "http.disconnect"}
+
+
+def chunk(body: bytes, more: bool = False) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def receiving(*messages: Message) -> Receive:
+    """A client that says these things and then stays, silent."""
+    left = iter(messages)
+
+    async def receive() -> Message:
+        for message in left:
+            return message
+        return await asyncio.Future()
+
+    return receive
+
+
+def freely(size: int) -> None:
+    """There is room for any number of bytes."""
+
+
+async def read(
+    *messages: Message,
+    headers: dict[str, str] = JSON,
+    max_bytes: int = 100,
+    max_parts: int = 100,
+    timeout_s: float = 5,
+    take: Callable[[int], None] = freely,
+) -> object:
+    return await read_json(
+        headers,
+        receiving(*messages),
+        max_bytes=max_bytes,
+        max_parts=max_parts,
+        timeout_s=timeout_s,
+        take=take,
+    )
+
+
+async def test_a_body_after_the_deadline_is_too_late() -> None:
+    """A client's own patience counts while its body is still on the way."""
+    with pytest.raises(DeadlineExceeded):
+        await read_json(
+            JSON,
+            receiving(chunk(b"[", more=True)),
+            max_bytes=100,
+            max_parts=100,
+            timeout_s=5,
+            take=freely,
+            deadline=time.monotonic() + 0.01,
+        )
+
+
+async def test_a_body_is_late_by_the_limit_that_is_nearer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However exact the clock is that says so."""
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    for deadline, error in ((0.01, DeadlineExceeded), (60, RequestTimeout)):
+        with pytest.raises(error):
+            await read_json(
+                JSON,
+                receiving(),
+                max_bytes=100,
+                max_parts=100,
+                timeout_s=0.02,
+                take=freely,
+                deadline=deadline,
+            )
+
+
+async def test_chunks_become_one_body() -> None:
+    """A body may arrive in pieces, each of which is told of."""
+    taken: list[int] = []
+    assert await read(chunk(b'{"a":', more=True), chunk(b"1}"), take=taken.append) == {"a": 1}
+    assert [5, 2] == taken
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.api+json"],
+)
+async def test_json_types_are_read(content_type: str) -> None:
+    """JSON by any of its names, in UTF-8."""
+    assert await read(chunk(b"[1]"), headers={"content-type": content_type}) == [1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({}, "Content-Type"),
+        ({"content-type": "text/plain"}, "Content-Type"),
+        ({"content-type": "application/json; charset=latin-1"}, "Content-Type"),
+        ({**JSON, "content-encoding": "br"}, "Content-Encoding"),
+    ],
+)
+async def test_other_types_are_refused_unread(headers: dict[str, str], param: str) -> None:
+    """What is no plain JSON in UTF-8 is refused before a byte is read."""
+    with pytest.raises(UnsupportedMediaType) as caught:
+        await read(headers=headers)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is empty"),
+        (b"{", "not valid JSON: unexpected end of data"),
+        (b"[NaN]", "not valid JSON"),
+        (b"[1e999]", "not valid JSON"),
+        (b'["\\ud800"]', "not valid JSON"),
+        (b'["\xff"]', "not UTF-8: invalid byte at position 2"),
+        (b"[" * 2000, "not valid JSON"),
+    ],
+    ids=["empty", "cut", "nan", "infinite", "lone-surrogate", "not-utf8", "deep"],
+)
+async def test_what_is_no_json_is_a_bad_request(body: bytes, message: str) -> None:
+    """Malformed bodies are the client's fault, and it is told where."""
+    with pytest.raises(BadRequest, match=message):
+        await read(chunk(body), max_bytes=5000, max_parts=5000)
+
+
+async def test_a_large_body_is_refused_unread() -> None:
+    """`Content-Length` is enough to refuse."""
+    with pytest.raises(TooLarge, match="larger than 100 bytes"):
+        await read(headers={**JSON, "content-length": "101"})
+
+
+async def test_a_large_body_without_length_is_counted() -> None:
+    """A chunked body is refused when it passes the limit, not when it ends."""
+    with pytest.raises(TooLarge):
+        await read(chunk(b"x" * 60, more=True), chunk(b"x" * 60, more=True))
+
+
+async def test_a_body_of_the_very_limit_is_read() -> None:
+    """The limit itself is allowed."""
+    assert await read(chunk(b"[1]"), headers={**JSON, "content-length": "3"}, max_bytes=3) == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (b"[[],[],[]]", 6),
+        (b'{"inputs": ["a", "b"], "top_k": 1}', 10),
+        (b"[1, 2.5, null, true, [], {}]", 8),
+        (rb'["a, b: [c] {d}", "\"e\", f", "\\", ",\\\",", "\u002c,\n,"]', 10),
+        ('["é, 中, \U0001f600", ","]'.encode(), 4),
+        (b'{"": ""}', 4),
+    ],
+)
+async def test_a_body_of_many_parts_is_too_large(body: bytes, parts: int) -> None:
+    """Its strings, commas, colons and opening brackets are counted, and nothing that stands in a string."""
+    with pytest.raises(TooLarge, match="more values than any request has"):
+        await read(chunk(body), max_parts=parts - 1)
+    if len(body) > parts:
+        check_parts(body, parts)
+
+
+async def test_parts_are_counted_before_anything_is_made_of_them() -> None:
+    """A body that would take long to parse is refused soon, though it is broken at its end."""
+    with pytest.raises(TooLarge):
+        await read(chunk(b"[" + b"[]," * 1_000_000), max_parts=1000, max_bytes=10_000_000)
+
+
+async def test_text_is_no_part() -> None:
+    """A large body of few texts is read, whatever these hold."""
+    text = ',:[{\\"\n' * 100_000
+    body = orjson.dumps([text, text])
+    assert [text, text] == await read(chunk(body), max_parts=10, max_bytes=10_000_000)
+
+
+async def test_a_slow_body_times_out() -> None:
+    """A client that stops halfway is not waited for."""
+    with pytest.raises(RequestTimeout):
+        await read(chunk(b"[", more=True), timeout_s=0.01)
+
+
+async def test_a_client_that_leaves_is_not_read_on() -> None:
+    """A disconnect ends the reading."""
+    with pytest.raises(ClientDisconnected):
+        await read(chunk(b"[", more=True), GONE)
+
+
+class Work:
+    """Work that never ends by itself, and knows whether it was cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    async def run(self) -> None:
+        try:
+            await asyncio.Future()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def test_an_answer_in_time_is_returned() -> None:
+    """Neither the client nor the clock disturbs work that is done."""
+
+    async def work() -> str:
+        return "done"
+
+    assert await answer_in_time(work(), receiving(), time.monotonic() + 5) == "done"
+
+
+async def test_a_failure_is_passed_on() -> None:
+    """What the work raises is raised."""
+
+    async def work() -> None:
+        raise TooLarge("no")
+
+    with pytest.raises(TooLarge):
+        await answer_in_time(work(), receiving(), time.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    ("messages", "patience_s", "error"),
+    [((GONE,), 5.0, ClientDisconnected), ((), 0.01, DeadlineExceeded), ((), -1, DeadlineExceeded)],
+    ids=["client-leaves", "deadline-passes", "deadline-has-passed"],
+)
+async def test_work_that_nobody_waits_for_is_cancelled(
+    messages: tuple[Message, ...], patience_s: float, error: type[Exception]
+) -> None:
+    """When the client goes or the time is up, the work is cancelled before the error is raised."""
+    work = Work()
+    with pytest.raises(error):
+        await answer_in_time(work.run(), receiving(*messages), time.monotonic() + patience_s)
+    assert work.cancelled
+
+
+async def test_a_server_that_tells_who_left_is_not_asked() -> None:
+    """It hears of a connection that is lost before `receive` could be awaited."""
+    work, leaving = Work(), asyncio.get_running_loop().create_future()
+
+    async def receive() -> Message:
+        raise AssertionError("asked")
+
+    waiting = asyncio.create_task(
+        answer_in_time(work.run(), receive, time.monotonic() + 5, leaving)
+    )
+    await asyncio.sleep(0)
+    leaving.set_result(None)
+    with pytest.raises(ClientDisconnected):
+        await waiting
+    assert work.cancelled
+
+
+async def test_a_task_that_is_cancelled_beside_its_deadline_is_cancelled() -> None:
+    """Whoever cancelled it waits for that; a deadline alone leaves the task as it was."""
+
+    async def work(others: int) -> None:
+        with Until(60, DeadlineExceeded) as limit:
+            limit.end(ClientDisconnected)
+            limit.end(TooLarge)  # too late: it ends already
+            for _ in range(others):
+                task.cancel()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work(others=0))
+    with pytest.raises(ClientDisconnected):
+        await task
+    assert not task.cancelling()
+    task = asyncio.create_task(work(others=1))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelling_the_wait_cancels_the_work() -> None:
+    """A server that gives up takes the work with it."""
+    work = Work()
+    waiting = asyncio.create_task(answer_in_time(work.run(), receiving(), time.monotonic() + 5))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.cancelled

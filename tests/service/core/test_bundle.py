@@ -1,0 +1,650 @@
+"""A bundle is whole or it is refused, with one line that says what disagrees."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from service.core import bundle
+from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest
+
+SENTIMENT = {"task": "classification", "labels": ["bad", "good"]}
+ENTITIES = {"task": "ner", "labels": ["O", "B-PER"]}
+VECTORS = {"task": "embedding", "pooling": "mean", "dimensions": 4}
+
+GOLDEN = Golden(
+    input_ids=np.arange(5),
+    token_type_ids=np.zeros(5, np.int64),
+    lengths=np.array([3, 2]),
+    outputs={
+        "entities": np.ones((5, 2), np.float32),
+        "sentiment": np.array([[1, 0], [0, 1]], np.float32),
+        "vectors": np.eye(2, 4, dtype=np.float32),
+    },
+)
+TOLERANCE = {
+    "fp32": {"max_difference": 1e-4},
+    "int8": {"min_cosine": {"vectors": 0.98, "sentiment": 0.9}},
+}
+GRAPHS = [
+    ("packed.onnx", "fp32", "packed", "cpu", "weights.bin"),
+    ("portable.onnx", "fp32", "portable", "any", "weights.bin"),
+    ("int8.onnx", "int8", "packed", "cpu", None),
+]
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """Write a bundle's files but for the manifest, which is returned."""
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "weights.bin", *(graph[0] for graph in GRAPHS)):
+        (folder / name).write_text(f"what {name} holds")
+    bundle.save_golden(folder / "golden.npz", GOLDEN)
+
+    def described(name: str) -> dict[str, str]:
+        return bundle.describe_file(folder / name)
+
+    return {
+        "format_version": 1,
+        "name": "quartet-test",
+        "version": "1.0",
+        "heads": deepcopy({"entities": ENTITIES, "sentiment": SENTIMENT, "vectors": VECTORS}),
+        "default_precision": "int8",
+        "max_length": 128,
+        "vocabulary": {**described("tokenizer.json"), "size": 100},
+        "graphs": [
+            {
+                **described(file),
+                "precision": precision,
+                "layout": layout,
+                "provider": provider,
+                "opset": 20,
+                "weights": described(weights) if weights else None,
+            }
+            for file, precision, layout, provider, weights in GRAPHS
+        ],
+        "goldens": {**described("golden.npz"), "tolerance": deepcopy(TOLERANCE)},
+        "provenance": {"runtime": "onnxruntime 1.31"},
+    }
+
+
+def save(folder: Path, manifest: Any) -> Path:
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A bundle on disk."""
+    return save(tmp_path / "b", write(tmp_path / "b"))
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which a bundle is refused, less its path."""
+    with pytest.raises(BundleError) as refused:
+        bundle.load(folder)
+    error = refused.value
+    assert error.path == folder
+    assert str(error) == f"{folder}: {error.reason}"
+    assert "\n" not in str(error)
+    return error.reason
+
+
+class TestLoad:
+    def test_whole(self, folder: Path) -> None:
+        """A whole bundle is read: manifest, goldens, and the hash that pins all else."""
+        loaded = bundle.load(str(folder))
+
+        assert loaded.manifest == Manifest.model_validate(json.loads(loaded_text(folder)))
+        assert loaded.sha256 == hashlib.sha256(loaded_text(folder)).hexdigest()
+        assert loaded.file("golden.npz") == folder / "golden.npz"
+        assert loaded.golden.outputs.keys() == GOLDEN.outputs.keys()
+        for name, output in GOLDEN.outputs.items():
+            np.testing.assert_array_equal(loaded.golden.outputs[name], output)
+        for field in ("input_ids", "token_type_ids", "lengths"):
+            np.testing.assert_array_equal(getattr(loaded.golden, field), getattr(GOLDEN, field))
+
+    def test_manifest(self, folder: Path) -> None:
+        """The manifest says who it is, which precisions it has and which files it answers for."""
+        manifest = bundle.load(folder).manifest
+
+        assert manifest.id == "quartet-test@1.0"
+        assert manifest.precisions == ("fp32", "int8")
+        assert list(manifest.heads) == ["entities", "sentiment", "vectors"]
+        assert [head.per_token for head in manifest.heads.values()] == [True, False, False]
+        assert set(manifest.files()) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+
+    def test_round_trip(self, folder: Path) -> None:
+        """A manifest written by pydantic is read back equal."""
+        manifest = bundle.load(folder).manifest
+
+        (folder / "manifest.json").write_text(manifest.model_dump_json(indent=2))
+
+        assert bundle.load(folder).manifest == manifest
+
+    def test_frozen(self, folder: Path) -> None:
+        """Nothing in a manifest can be changed."""
+        manifest = bundle.load(folder).manifest
+
+        for record in (manifest, manifest.heads["sentiment"], manifest.graphs[0]):
+            with pytest.raises(ValidationError, match="frozen"):
+                setattr(record, next(iter(type(record).model_fields)), 2)
+
+    def test_no_directory(self, tmp_path: Path) -> None:
+        """A path where nothing is, or a file, is no bundle."""
+        (tmp_path / "file").touch()
+
+        assert refusal(tmp_path / "none") == "no such bundle directory"
+        assert refusal(tmp_path / "file") == "no such bundle directory"
+
+    def test_no_manifest(self, tmp_path: Path) -> None:
+        """A directory without a manifest is no bundle."""
+        assert refusal(tmp_path) == "not a bundle: it has no manifest.json"
+
+    @pytest.mark.parametrize("stated", [None, False, True])
+    def test_format_2(self, tmp_path: Path, stated: bool | None) -> None:
+        """Since format 2 a graph may state whether its attention has a bias; nothing else has changed."""
+        manifest = write(tmp_path)
+        manifest["format_version"] = 2
+        manifest["graphs"][0]["attention_bias"] = stated
+
+        graphs = bundle.load(save(tmp_path, manifest)).manifest.graphs
+
+        assert [stated, None, None] == [graph.attention_bias for graph in graphs]
+        assert (1 if stated is None else 2) == bundle.format_version(manifest["graphs"])
+
+    def test_unreadable_manifest(self, tmp_path: Path) -> None:
+        """A manifest that is no file is refused."""
+        (tmp_path / "manifest.json").mkdir()
+
+        assert refusal(tmp_path) == "manifest.json cannot be read: Is a directory"
+
+
+def loaded_text(folder: Path) -> bytes:
+    return (folder / "manifest.json").read_bytes()
+
+
+BAD: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("later format", lambda m: m.update(format_version=3), "format_version: Input should be 1 or 2"),
+    ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
+    ("no name", lambda m: m.pop("name"), "name: Field required"),
+    ("odd name", lambda m: m.update(name="a b"), "name: String should match pattern"),
+    ("path as name", lambda m: m.update(name="../a"), "name: String should match pattern"),
+    ("odd version", lambda m: m.update(version="1@2"), "version: String should match pattern"),
+    ("line break", lambda m: m.update(version="1\n"), "version: String should match pattern"),
+    ("unknown field", lambda m: m.update(hedas={}), "hedas: Extra inputs are not permitted"),
+    ("no heads", lambda m: m.update(heads={}), "heads: Dictionary should have at least 1 item"),
+    ("no graphs", lambda m: m.update(graphs=[]), "graphs: Tuple should have at least 1 item"),
+    ("short", lambda m: m.update(max_length=7), "max_length: Input should be greater than or"),
+    ("task", lambda m: m["heads"]["vectors"].update(task="rank"), "heads.vectors.task: Input"),
+    ("no labels", lambda m: m["heads"]["sentiment"].pop("labels"), "heads.sentiment: Value error"),
+    ("pooling", lambda m: m["heads"]["vectors"].pop("pooling"), "needs its pooling"),
+    ("dimensions", lambda m: m["heads"]["vectors"].update(dimensions=0), "heads.vectors.dimensions"),
+    ("file above", lambda m: m["graphs"][1].update(file="../x"), "graphs.1.file: String should"),
+    ("file below", lambda m: m["graphs"][1].update(file="a/b"), "graphs.1.file: String should"),
+    ("hidden file", lambda m: m["goldens"].update(file=".npz"), "goldens.file: String should"),
+    ("long name", lambda m: m["goldens"].update(file="a" * 129), "goldens.file: String should"),
+    ("weights", lambda m: m["graphs"][0]["weights"].update(file="/w"), "graphs.0.weights.file: "),
+    ("hash", lambda m: m["vocabulary"].update(sha256="AB"), "vocabulary.sha256: String should"),
+    ("no hash", lambda m: m["vocabulary"].pop("sha256"), "vocabulary.sha256: Field required"),
+    ("layout", lambda m: m["graphs"][2].update(layout="flat"), "graphs.2.layout: Input should be"),
+    ("precision", lambda m: m.update(default_precision="fp16"), "default_precision fp16 has no"),
+    ("tolerance", lambda m: m["goldens"]["tolerance"].pop("int8"), "golden tolerance for ['int8']"),
+]  # fmt: skip
+
+
+class TestBadManifests:
+    @pytest.mark.parametrize(
+        ("change", "message"), [pytest.param(*case, id=name) for name, *case in BAD]
+    )
+    def test_field(self, tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+        """A wrong field is named, in one line."""
+        manifest = write(tmp_path)
+        change(manifest)
+
+        reason = refusal(save(tmp_path, manifest))
+
+        assert reason.startswith("manifest.json is not valid: ")
+        assert message in reason
+
+    def test_every_field(self, tmp_path: Path) -> None:
+        """All wrong fields are named at once."""
+        manifest = write(tmp_path)
+        manifest.update(name="", max_length="long")
+
+        reason = refusal(save(tmp_path, manifest))
+
+        assert "; max_length: " in reason
+        assert "name: " in reason
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"\xff"'])
+    def test_no_object(self, tmp_path: Path, text: bytes) -> None:
+        """A manifest that is no JSON object is refused as such."""
+        (tmp_path / "manifest.json").write_bytes(text)
+
+        assert refusal(tmp_path).startswith("manifest.json is not valid: manifest: ")
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        "name", ["tokenizer.json", "golden.npz", "weights.bin", "packed.onnx", "int8.onnx"]
+    )
+    def test_tampering(self, folder: Path, name: str) -> None:
+        """A file with one bit changed is refused with both hashes."""
+        path = folder / name
+        before = bundle.hash_file(path)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+        after = bundle.hash_file(path)
+
+        assert refusal(folder) == (
+            f"{name} has SHA-256 {after[:12]}..., the manifest says {before[:12]}..."
+        )
+
+    def test_missing(self, folder: Path) -> None:
+        """A file that is not there is named."""
+        (folder / "weights.bin").unlink()
+
+        assert refusal(folder) == "weights.bin is missing or not a plain file"
+
+    def test_directory(self, folder: Path) -> None:
+        """A directory in place of a file is named."""
+        (folder / "weights.bin").unlink()
+        (folder / "weights.bin").mkdir()
+
+        assert refusal(folder) == "weights.bin is missing or not a plain file"
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "manifest.json",
+            "tokenizer.json",
+            "golden.npz",
+            "weights.bin",
+            "packed.onnx",
+            "int8.onnx",
+        ],
+    )
+    def test_symlink(self, folder: Path, tmp_path: Path, name: str) -> None:
+        """A link is refused even if what it leads to has the right hash, within the bundle or without."""
+        for elsewhere in (tmp_path / "elsewhere.bin", folder / "elsewhere.bin"):
+            (folder / name).rename(elsewhere)
+            (folder / name).symlink_to(elsewhere)
+
+            assert refusal(folder).startswith(name)
+            assert refusal(folder).endswith("not a plain file")
+
+            (folder / name).unlink()
+            elsewhere.rename(folder / name)
+
+        bundle.load(folder)
+
+    def test_other_files(self, folder: Path) -> None:
+        """Files that the manifest does not know, a model card say, are let be."""
+        (folder / "README.md").write_text("A card.")
+
+        assert bundle.load(folder).manifest.name == "quartet-test"
+
+    def test_hash(self, tmp_path: Path) -> None:
+        """Files are described by name and SHA-256."""
+        (tmp_path / "a.bin").write_bytes(b"abc")
+
+        assert bundle.describe_file(tmp_path / "a.bin") == {
+            "file": "a.bin",
+            "sha256": hashlib.sha256(b"abc").hexdigest(),
+        }
+
+
+class TestGoldens:
+    @pytest.mark.parametrize(
+        "content",
+        [b"", b"no archive", b"PK\x03\x04cut", b"\x93NUMPY\x01\x00"],
+        ids=["empty", "text", "cut off", "array cut off"],
+    )
+    def test_unreadable(self, folder: Path, content: bytes) -> None:
+        """Goldens that are no archive of arrays are refused, although their hash is right."""
+        (folder / "golden.npz").write_bytes(content)
+        manifest = json.loads(loaded_text(folder))
+        manifest["goldens"].update(bundle.describe_file(folder / "golden.npz"))
+
+        assert refusal(save(folder, manifest)).startswith("golden.npz cannot be read: ")
+
+    def test_single_array(self, folder: Path) -> None:
+        """A lone array in place of the archive is refused."""
+        with (folder / "golden.npz").open("wb") as file:
+            np.save(file, np.arange(3))
+        manifest = json.loads(loaded_text(folder))
+        manifest["goldens"].update(bundle.describe_file(folder / "golden.npz"))
+
+        assert refusal(save(folder, manifest)).startswith("golden.npz cannot be read: ")
+
+    def test_pickles(self, folder: Path) -> None:
+        """Goldens are never unpickled."""
+        np.savez(folder / "golden.npz", input_ids=np.array([object()]), allow_pickle=True)
+        manifest = json.loads(loaded_text(folder))
+        manifest["goldens"].update(bundle.describe_file(folder / "golden.npz"))
+
+        assert "allow_pickle=False" in refusal(save(folder, manifest))
+
+    def test_head_without_golden(self, tmp_path: Path) -> None:
+        """A head whose golden is missing is named."""
+        manifest = write(tmp_path)
+        manifest["heads"]["more"] = SENTIMENT
+
+        assert "output.more" in refusal(save(tmp_path, manifest))
+
+    def test_lengths(self, tmp_path: Path) -> None:
+        """Lengths that do not add up to the tokens are refused."""
+        manifest = write(tmp_path)
+        short = Golden(GOLDEN.input_ids, GOLDEN.token_type_ids, np.array([3, 1]), GOLDEN.outputs)
+        bundle.save_golden(tmp_path / "golden.npz", short)
+        manifest["goldens"].update(bundle.describe_file(tmp_path / "golden.npz"))
+
+        reason = refusal(save(tmp_path, manifest))
+
+        assert reason == "golden.npz: lengths and input_ids disagree"
+
+
+Outputs = dict[str, NDArray[np.float32]]
+
+
+class TestCheckGoldens:
+    @pytest.fixture
+    def loaded(self, folder: Path) -> Bundle:
+        return bundle.load(folder)
+
+    @pytest.fixture
+    def outputs(self) -> Outputs:
+        return {name: output.copy() for name, output in GOLDEN.outputs.items()}
+
+    @staticmethod
+    def reason(loaded: Bundle, precision: Any, outputs: Outputs, runtime: str) -> str:
+        with pytest.raises(BundleError) as refused:
+            bundle.check_goldens(loaded, precision, outputs, runtime)
+        return refused.value.reason
+
+    @pytest.mark.parametrize("precision", ["fp32", "int8"])
+    def test_agree(self, loaded: Bundle, outputs: Outputs, precision: Any) -> None:
+        """Outputs within the tolerance pass."""
+        outputs["vectors"] += 9e-5
+
+        bundle.check_goldens(loaded, precision, outputs, "onnxruntime 1.31")
+
+    def test_difference(self, loaded: Bundle, outputs: Outputs) -> None:
+        """A difference is named with its head, its size, and what is allowed."""
+        outputs["entities"][4, 1] += 0.5
+
+        reason = self.reason(loaded, "fp32", outputs, "onnxruntime 1.31")
+
+        expected = "goldens disagree at fp32: entities differs by 5.00e-01, allowed 1e-04"
+        assert reason == expected
+
+    def test_difference_of_large_numbers(self) -> None:
+        """What may differ grows with the largest golden number: fp32 keeps seven digits of any."""
+        expected = np.array([[5000.0, 0.0]], np.float32)
+        allowed = bundle.Tolerance(max_difference=1e-4)
+
+        near = bundle.disagreement("grade", expected, expected + np.float32(0.4), allowed)
+        far = bundle.disagreement("grade", expected, expected + np.float32(5), allowed)
+
+        assert (None, "grade differs by 1.00e-03, allowed 1e-04") == (near, far)
+
+    def test_cosine(self, loaded: Bundle, outputs: Outputs) -> None:
+        """A cosine too small is named with its head and the smallest allowed."""
+        outputs["vectors"][0] = [1, 1, 1, 1]
+
+        reason = self.reason(loaded, "int8", outputs, "onnxruntime 1.31")
+
+        assert reason.startswith("goldens disagree at int8: vectors has cosine 0.6")
+        assert reason.endswith(", at least 0.98")
+
+    def test_heads_without_a_cosine(self, loaded: Bundle, outputs: Outputs) -> None:
+        """A head that has no cosine at a precision is not compared there."""
+        outputs["entities"] -= 7
+
+        bundle.check_goldens(loaded, "int8", outputs, "onnxruntime 1.31")
+
+    def test_shape(self, loaded: Bundle, outputs: Outputs) -> None:
+        """Another shape is named with both."""
+        outputs["vectors"] = outputs["vectors"][:, :3]
+
+        reason = self.reason(loaded, "int8", outputs, "onnxruntime 1.31")
+
+        assert reason.endswith("vectors has shape (2, 3), expected (2, 4)")
+
+    @pytest.mark.parametrize("precision", ["fp32", "int8"])
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_not_finite(
+        self, loaded: Bundle, outputs: Outputs, precision: Any, value: float
+    ) -> None:
+        """Outputs that are not finite never pass."""
+        outputs["sentiment"][0, 0] = value
+
+        with np.errstate(invalid="ignore"):
+            assert "sentiment" in self.reason(loaded, precision, outputs, "onnxruntime 1.31")
+
+    def test_another_runtime(self, loaded: Bundle, outputs: Outputs) -> None:
+        """If the runtime is not the one of the export, both are named."""
+        outputs["entities"] += 1
+
+        reason = self.reason(loaded, "fp32", outputs, "onnxruntime 2.0")
+
+        assert reason.endswith(" (exported with onnxruntime 1.31, running onnxruntime 2.0)")
+
+    @pytest.mark.parametrize(
+        ("a", "b", "expected"),
+        [([1, 0], [2, 0], 1), ([1, 0], [0, 3], 0), ([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0)],
+    )
+    def test_cosine_of(self, a: list[float], b: list[float], expected: float) -> None:
+        """A cosine goes by direction; a zero is like a zero and like nothing else."""
+        found = bundle.cosine(np.array(a, np.float32), np.array(b, np.float32))
+
+        assert found == pytest.approx(expected)
+
+
+def write_and_fail(path: Path, error: type[BaseException], replace: bool = False) -> None:
+    with bundle.writing(path, replace=replace) as folder:
+        (folder / "half.bin").write_text("half")
+        raise error
+
+
+class TestWriting:
+    def test_success(self, tmp_path: Path) -> None:
+        """What was written is there under its name, for all to read, and nothing else is."""
+        with bundle.writing(tmp_path / "new" / "b") as folder:
+            save(folder, write(folder))
+            assert not (tmp_path / "new" / "b").exists()
+
+        assert bundle.load(tmp_path / "new" / "b").manifest.id == "quartet-test@1.0"
+        assert [path.name for path in (tmp_path / "new").iterdir()] == ["b"]
+        assert (tmp_path / "new" / "b").stat().st_mode & 0o777 == 0o755
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_failure(self, tmp_path: Path, error: type[BaseException]) -> None:
+        """A failure in the middle leaves nothing."""
+        with pytest.raises(error):
+            write_and_fail(tmp_path / "b", error)
+
+        assert list(tmp_path.iterdir()) == []
+
+    def test_existing(self, folder: Path) -> None:
+        """What exists is not overwritten unasked."""
+        with (
+            pytest.raises(FileExistsError, match="exists; give another name"),
+            bundle.writing(folder),
+        ):
+            raise AssertionError("nothing is written")
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+
+    def test_replace(self, folder: Path) -> None:
+        """What is to be replaced is replaced whole."""
+        with bundle.writing(folder, replace=True) as new:
+            (new / "only.txt").write_text("new")
+
+        assert [path.name for path in folder.iterdir()] == ["only.txt"]
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_what_is_no_bundle_is_not_replaced(self, folder: Path) -> None:
+        """Not a directory of bundles, and not a file: neither loses anything."""
+        for path in (folder.parent, folder / "golden.npz"):
+            with (
+                pytest.raises(FileExistsError, match="is no bundle, having no manifest"),
+                bundle.writing(path, replace=True),
+            ):
+                raise AssertionError("nothing is written")
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_an_empty_directory_is_replaced(self, tmp_path: Path) -> None:
+        """There is nothing in it to lose."""
+        (tmp_path / "b").mkdir()
+        with bundle.writing(tmp_path / "b", replace=True) as new:
+            (new / "only.txt").write_text("new")
+
+        assert [path.name for path in (tmp_path / "b").iterdir()] == ["only.txt"]
+
+    def test_failed_replacement(self, folder: Path) -> None:
+        """A failed replacement leaves what there was."""
+        with pytest.raises(RuntimeError):
+            write_and_fail(folder, RuntimeError, replace=True)
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_replacement_that_cannot_take_the_place(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When the last step fails, what there was comes back."""
+        rename = Path.rename
+
+        def full_disk(path: Path, target: Path) -> Path:
+            if (path / "only.txt").exists():
+                raise OSError("no space")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            self.test_replace(folder)
+
+        assert bundle.load(folder).manifest.id == "quartet-test@1.0"
+        assert [path.name for path in folder.parent.iterdir()] == ["b"]
+
+    def test_link(self, folder: Path, tmp_path: Path) -> None:
+        """Where the name is a link, what it stands for is replaced."""
+        (tmp_path / "current").symlink_to(folder)
+        with bundle.writing(tmp_path / "current", replace=True) as new:
+            (new / "only.txt").write_text("new")
+
+        assert [path.name for path in folder.iterdir()] == ["only.txt"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "current"]
+
+    def test_meanwhile(self, tmp_path: Path) -> None:
+        """What another wrote under the name meanwhile is not overwritten."""
+        writing = bundle.writing(tmp_path / "b")
+        writing.__enter__()
+        save(tmp_path / "b", write(tmp_path / "b"))
+
+        with pytest.raises(OSError, match="not empty"):
+            writing.__exit__(None, None, None)
+
+        assert bundle.load(tmp_path / "b").manifest.id == "quartet-test@1.0"
+        assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+class TestSwap:
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_after_one_that_was_cut_off(self, folder: Path, replaced: bool) -> None:
+        """What it left, be the new directory in its place already or not yet, is in nobody's way."""
+        old = shutil.copytree(folder, folder.with_name("b.new.old"))
+        if not replaced:
+            shutil.rmtree(folder)
+        new = folder.with_name("b.new")
+        new.mkdir()
+        (new / "only.txt").write_text("new")
+        bundle.swap(new, folder)
+
+        assert [path.name for path in folder.iterdir()] == ["only.txt"]
+        assert [path.name for path in old.parent.iterdir()] == ["b"]
+
+
+class TestHead:
+    def test_defaults(self) -> None:
+        """A head has the defaults that the format promises."""
+        head = Head.model_validate(VECTORS)
+
+        assert head.normalize
+        assert (head.null_threshold, head.max_answer_tokens, head.max_query_tokens) == (0, 30, 64)
+        assert not head.demo
+
+    @pytest.mark.parametrize("task", ["classification", "ner"])
+    def test_labels(self, task: str) -> None:
+        """A head that gives labels must have them."""
+        with pytest.raises(ValidationError, match=f"a {task} head needs labels"):
+            Head.model_validate({"task": task})
+
+
+def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Who reads texts elsewhere gets the tokenizer that was checked, or nobody does."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    loaded = bundle.load(copy)
+    texts = bundle.read_texts(loaded)
+    assert (loaded.manifest, loaded.sha256) == (texts.manifest, texts.sha256)
+    assert (copy / "tokenizer.json").read_bytes() == texts.tokenizer
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer\.json was changed while"):
+        bundle.read_texts(loaded)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
+        bundle.read_texts(loaded)
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (["yes", "yes"], "yes"),
+        (["yes", "unclear", "no", "no"], "no: 2; 3"),
+        (["unclear", "yes", "unclear"], "unclear: 0; 2"),
+        ([], "unclear: no data set is named"),
+    ],
+)
+def test_data_sets_allow_together_what_the_least_allows(
+    answers: list[Literal["yes", "no", "unclear"]], told: str
+) -> None:
+    """And those are named that forbid it, or may."""
+    sets = [
+        bundle.DataSet(name=str(number), origin="here", terms="some", commercial_use=answer)
+        for number, answer in enumerate(answers)
+    ]
+    assert told == bundle.Provenance(datasets=tuple(sets)).commercial_use
+
+
+def test_each_head_has_the_terms_of_its_own_data() -> None:
+    """A data set belongs to the heads that it was used for; one that names none was used for all."""
+    sets = [
+        bundle.DataSet(name=name, origin="here", terms="some", commercial_use=answer, used_for=used)
+        for name, answer, used in (
+            ("text", "yes", "pretraining"),
+            ("films", "unclear", "sentiment, tokenizer"),
+            ("news", "no", "topic and sentiments"),
+        )
+    ]
+    provenance = bundle.Provenance(datasets=tuple(sets))
+    assert provenance.commercial_use_by_head(["sentiment", "topic", "answers"]) == {
+        "sentiment": "unclear: films",
+        "topic": "no: news",
+        "answers": "yes",
+    }
+    assert bundle.Provenance().commercial_use_by_head(["topic"]) == {
+        "topic": "unclear: no data set is named"
+    }

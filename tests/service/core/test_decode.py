@@ -1,0 +1,713 @@
+"""Logits become the answers that a slower or a better known implementation gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from transformers.pipelines.token_classification import (
+    AggregationStrategy,
+    TokenClassificationPipeline,
+)
+
+from service.core.decode import (
+    AGGREGATION_STRATEGIES,
+    Answer,
+    Entity,
+    Label,
+    activate,
+    classify,
+    embed,
+    ner,
+    qa,
+    sigmoid,
+    softmax,
+)
+from service.core.encode import Encoding
+
+LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "E-ORG", "S-ORG")
+
+# sums of two eighths are exact, and whole numbers often equal, to test how equals are ordered
+eighths = st.integers(-80, 80).map(lambda eighth: eighth / 8) | st.integers(-1, 1).map(float)
+words_of_pieces = st.lists(
+    st.lists(st.text("aé漢😀", min_size=1, max_size=3), min_size=1, max_size=3).map("|".join),
+    min_size=1,
+    max_size=9,
+)
+
+
+def floats(*values: float) -> NDArray[np.float32]:
+    return np.array(values, np.float32)
+
+
+def join(words: Sequence[str]) -> str:
+    return " ".join(words).replace("|", "")
+
+
+def encode(words: Sequence[str], sequence: int = 0) -> Encoding:
+    """Words with "|" between their tokens, as the first text or as the second after a question."""
+    pieces = [(index, piece) for index, word in enumerate(words) for piece in word.split("|")]
+    rows, end = [], -1
+    for previous, (word, piece) in zip([None, *pieces], pieces, strict=False):
+        start = end + (previous is None or previous[0] != word)
+        end = start + len(piece)
+        rows.append((start, end, word, sequence))
+    special = (0, 0, -1, -1)
+    before = [special, (0, 1, 0, 0), special] if sequence else [special]
+    table = np.array([*before, *rows, special])
+    return Encoding(
+        input_ids=np.arange(len(table)),
+        token_type_ids=np.zeros(len(table), np.int64),
+        offsets=table[:, :2].astype(np.int32),
+        words=table[:, 2].astype(np.int32),
+        sequence=table[:, 3].astype(np.int8),
+    )
+
+
+def cut(
+    encoding: Encoding, logits: NDArray[np.float32], room: int, stride: int
+) -> tuple[list[Encoding], list[NDArray[np.float32]]]:
+    """Windows of `room` text tokens of which neighbours share `stride`, and their logits."""
+    before = np.flatnonzero(encoding.sequence == encoding.sequence.max())[0]
+    size = len(encoding) - before - 1
+    windows, parts = [], []
+    for start in range(before, before + max(size - stride, 1), room - stride):
+        stop = min(start + room, len(encoding) - 1)
+        rows = np.r_[:before, start:stop, -1]
+        columns = ("input_ids", "token_type_ids", "offsets", "words", "sequence")
+        windows.append(Encoding(*(getattr(encoding, column)[rows] for column in columns)))
+        parts.append(logits[rows])
+    return windows, parts
+
+
+def one_hot(encoding: Encoding, *labels: str) -> NDArray[np.float32]:
+    """Logits that give each text token its label, and special tokens one that must not count."""
+    logits = np.zeros((len(encoding), len(LABELS)), np.float32)
+    logits[:, LABELS.index("B-LOC")] = 9
+    rows = np.flatnonzero(encoding.sequence == 0)
+    logits[rows] = 9 * np.eye(len(LABELS))[[LABELS.index(label) for label in labels]]
+    return logits
+
+
+@given(arrays(np.float32, (3, 5), elements=st.floats(-(2**99), 2**99, width=32)))
+def test_softmax_agrees_with_scipy(logits: NDArray[np.float32]) -> None:
+    """Softmax is scipy's, in float32, also where a naive one overflows."""
+    ours = softmax(logits)
+
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, scipy.special.softmax(logits, axis=-1), rtol=1e-6)
+
+
+@given(arrays(np.float32, 5, elements=st.floats(-80, 80, width=32)))
+def test_sigmoid_agrees_with_scipy(logits: NDArray[np.float32]) -> None:
+    """Sigmoid is scipy's; exp makes a relative error of the rounding of an argument of up to 80."""
+    ours = sigmoid(logits)
+
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, scipy.special.expit(logits), rtol=1e-5)
+
+
+def test_sigmoid_of_huge_logits() -> None:
+    """Huge logits saturate without a warning."""
+    assert sigmoid(floats(-1e30, 1e30)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "logits", "scores"),
+    [
+        ("regression", [2.5, -1.5], [2.5, -1.5]),
+        ("regression", [2.5], [2.5]),
+        ("multi_label_classification", [0, 0], [0.5, 0.5]),
+        ("single_label_classification", [0, 0, 0, 0], [0.25] * 4),
+        ("single_label_classification", [0], [0.5]),
+        (None, [0, 0, 0, 0], [0.25] * 4),
+        (None, [0], [0.5]),
+    ],
+)
+def test_activation(problem_type: str | None, logits: list[float], scores: list[float]) -> None:
+    """The problem type chooses the activation, and a single label is never a softmax."""
+    assert activate(floats(*logits), problem_type).tolist() == scores
+
+
+class TestClassify:
+    def test_sorts_by_score(self) -> None:
+        """Labels come by falling score."""
+        labels = classify(
+            [floats(-30, 0, 30)],
+            [4],
+            labels=["a", "b", "c"],
+            problem_type="multi_label_classification",
+            top_k=None,
+        )
+
+        assert [label.label for label in labels] == ["c", "b", "a"]
+        assert labels[1] == Label("b", 0.5)
+
+    def test_equal_scores(self) -> None:
+        """Labels with equal scores come in label order."""
+        names = [str(index) for index in range(100)]
+
+        labels = classify([floats(*[0, 1] * 50)], [4], labels=names, problem_type=None, top_k=None)
+
+        assert [label.label for label in labels] == names[1::2] + names[::2]
+
+    @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+    def test_top_k(self, top_k: int) -> None:
+        """No more than `top_k` labels are given."""
+        labels = classify(
+            [floats(1, 2, 3)], [4], labels=["a", "b", "c"], problem_type=None, top_k=top_k
+        )
+
+        assert [label.label for label in labels] == ["c", "b", "a"][:top_k]
+
+    def test_regression(self) -> None:
+        """A regression gives every output as it is."""
+        labels = classify(
+            [floats(-7, 3.5)], [4], labels=["a", "b"], problem_type="regression", top_k=None
+        )
+
+        assert labels == [Label("b", 3.5), Label("a", -7)]
+
+    def test_weighs_windows_by_tokens(self) -> None:
+        """The logits of several windows are averaged by tokens, before they are activated."""
+        [label] = classify(
+            [floats(1), floats(5)], [30, 10], labels=["a"], problem_type="regression", top_k=None
+        )
+
+        assert label == Label("a", 2)
+
+
+class TestEmbed:
+    @given(arrays(np.float32, 7, elements=st.floats(-100, 100, width=32)), st.integers(1, 10**6))
+    def test_one_window_is_itself(self, vector: NDArray[np.float32], length: int) -> None:
+        """A single window passes through bit by bit."""
+        ours = embed([vector], [length], normalize=False, dimensions=None)
+
+        assert ours.dtype == np.float32
+        np.testing.assert_array_equal(ours, vector)
+
+    def test_weighs_windows_by_tokens(self) -> None:
+        """The vectors of several windows are averaged by tokens."""
+        windows = [floats(1, 0), floats(5, 8)]
+
+        assert embed(windows, [30, 10], normalize=False, dimensions=None).tolist() == [2, 2]
+
+    def test_cuts_before_it_normalises(self) -> None:
+        """The vector is cut first, so that what is left has length 1."""
+        vector = embed([floats(3, 4, 12)], [5], normalize=True, dimensions=2)
+
+        assert vector.tolist() == floats(0.6, 0.8).tolist()
+
+    def test_zero_vector(self) -> None:
+        """A zero vector has no direction and stays zero."""
+        assert embed([floats(0, 0)], [5], normalize=True, dimensions=None).tolist() == [0, 0]
+
+    @pytest.mark.parametrize("dimensions", [-1, 0, 4])
+    def test_impossible_dimensions(self, dimensions: int) -> None:
+        """Dimensions that the vector does not have are refused."""
+        with pytest.raises(ValueError, match="from 1 to 3"):
+            embed([floats(1, 2, 3)], [5], normalize=True, dimensions=dimensions)
+
+
+def by_pipeline(
+    words: Sequence[str], encoding: Encoding, logits: NDArray[np.float32], strategy: str
+) -> list[tuple[str, float, int, int]]:
+    """What transformers' own pipeline makes of the scores."""
+    pieces = ["[CLS]"]
+    for word in words:
+        first, *others = word.split("|")
+        pieces += [first, *("##" + other for other in others)]
+    pipeline: Any = object.__new__(TokenClassificationPipeline)
+    pipeline.model = SimpleNamespace(config=SimpleNamespace(id2label=dict(enumerate(LABELS))))
+    pipeline.tokenizer = SimpleNamespace(
+        unk_token_id=-1,
+        convert_ids_to_tokens=pieces.__getitem__,
+        convert_tokens_to_string=" ".join,
+        _tokenizer=SimpleNamespace(model=SimpleNamespace(continuing_subword_prefix="##")),
+    )
+    tokens = pipeline.gather_pre_entities(
+        join(words),
+        encoding.input_ids,
+        softmax(logits),
+        encoding.offsets.tolist(),
+        encoding.sequence < 0,
+        AggregationStrategy(strategy),
+    )
+    entities = pipeline.aggregate(tokens, AggregationStrategy(strategy))
+    named = [(entity.get("entity_group", entity.get("entity")), entity) for entity in entities]
+    return [(name, e["score"], e["start"], e["end"]) for name, e in named if name != "O"]
+
+
+def has_close_call(encoding: Encoding, logits: NDArray[np.float32]) -> bool:
+    """Whether the best labels of some word are equal on average, but for the order of adding them up."""
+    scores = softmax(logits)
+    for word in set(encoding.words.tolist()) - {-1}:
+        rows = scores[encoding.words == word]
+        mean = rows.astype(np.float64).mean(axis=0)
+        best = np.flatnonzero(mean > mean.max() - 1e-6)
+        if (rows[:, best] != rows[:, best[:1]]).any():
+            return True
+    return False
+
+
+class TestNer:
+    @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
+    @given(data=st.data(), words=words_of_pieces)
+    def test_agrees_with_transformers(
+        self, strategy: str, data: st.DataObject, words: list[str]
+    ) -> None:
+        """Every strategy finds what transformers finds, with the text's own surface as word."""
+        encoding, text = encode(words), join(words)
+        shape = (len(encoding), len(LABELS))
+        logits = data.draw(arrays(np.float32, shape, elements=eighths))
+        assume(strategy != "average" or not has_close_call(encoding, logits))
+
+        entities = ner([encoding], [logits], text, labels=LABELS, aggregation_strategy=strategy)
+
+        expected = by_pipeline(words, encoding, logits, strategy)
+        assert [(entity.entity, entity.start, entity.end) for entity in entities] == [
+            (name, start, end) for name, _, start, end in expected
+        ]
+        assert [entity.score for entity in entities] == pytest.approx(
+            [score for _, score, *_ in expected], rel=1e-6
+        )
+        assert all(entity.word == text[entity.start : entity.end] for entity in entities)
+
+    @pytest.mark.parametrize(
+        ("strategy", "expected"),
+        [
+            ("none", [("B-PER", "Ada"), ("I-PER", "Love"), ("I-LOC", "lace"), ("B-PER", "Bob")]),
+            ("simple", [("PER", "Ada Love"), ("LOC", "lace"), ("PER", "Bob")]),
+            ("first", [("PER", "Ada Lovelace"), ("PER", "Bob")]),
+        ],
+    )
+    def test_strategies(self, strategy: str, expected: list[tuple[str, str]]) -> None:
+        """Tokens stand alone, join by type, or follow the first token of their word."""
+        words = ["Ada", "Love|lace", "Bob", "ran"]
+        encoding = encode(words)
+        logits = one_hot(encoding, "B-PER", "I-PER", "I-LOC", "B-PER", "O")
+
+        entities = ner(
+            [encoding], [logits], join(words), labels=LABELS, aggregation_strategy=strategy
+        )
+
+        assert [(entity.entity, entity.word) for entity in entities] == expected
+
+    def test_word_scores(self) -> None:
+        """A word follows its first token, its tokens' mean scores, or its surest token."""
+        encoding = encode(["x|y|z"])
+        special = [0.5, 0.5]
+        probabilities = np.array([special, [0.55, 0.45], [0.55, 0.45], [0.2, 0.8], special])
+        logits = np.log(probabilities).astype(np.float32)
+
+        def found(strategy: str) -> list[float]:
+            entities = ner(
+                [encoding], [logits], "xyz", labels=["O", "T"], aggregation_strategy=strategy
+            )
+            return [entity.score for entity in entities]
+
+        assert found("first") == []
+        assert found("average") == [pytest.approx(1.7 / 3)]
+        assert found("max") == [pytest.approx(0.8)]
+
+    @given(
+        data=st.data(),
+        words=words_of_pieces,
+        room=st.integers(1, 9),
+        strategy=st.sampled_from(AGGREGATION_STRATEGIES),
+    )
+    def test_windows_that_agree(
+        self, data: st.DataObject, words: list[str], room: int, strategy: str
+    ) -> None:
+        """A text cut into windows whose logits agree gives what it gives whole."""
+        encoding, text = encode(words), join(words)
+        shape = (len(encoding), len(LABELS))
+        logits = data.draw(arrays(np.float32, shape, elements=eighths))
+        windows, parts = cut(encoding, logits, room, data.draw(st.integers(0, room - 1)))
+
+        in_windows = ner(windows, parts, text, labels=LABELS, aggregation_strategy=strategy)
+
+        assert in_windows == ner(
+            [encoding], [logits], text, labels=LABELS, aggregation_strategy=strategy
+        )
+
+    def test_reads_the_window_with_most_context(self) -> None:
+        """Where windows overlap, a token is read where its nearest edge is farthest."""
+        words = ["a", "b", "c", "d", "e", "f", "g"]
+        encoding = encode(words)
+        windows, _ = cut(encoding, one_hot(encoding, *["O"] * 7), room=5, stride=3)
+        logits = [one_hot(windows[0], *["B-PER"] * 5), one_hot(windows[1], *["B-LOC"] * 5)]
+
+        entities = ner(windows, logits, join(words), labels=LABELS, aggregation_strategy="none")
+
+        # c is 3rd from the end of one and 1st of the other, d 2nd and 2nd (a tie), e 1st and 3rd
+        assert "".join(entity.word for entity in entities) == "abcdefg"
+        assert [entity.entity for entity in entities] == ["B-PER"] * 4 + ["B-LOC"] * 3
+
+    def test_tokens_of_one_character(self) -> None:
+        """Tokens with equal offsets (a decomposed letter) stay apart, in windows too."""
+        encoding = encode(["한", "글"])
+        rows = [0, 1, 1, 1, 2, 2, 3]
+        columns = ("token_type_ids", "offsets", "words", "sequence")
+        encoding = Encoding(np.arange(7), *(getattr(encoding, column)[rows] for column in columns))
+        logits = one_hot(encoding, "B-PER", "I-PER", "I-PER", "B-LOC", "I-LOC")
+        windows, parts = cut(encoding, logits, room=3, stride=1)
+
+        entities = ner(windows, parts, "한 글", labels=LABELS, aggregation_strategy="none")
+
+        assert [e.entity for e in entities] == ["B-PER", "I-PER", "I-PER", "B-LOC", "I-LOC"]
+        assert [e.word for e in entities] == ["한", "한", "한", "글", "글"]
+
+    def test_zero_width_tokens(self) -> None:
+        """A token without text is passed over, and does not part what stands around it."""
+        encoding = encode(["Ada", "x", "King"])
+        offsets = encoding.offsets.copy()
+        offsets[2] = [4, 4]
+        encoding = replace(encoding, offsets=offsets)
+        logits = one_hot(encoding, "B-PER", "B-LOC", "I-PER")
+
+        [entity] = ner(
+            [encoding], [logits], "Ada x King", labels=LABELS, aggregation_strategy="simple"
+        )
+
+        assert (entity.entity, entity.word) == ("PER", "Ada x King")
+
+    @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
+    def test_empty_text(self, strategy: str) -> None:
+        """A text without tokens has no entities."""
+        encoding = encode([])
+
+        assert (
+            ner([encoding], [one_hot(encoding)], "", labels=LABELS, aggregation_strategy=strategy)
+            == []
+        )
+
+    def test_unknown_strategy(self) -> None:
+        """A strategy that does not exist is refused, and those that do are named."""
+        encoding = encode([])
+
+        with pytest.raises(ValueError, match="none, simple, first, average, max"):
+            ner([encoding], [one_hot(encoding)], "", labels=LABELS, aggregation_strategy="last")
+
+    def test_entity_fields(self) -> None:
+        """An entity carries plain Python values, ready for JSON."""
+        words = ["😀", "Zoë"]
+        encoding = encode(words)
+        logits = one_hot(encoding, "O", "B-PER")
+
+        [entity] = ner(
+            [encoding], [logits], join(words), labels=LABELS, aggregation_strategy="simple"
+        )
+
+        assert entity == Entity("PER", entity.score, "Zoë", 2, 5)
+        assert [type(field) for field in entity] == [str, float, str, int, int]
+
+
+def by_two_loops(
+    windows: Sequence[Encoding],
+    logits: Sequence[NDArray[np.float32]],
+    context: str,
+    top_k: int,
+    max_answer_tokens: int,
+    null_threshold: float | None,
+) -> list[tuple[float, int, int]]:
+    """All answers as (score, start, end), by trying every pair of tokens."""
+    edges: dict[int, tuple[int, int]] = {}
+    everything = []
+    for window, part in zip(windows, logits, strict=True):
+        rows = np.flatnonzero(window.sequence == 1)
+        everything.append(part[[0, *rows]])
+        for (start, end), word in zip(
+            window.offsets[rows].tolist(), window.words[rows], strict=True
+        ):
+            known = edges.get(word, (start, end))
+            edges[word] = min(start, known[0]), max(end, known[1])
+    normaliser = scipy.special.logsumexp(np.concatenate(everything, dtype=float), axis=0).sum()
+    spans: dict[tuple[int, int], tuple[float, int, int, int, int]] = {}
+    for window, part in zip(windows, logits, strict=True):
+        rows = np.flatnonzero(window.sequence == 1)
+        for first in rows:
+            for last in range(first, min(first + max_answer_tokens, rows[-1] + 1)):
+                place = int(window.input_ids[first]), int(window.input_ids[last])
+                start, end = edges[window.words[first]][0], edges[window.words[last]][1]
+                span = -float(part[first, 0]) - float(part[last, 1]), *place, start, end
+                spans[place] = min(span, spans.get(place, span))
+    same: dict[str, list[tuple[float, int, int]]] = {}
+    for score, _, _, start, end in sorted(spans.values())[: 2 * top_k + 10]:
+        same.setdefault(context[start:end].lower(), []).append((score, start, end))
+    answers = sorted(
+        (-float(scipy.special.logsumexp([-score for score, *_ in own])), *own[0][1:])
+        for own in same.values()
+    )
+    if null_threshold is not None:
+        null = min(float(part[0].sum()) for part in logits)
+        wins = not answers or null + answers[0][0] > null_threshold
+        better = sum(score <= -null for score, *_ in answers)
+        answers.insert(0 if wins else max(better, 1), (-null, 0, 0))
+    return [(np.exp(-score - normaliser), start, end) for score, start, end in answers]
+
+
+def answer(
+    windows: Sequence[Encoding], logits: Sequence[NDArray[np.float32]], context: str, **options: Any
+) -> list[Answer]:
+    """The best answer, or what the options say."""
+    defaults = {
+        "top_k": 1,
+        "handle_impossible_answer": False,
+        "null_threshold": 0,
+        "max_answer_tokens": 30,
+    }
+    return qa(windows, logits, context, **(defaults | options))
+
+
+def peaks(encoding: Encoding, start: int, end: int) -> NDArray[np.float32]:
+    """Logits that are sure of a start and an end, counted in tokens of the context."""
+    rows = np.flatnonzero(encoding.sequence == 1)
+    logits = np.zeros((len(encoding), 2), np.float32)
+    logits[rows[start], 0] = logits[rows[end], 1] = 12
+    return logits
+
+
+class TestQa:
+    @given(
+        data=st.data(),
+        words=words_of_pieces,
+        room=st.integers(1, 12),
+        max_answer_tokens=st.integers(1, 8),
+        top_k=st.integers(1, 40),
+        null_threshold=st.none() | eighths,
+    )
+    def test_agrees_with_two_loops(
+        self,
+        data: st.DataObject,
+        words: list[str],
+        room: int,
+        max_answer_tokens: int,
+        top_k: int,
+        null_threshold: float | None,
+    ) -> None:
+        """Answers, scores and their order are those of trying every pair of tokens."""
+        encoding, context = encode(words, sequence=1), join(words)
+        windows, parts = cut(
+            encoding,
+            np.zeros((len(encoding), 2), np.float32),
+            room,
+            data.draw(st.integers(0, room - 1)),
+        )
+        parts = [data.draw(arrays(np.float32, part.shape, elements=eighths)) for part in parts]
+
+        answers = qa(
+            windows,
+            parts,
+            context,
+            top_k=top_k,
+            handle_impossible_answer=null_threshold is not None,
+            null_threshold=null_threshold or 0,
+            max_answer_tokens=max_answer_tokens,
+        )
+
+        expected = by_two_loops(windows, parts, context, top_k, max_answer_tokens, null_threshold)[
+            :top_k
+        ]
+        assert [(found.start, found.end) for found in answers] == [
+            (start, end) for _, start, end in expected
+        ]
+        assert [found.score for found in answers] == pytest.approx(
+            [score for score, *_ in expected], rel=1e-9
+        )
+        assert all(found.answer == context[found.start : found.end] for found in answers)
+
+    @given(data=st.data(), words=words_of_pieces, max_answer_tokens=st.integers(1, 5))
+    def test_windows_that_agree(
+        self, data: st.DataObject, words: list[str], max_answer_tokens: int
+    ) -> None:
+        """Windows that share enough for any answer rank the spans as the whole context does."""
+        encoding, context = encode(words, sequence=1), join(words)
+        logits = data.draw(arrays(np.float32, (len(encoding), 2), elements=eighths))
+        stride = data.draw(st.integers(max_answer_tokens - 1, 6))
+        windows, parts = cut(encoding, logits, stride + data.draw(st.integers(1, 6)), stride)
+
+        def ranked(
+            windows: Sequence[Encoding], logits: Sequence[NDArray[np.float32]]
+        ) -> list[tuple[int, int]]:
+            answers = answer(windows, logits, context, top_k=9, max_answer_tokens=max_answer_tokens)
+            return [(answer.start, answer.end) for answer in answers]
+
+        assert ranked(windows, parts) == ranked([encoding], [logits])
+
+    def test_one_softmax_over_all_windows(self) -> None:
+        """One softmax covers the tokens of all windows and the [CLS] of each."""
+        encoding = encode(["a", "b"], sequence=1)
+        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), room=1, stride=0)
+
+        answers = answer(windows, logits, "a b", top_k=9)
+
+        # two tokens and two [CLS], none more likely than another: a quarter for start and for end
+        assert answers == [Answer("a", 1 / 16, 0, 1), Answer("b", 1 / 16, 2, 3)]
+
+    def test_equal_scores(self) -> None:
+        """Answers with equal scores come in text order, whichever window they are from."""
+        encoding = encode(["a", "b", "c"], sequence=1)
+        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), room=2, stride=1)
+        windows, logits = [windows[0], *windows], [logits[0].copy(), *logits]
+        logits[0][4] = 3  # b in the first window, a in the second
+        logits[1][3] = 3
+
+        answers = answer(windows, logits, "a b c", top_k=2, max_answer_tokens=1)
+
+        assert [answer.answer for answer in answers] == ["a", "b"]
+
+    def test_answers_do_not_cut_words(self) -> None:
+        """An answer reaches to the edges of its words, also of a word that a window cuts."""
+        words = ["in", "West|min|ster", "Abbey"]
+        encoding = encode(words, sequence=1)
+        logits = peaks(encoding, start=2, end=2)
+
+        [whole] = answer([encoding], [logits], join(words))
+        [in_windows] = answer(*cut(encoding, logits, room=3, stride=1), join(words))
+
+        assert (whole.answer, in_windows.answer) == ("Westminster", "Westminster")
+
+    def test_answers_that_read_the_same_are_one(self) -> None:
+        """Their scores are added up, and they stand where the best of them does."""
+        words = ["Rome", "or", "ro|me", "x"]
+        encoding = encode(words, sequence=1)
+        logits = np.full((len(encoding), 2), -20, np.float32)
+        logits[[3, 5, 7], 0] = np.log([0.3, 0.2, 0.5])
+        logits[[3, 6, 7], 1] = np.log([0.6, 0.3, 0.1])
+
+        found = answer([encoding], [logits], join(words), top_k=9)
+
+        # rome: 0.3 * 0.6 and 0.2 * 0.3; from the first to the second, 0.3 * 0.3, is another answer
+        assert [(found.answer, found.start) for found in found[:2]] == [
+            ("Rome", 0),
+            ("Rome or rome", 0),
+        ]
+        assert [found.score for found in found[:2]] == pytest.approx([0.24, 0.09])
+        assert len({found.answer.lower() for found in found}) == len(found) == 9
+
+    def test_what_windows_share_counts_once(self) -> None:
+        """A span that two windows hold is not twice as likely as one that only one holds."""
+        words = ["a", "b", "c"]
+        encoding = encode(words, sequence=1)
+        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), room=2, stride=1)
+
+        answers = answer(windows, logits, join(words), top_k=9, max_answer_tokens=1)
+
+        # four tokens and two [CLS], none more likely than another
+        assert answers == [
+            Answer(word, 1 / 36, 2 * at, 2 * at + 1) for at, word in enumerate("abc")
+        ]
+
+    def test_longest_answer(self) -> None:
+        """An answer has at most `max_answer_tokens` tokens, however likely a longer one is."""
+        words = ["a", "b", "c", "d"]
+        encoding = encode(words, sequence=1)
+        logits = peaks(encoding, start=0, end=3)
+
+        [longest] = answer([encoding], [logits], join(words), max_answer_tokens=4)
+        [shorter] = answer([encoding], [logits], join(words), max_answer_tokens=3)
+
+        assert (longest.answer, shorter.answer) == ("a b c d", "a")
+
+    @pytest.mark.parametrize(
+        ("null_threshold", "answers"),
+        [(1.5, ["", "a", "b"]), (2, ["a", "", "b"]), (2.5, ["a", "", "b"]), (-9, ["", "a", "b"])],
+    )
+    def test_null_threshold(self, null_threshold: float, answers: list[str]) -> None:
+        """The null answer leads if it beats the best span by more than the threshold."""
+        encoding = encode(["a", "b"], sequence=1)
+        logits = np.zeros((6, 2), np.float32)
+        logits[0], logits[3] = 2, 1
+
+        found = answer(
+            [encoding],
+            [logits],
+            "a b",
+            top_k=9,
+            max_answer_tokens=1,
+            handle_impossible_answer=True,
+            null_threshold=null_threshold,
+        )
+
+        assert [answer.answer for answer in found] == answers
+
+    def test_null_by_score(self) -> None:
+        """A null answer that does not lead stands among the spans by its score."""
+        encoding = encode(["a", "b", "c"], sequence=1)
+        logits = np.zeros((7, 2), np.float32)
+        logits[:, 0] = [1, 0, 0, 4, 2, 0, 0]
+
+        def found(top_k: int) -> list[str]:
+            answers = answer(
+                [encoding],
+                [logits],
+                "a b c",
+                top_k=top_k,
+                max_answer_tokens=1,
+                handle_impossible_answer=True,
+            )
+            return [answer.answer for answer in answers]
+
+        assert found(9) == ["a", "b", "", "c"]
+        assert found(2) == ["a", "b"]
+
+    def test_null_of_the_least_likely_window(self) -> None:
+        """Every window must be without an answer: the null answer is as likely as the least."""
+        encoding = encode(["a", "b"], sequence=1)
+        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), room=1, stride=0)
+        logits[0][0] = 9
+
+        answers = answer(windows, logits, "a b", top_k=9, handle_impossible_answer=True)
+
+        assert [answer.answer for answer in answers] == ["a", "b", ""]
+        assert answers[0].score == answers[2].score
+
+    def test_no_null_unless_asked(self) -> None:
+        """The null answer does not appear by itself, however likely it is."""
+        encoding = encode(["a"], sequence=1)
+        logits = np.zeros((5, 2), np.float32)
+        logits[0] = 9
+
+        [span] = answer([encoding], [logits], "a", top_k=9)
+
+        assert span.answer == "a"
+
+    def test_empty_context(self) -> None:
+        """A context without tokens has no answer but the null answer."""
+        encoding = encode([], sequence=1)
+        logits = np.zeros((4, 2), np.float32)
+
+        assert answer([encoding], [logits], "") == []
+        assert answer([encoding], [logits], "", handle_impossible_answer=True) == [
+            Answer("", 1, 0, 0)
+        ]
+
+    def test_tokens_without_text(self) -> None:
+        """A token of zero width is no answer."""
+        encoding = encode(["a", "b"], sequence=1)
+        offsets = encoding.offsets.copy()
+        offsets[3] = [0, 0]
+
+        answers = answer(
+            [replace(encoding, offsets=offsets)], [peaks(encoding, 0, 0)], "a b", top_k=9
+        )
+
+        assert [answer.answer for answer in answers] == ["b"]
+
+    def test_answer_fields(self) -> None:
+        """An answer carries plain Python values, ready for JSON."""
+        words = ["😀", "Zoë"]
+        encoding = encode(words, sequence=1)
+
+        [found] = answer([encoding], [peaks(encoding, 1, 1)], join(words))
+
+        assert found == Answer("Zoë", found.score, 2, 5)
+        assert [type(field) for field in found] == [str, float, int, int]

@@ -1,0 +1,558 @@
+"""Text is cut as transformers' tokenizers cut it, and every token knows where it stands in its text."""
+
+import re
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from service.core.encode import Cut, Encoder, Encoding, TextError, load_tokenizer
+
+compare = settings(max_examples=50)
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = ["the", "river", "cafe", "un", "##aff", "##able", "##s", "!", ",", "?", "1", "2", "漢"]
+
+words = st.sampled_from(["The", "river,", "unaffable", "cafés!", "12", "漢字", "zzz", "?"])
+prose = st.lists(words, max_size=30).map(" ".join)
+
+PARTS = [
+    "a", "Z", "é", "e\u0301", "\u0308", "ß", "ﬁ", "İ", "Ǆ",  # accents, alone too; case that grows
+    "😀", "👩\u200d👩\u200d👧", "🏽", "🇩🇪", "\ufe0f",  # emoji, joined, coloured, flags
+    "שָׁלוֹם", "مَرْحَبًا", "\u202e", "\u200f",  # right to left, and its marks
+    "漢", "か", "각", "\uff46", "क्षि", "ஸ்ரீ",  # scripts without blanks, and one code point in pieces
+    " ", "\t", "\n", "\r\n", "\u00a0", "\u3000", "\u200b", "\u200d", "\u00ad", "\ufeff", "\x00",
+    ".", "'", "-", "[SEP]", "½", "①", "\ufffd", "\U0010ffff",
+]  # fmt: skip
+odd_text = st.one_of(
+    st.lists(st.sampled_from(PARTS), max_size=16).map("".join),
+    st.text(max_size=16),
+)
+
+
+def lettered() -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer that knows some words, and all else by its letters."""
+    letters = [*string.ascii_lowercase, *("##" + letter for letter in string.ascii_lowercase)]
+    known = {token: index for index, token in enumerate([*SPECIAL, *WORDS, *letters])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(known, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.post_processor = template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
+    return tokenizer
+
+
+def template(single: str, pair: str) -> processors.TemplateProcessing:
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+@pytest.fixture(scope="module")
+def minilm(minilm_folder: Path) -> Path:
+    """The real MiniLM's `tokenizer.json`, which carries truncation and padding."""
+    return minilm_folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="module", params=["lettered", "minilm"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `tokenizer.json`: a small one made here, and MiniLM's."""
+    if request.param == "minilm":
+        path: Path = request.getfixturevalue("minilm")
+        return path
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    lettered().save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """That file, read once: MiniLM's takes longer than a test."""
+    return load_tokenizer(file)
+
+
+@pytest.fixture(scope="module")
+def peer(file: Path) -> Any:
+    """transformers' tokenizer from the same file."""
+    if (file.parent / "config.json").is_file():
+        return transformers.AutoTokenizer.from_pretrained(file.parent)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(file), pad_token="[PAD]", model_input_names=names
+    )
+
+
+@pytest.fixture
+def encoder() -> Encoder:
+    """Windows of sixteen tokens, from the small tokenizer."""
+    return Encoder(lettered(), 16)
+
+
+def ids(encoded: Sequence[Cut]) -> list[list[int]]:
+    return [window.input_ids.tolist() for item in encoded for window in item.windows]
+
+
+def types(encoded: Sequence[Cut]) -> list[list[int]]:
+    return [window.token_type_ids.tolist() for item in encoded for window in item.windows]
+
+
+def own(window: Encoding, sequence: int = 0) -> list[int]:
+    """The ids of one text's tokens in a window."""
+    return window.input_ids[window.sequence == sequence].tolist()
+
+
+def refusal(encode: Callable[[], object]) -> tuple[list[int], str] | None:
+    try:
+        encode()
+    except TextError as error:
+        return error.indices, error.reason
+    return None
+
+
+class TestTexts:
+    @compare
+    @given(texts=st.lists(prose, min_size=1, max_size=4), max_length=st.integers(3, 40))
+    def test_cut_as_transformers(
+        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str], max_length: int
+    ) -> None:
+        """A text that is too long is cut where transformers cuts it."""
+        encoded = Encoder(tokenizer, max_length).texts(texts)
+
+        expected = peer(texts, truncation=True, max_length=max_length)
+        assert ids(encoded) == expected["input_ids"]
+        assert types(encoded) == expected["token_type_ids"]
+        whole = [len(row) for row in peer(texts)["input_ids"]]
+        assert [item.truncated for item in encoded] == [size > max_length for size in whole]
+
+    @compare
+    @given(text=prose, max_length=st.integers(3, 40), data=st.data())
+    def test_windows_as_transformers(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        text: str,
+        max_length: int,
+        data: st.DataObject,
+    ) -> None:
+        """Windows lie where transformers' overflowing tokens do, with the same stride."""
+        stride = data.draw(st.integers(0, max_length - 3))
+
+        encoded = Encoder(tokenizer, max_length).texts([text], truncate="window", stride=stride)
+
+        options = {"max_length": max_length, "stride": stride, "return_overflowing_tokens": True}
+        assert ids(encoded) == peer([text], truncation=True, **options)["input_ids"]
+        assert not encoded[0].truncated
+
+    @compare
+    @given(text=prose, max_length=st.integers(4, 40), data=st.data())
+    def test_windows_cover(self, text: str, max_length: int, data: st.DataObject) -> None:
+        """Windows are never too long, hold every token in order, and neighbours share `stride`."""
+        stride = data.draw(st.integers(0, max_length - 3))
+        encoder = Encoder(lettered(), max_length)
+        whole = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+
+        [encoded] = encoder.texts([text], truncate="window", stride=stride)
+
+        found = own(encoded.windows[0])
+        for before, after in zip(encoded.windows, encoded.windows[1:], strict=False):
+            assert len(before) == max_length
+            assert own(after)[:stride] == own(before)[len(own(before)) - stride :]
+            assert len(own(after)) > stride
+            found += own(after)[stride:]
+        assert found == whole
+        assert len(encoded.windows[-1]) <= max_length
+        assert encoded.tokens == sum(map(len, encoded.windows))
+
+    @compare
+    @given(
+        texts=st.lists(prose, min_size=1, max_size=4),
+        max_length=st.integers(3, 40),
+        truncate=st.sampled_from([True, "window", False]),
+        data=st.data(),
+    )
+    def test_windows_alone_are_the_same(
+        self, texts: list[str], max_length: int, truncate: Any, data: st.DataObject
+    ) -> None:
+        """Without the tokens' places, windows hold the same tokens, and what is refused is refused alike."""
+        stride = data.draw(st.integers(0, max_length - 3))
+        encoder = Encoder(lettered(), max_length)
+        encode = partial(encoder.texts, texts, truncate=truncate, stride=stride)
+        cut = partial(encoder.windows, texts, truncate=truncate, stride=stride)
+        if refusal(encode) is not None:
+            assert refusal(encode) == refusal(cut)
+            return
+        encoded, windows = encode(), cut()
+        assert (ids(encoded), types(encoded)) == (ids(windows), types(windows))
+        assert [item.truncated for item in encoded] == [item.truncated for item in windows]
+        assert [item.lengths for item in encoded] == [item.lengths for item in windows]
+
+    def test_fields(self, encoder: Encoder) -> None:
+        """Every token knows its place and word in its text; special tokens have none."""
+        [encoded] = encoder.texts(["The unaffable café"])
+        [window] = encoded.windows
+
+        tokens = [encoder.tokenizer.id_to_token(token) for token in window.input_ids]
+        assert tokens == ["[CLS]", "the", "un", "##aff", "##able", "cafe", "[SEP]"]
+        expected = [[0, 0], [0, 3], [4, 6], [6, 9], [9, 13], [14, 18], [0, 0]]
+        assert window.offsets.tolist() == expected
+        assert window.words.tolist() == [-1, 0, 1, 1, 1, 2, -1]
+        assert window.sequence.tolist() == [-1, 0, 0, 0, 0, 0, -1]
+        kinds = [array.dtype for array in (window.input_ids, window.token_type_ids)]
+        kinds += [window.offsets.dtype, window.words.dtype, window.sequence.dtype]
+        assert kinds == [np.int64, np.int64, np.int32, np.int32, np.int8]
+
+    @pytest.mark.parametrize(
+        "single", ["[CLS]:0 $A:0 [SEP]:0", "[CLS]:1 $A:1 [SEP]:1", "[CLS]:2 $A:0 [SEP]:1"]
+    )
+    def test_windows_have_the_types_of_the_template(self, single: str) -> None:
+        """Whether all tokens have one in common or not."""
+        tokenizer = lettered()
+        tokenizer.post_processor = template(single, "[CLS] $A [SEP] $B:1 [SEP]:1")
+        encoder = Encoder(tokenizer, 16)
+        prose = ["the river", "", "un" * 30]
+        encoded, windows = encoder.texts(prose), encoder.windows(prose)
+        assert (ids(encoded), types(encoded)) == (ids(windows), types(windows))
+        assert types(windows)[0] == tokenizer.encode(prose[0]).type_ids
+
+    def test_places_of_later_windows(self, encoder: Encoder) -> None:
+        """In every window, places and words are those in the whole text."""
+        text = "the river cafes " * 10
+
+        [encoded] = encoder.texts([text], truncate="window", stride=3)
+
+        spans = [word.span() for word in re.finditer(r"\S+", text)]
+        assert len(encoded.windows) > 2
+        for window in encoded.windows:
+            rows = zip(
+                window.input_ids[1:-1], window.offsets[1:-1], window.words[1:-1], strict=True
+            )
+            for token, (start, end), word in rows:
+                piece = encoder.tokenizer.id_to_token(token).removeprefix("##")
+                assert text[start:end] == piece
+                assert spans[word][0] <= start < end <= spans[word][1]
+
+    @pytest.mark.parametrize("truncate", [True, "window", False])
+    def test_empty(self, encoder: Encoder, truncate: Any) -> None:
+        """An empty text, or a blank one, is its special tokens alone; no texts are none."""
+        assert ids(encoder.texts(["", " \n"], truncate=truncate)) == [[2, 3], [2, 3]]
+        assert encoder.texts([], truncate=truncate) == []
+
+    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+        """Without truncation every text that is too long is named, and one that just fits is not."""
+        fits, long = "the " * 14, "the " * 15
+        assert len(encoder.texts([fits], truncate=False)[0].windows[0]) == 16
+
+        with pytest.raises(TextError, match="longer than 16 tokens") as refused:
+            encoder.texts([long, fits, "", long], truncate=False)
+
+        assert refused.value.indices == [0, 3]
+        assert str(refused.value).startswith("inputs [0, 3]: ")
+
+    @pytest.mark.parametrize("stride", [-1, 14, 15])
+    def test_impossible_stride(self, encoder: Encoder, stride: int) -> None:
+        """A stride that leaves a window nothing new is refused."""
+        with pytest.raises(ValueError, match=f"a stride of {stride} does not fit windows of 14"):
+            encoder.texts(["the " * 20], truncate="window", stride=stride)
+
+    def test_longest_stride(self, encoder: Encoder) -> None:
+        """The longest stride shares half of the text's room with each neighbour."""
+        assert encoder.longest_stride == 7
+
+
+class TestPairs:
+    @compare
+    @given(
+        texts=st.lists(prose, min_size=3, max_size=3),
+        pairs=st.lists(prose, min_size=3, max_size=3),
+        max_length=st.integers(5, 50),
+    )
+    def test_cut_as_transformers(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        texts: list[str],
+        pairs: list[str],
+        max_length: int,
+    ) -> None:
+        """Of a pair that is too long, the longer text loses tokens first, as in transformers."""
+        encoded = Encoder(tokenizer, max_length).pairs(texts, pairs)
+
+        expected = peer(texts, pairs, truncation="longest_first", max_length=max_length)
+        assert ids(encoded) == expected["input_ids"]
+        assert types(encoded) == expected["token_type_ids"]
+        whole = [len(row) for row in peer(texts, pairs)["input_ids"]]
+        assert [item.truncated for item in encoded] == [size > max_length for size in whole]
+
+    def test_fields(self, encoder: Encoder) -> None:
+        """Tokens of the second text say so, and give places in the second text."""
+        [encoded] = encoder.pairs(["cafe!"], ["the rivers"])
+        [window] = encoded.windows
+
+        assert window.sequence.tolist() == [-1, 0, 0, -1, 1, 1, 1, -1]
+        assert window.token_type_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert window.words.tolist() == [-1, 0, 1, -1, 0, 1, 1, -1]
+        assert window.offsets[4:7].tolist() == [[0, 3], [4, 9], [9, 10]]
+
+    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+        """Without truncation every pair that is too long is named, and one that just fits is not."""
+        with pytest.raises(TextError, match="longer than 16 tokens") as refused:
+            encoder.pairs(["the " * 6] * 3, ["the " * 8, "the " * 7, "the " * 9], truncate=False)
+
+        assert refused.value.indices == [0, 2]
+
+    def test_different_numbers(self, encoder: Encoder) -> None:
+        """Texts without a partner are refused."""
+        with pytest.raises(ValueError, match="shorter"):
+            encoder.pairs(["the", "river"], ["cafe"])
+
+
+class TestQuestions:
+    @compare
+    @given(
+        question=st.lists(words, max_size=3).map(" ".join),
+        context=prose,
+        max_length=st.integers(40, 60),
+        stride=st.integers(0, 5),
+    )
+    def test_windows_as_transformers(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        peer: Any,
+        question: str,
+        context: str,
+        max_length: int,
+        stride: int,
+    ) -> None:
+        """The question stands whole in every window, and the context is cut, as in transformers."""
+        context = context * 3
+        encoder = Encoder(tokenizer, max_length)
+
+        encoded = encoder.questions([question], [context], stride=stride)
+
+        options = {"max_length": max_length, "stride": stride, "return_overflowing_tokens": True}
+        expected = peer([question], [context], truncation="only_second", **options)
+        assert ids(encoded) == expected["input_ids"]
+        assert types(encoded) == expected["token_type_ids"]
+        assert not encoded[0].truncated
+
+    def test_whole_question_everywhere(self, encoder: Encoder) -> None:
+        """Every window holds all of the question, and together they hold all of the context."""
+        [encoded] = encoder.questions(["the cafes?"], ["river 1 2 , ! " * 6], stride=2)
+
+        context = own(encoded.windows[0], 1)
+        for window in encoded.windows[1:]:
+            assert own(window, 1)[:2] == context[-2:]
+            context += own(window, 1)[2:]
+        tokens = encoder.tokenizer.encode("river 1 2 , ! " * 6, add_special_tokens=False)
+        assert context == tokens.ids
+        question = encoder.tokenizer.encode("the cafes?", add_special_tokens=False).ids
+        assert len(encoded.windows) > 2
+        assert all(own(window, 0) == question for window in encoded.windows)
+
+    def test_long_question(self, encoder: Encoder) -> None:
+        """A question longer than `max_query_tokens` is cut to it, and that is said."""
+        cut, whole = encoder.questions(
+            ["the " * 5, "the " * 4], ["river", "river"], max_query_tokens=4
+        )
+
+        assert [len(own(item.windows[0], 0)) for item in (cut, whole)] == [4, 4]
+        assert [cut.truncated, whole.truncated] == [True, False]
+
+    def test_question_as_long_as_a_window(self, encoder: Encoder) -> None:
+        """However long the question, windows keep their length, and room for some context."""
+        for truncate in (True, "window"):
+            [encoded] = encoder.questions(["the " * 20], ["river cafe"], truncate=truncate)  # type: ignore[arg-type]
+
+            assert encoded.truncated
+            assert {len(window) for window in encoded.windows} == {16}
+            assert len(own(encoded.windows[0], 1)) == 1
+
+    def test_one_window(self, encoder: Encoder) -> None:
+        """With plain truncation there is one window, and what was cut off is said."""
+        short, long = encoder.questions(["the?"] * 2, ["river", "river " * 20], truncate=True)
+
+        assert [len(item.windows) for item in (short, long)] == [1, 1]
+        assert [short.truncated, long.truncated] == [False, True]
+        assert len(long.windows[0]) == 16
+
+    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+        """Without truncation, long contexts and long questions are refused, every one named."""
+        questions = ["the?", "the " * 5, "the?", "the?"]
+        contexts = ["river " * 12, "river", "river " * 11, "river"]
+
+        with pytest.raises(TextError) as refused:
+            encoder.questions(questions, contexts, truncate=False, max_query_tokens=4)
+
+        assert refused.value.indices == [0, 1]
+
+    def test_stride_of_small_windows(self, encoder: Encoder) -> None:
+        """A stride too large for what the question leaves shrinks to half of that."""
+        [encoded] = encoder.questions(["the " * 7], ["river " * 20], stride=7)
+
+        first, second, *_ = encoded.windows
+        assert own(first, 1)[-3:] == own(second, 1)[:3]
+        assert np.array_equal(first.offsets[-4:-1], second.offsets[9:12])
+        assert len(encoded.windows) == 6
+
+
+class TestOffsets:
+    @settings(max_examples=250)  # 5,000 texts
+    @given(texts=st.lists(odd_text, min_size=20, max_size=20))
+    def test_every_token_is_in_its_text(
+        self, tokenizer: tokenizers.Tokenizer, texts: list[str]
+    ) -> None:
+        """Places are half-open code points, rise, are never empty, and hold what became the token."""
+        encoder = Encoder(tokenizer, 512)
+
+        for text, encoded in zip(texts, encoder.texts(texts, truncate="window"), strict=True):
+            [window] = encoded.windows
+            places = window.offsets[1:-1]
+            assert (places[:, 0] < places[:, 1]).all()
+            assert (places >= 0).all()
+            assert (places <= len(text)).all()
+            assert (np.diff(places, axis=0) >= 0).all()
+            for token, (start, end) in zip(window.input_ids[1:-1], places, strict=True):
+                assert_comes_from(encoder, token, text[start:end])
+
+    @compare
+    @given(pairs=st.lists(st.tuples(odd_text, odd_text), min_size=10, max_size=10))
+    def test_pairs_are_their_texts(
+        self, tokenizer: tokenizers.Tokenizer, pairs: list[tuple[str, str]]
+    ) -> None:
+        """In a pair each text's tokens, places and words are those that it has alone."""
+        encoder = Encoder(tokenizer, 512)
+        firsts, seconds = zip(*pairs, strict=True)
+
+        together = encoder.pairs(firsts, seconds)
+
+        for sequence, texts in enumerate((firsts, seconds)):
+            for pair, alone in zip(together, encoder.texts(texts), strict=True):
+                [window], [single] = pair.windows, alone.windows
+                at, inside = window.sequence == sequence, single.sequence == 0
+                for field in ("input_ids", "offsets", "words"):
+                    found, expected = getattr(window, field)[at], getattr(single, field)[inside]
+                    np.testing.assert_array_equal(found, expected)
+
+    @compare
+    @given(texts=st.lists(odd_text, min_size=10, max_size=10))
+    def test_as_transformers(
+        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str]
+    ) -> None:
+        """Places hold those that transformers gives, and no word is of two words there."""
+        expected = peer(texts, return_offsets_mapping=True)
+
+        for row, encoded in enumerate(Encoder(tokenizer, 512).texts(texts)):
+            [window] = encoded.windows
+            theirs = np.array(expected["offset_mapping"][row])
+            assert (window.offsets[:, 0] <= theirs[:, 0]).all()
+            assert (window.offsets[:, 1] >= theirs[:, 1]).all()
+            if texts[row].isascii():
+                np.testing.assert_array_equal(window.offsets, theirs)
+            word_of = dict(zip(window.words.tolist(), expected.word_ids(row), strict=True))
+            assert [word_of[word] for word in window.words.tolist()] == expected.word_ids(row)
+
+    def test_characters_outside_the_first_plane(self, encoder: Encoder) -> None:
+        """Emoji count as their code points, not as bytes or UTF-16 units."""
+        text = "😀😀 👩\u200d👧 the \u0301 river"
+
+        [encoded] = encoder.texts([text])
+
+        slices = [text[start:end] for start, end in encoded.windows[0].offsets[1:-1]]
+        assert slices == ["😀😀", "👩\u200d👧", "the", "river"]
+
+
+def assert_comes_from(encoder: Encoder, token: int, part: str) -> None:
+    """The part of a text normalises to the token, or, where one character became several tokens, to more."""
+    piece = encoder.tokenizer.id_to_token(int(token))
+    if piece in SPECIAL:
+        assert piece == "[UNK]" or part.startswith(piece)
+        return
+    normalizer = encoder.tokenizer.normalizer
+    assert normalizer is not None
+    normal = normalizer.normalize_str(part).strip()
+    if normal != piece.removeprefix("##"):
+        assert not part.isascii()
+        assert piece.removeprefix("##") in normal
+
+
+class TestTokenizer:
+    def test_state_is_never_changed(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """However text is cut, the tokenizer stays what it was."""
+        encoder = Encoder(tokenizer, 16)
+        before = encoder.tokenizer.to_str()
+        long = "the river " * 20
+
+        encoder.texts([long, ""])
+        encoder.texts([long], truncate="window", stride=4)
+        encoder.pairs([long], [long])
+        encoder.questions([long], [long], stride=4)
+        with pytest.raises(TextError):
+            encoder.texts([long], truncate=False)
+
+        assert encoder.tokenizer.to_str() == before
+        assert encoder.tokenizer.truncation is None
+        assert encoder.tokenizer.padding is None
+
+    def test_baked_truncation_and_padding(self, tmp_path: Path) -> None:
+        """A file that carries truncation and padding is loaded without either."""
+        tokenizer = lettered()
+        tokenizer.enable_truncation(max_length=4)
+        tokenizer.enable_padding(length=32)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+        encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
+
+        assert len(encoder.texts(["the river " * 10])[0].windows[0]) == 22
+        assert len(encoder.texts(["the"])[0].windows[0]) == 3
+
+    def test_minilm_file(self, minilm: Path) -> None:
+        """MiniLM's own file, which cuts at 128 and pads, is loaded without either."""
+        carried = tokenizers.Tokenizer.from_file(str(minilm))
+        assert carried.truncation is not None
+        assert carried.padding is not None
+
+        loaded = load_tokenizer(minilm)
+
+        assert (loaded.truncation, loaded.padding) == (None, None)
+        assert len(Encoder(loaded, 512).texts(["the " * 600])[0].windows[0]) == 512
+
+    def test_refuses_a_tokenizer_that_cuts(self) -> None:
+        """An encoder is not made from a tokenizer that cuts or pads by itself."""
+        cutting, padding = lettered(), lettered()
+        cutting.enable_truncation(8)
+        padding.enable_padding()
+
+        for tokenizer in (cutting, padding):
+            with pytest.raises(ValueError, match="neither truncation nor padding"):
+                Encoder(tokenizer, 16)
+
+    @pytest.mark.parametrize(
+        ("single", "pair"),
+        [
+            ("$A [SEP]", "$A [SEP] $B [SEP]"),
+            ("[CLS] $A", "[CLS] $A $B:1"),
+            ("[CLS] $A [SEP]", "[CLS] $A [SEP] [SEP] $B [SEP]"),
+            ("[CLS]:1 $A:1 [SEP]:1", "[CLS] [CLS] $A [SEP]:1 $B:1 [CLS]:1"),
+        ],
+    )
+    def test_other_templates(self, single: str, pair: str) -> None:
+        """Whatever special tokens a tokenizer's template has, texts are framed by them."""
+        tokenizer = lettered()
+        tokenizer.post_processor = template(single, pair)
+        encoder = Encoder(tokenizer, 32)
+
+        for encoded, inputs in (
+            (encoder.texts(["the river", ""]), ["the river", ""]),
+            (encoder.pairs(["the", ""], ["river!", "cafe"]), [("the", "river!"), ("", "cafe")]),
+        ):
+            expected = tokenizer.encode_batch(inputs)
+            assert ids(encoded) == [one.ids for one in expected]
+            assert types(encoded) == [one.type_ids for one in expected]

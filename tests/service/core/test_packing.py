@@ -1,0 +1,167 @@
+"""A packed batch holds every token once, and its layout says where each stands in a rectangle."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.core.encode import Encoding
+from service.core.packing import each, make_layout, pack, positions, split
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
+
+
+def encoding(ids: Sequence[int]) -> Encoding:
+    """An encoding with these ids, whose segments are 1 from the third token on."""
+    size = len(ids)
+    return Encoding(
+        input_ids=np.array(ids),
+        token_type_ids=(np.arange(size) >= 2).astype(np.int64),
+        offsets=np.zeros((size, 2), np.int32),
+        words=np.full(size, -1, np.int32),
+        sequence=np.full(size, -1, np.int8),
+    )
+
+
+class TestLayout:
+    @given(LENGTHS)
+    def test_by_counting(self, lengths: list[int]) -> None:
+        """The arrays are what counting tokens and slots one by one gives."""
+        longest, token = max(lengths), 0
+        unpack, slots, starts = [], [], [0]
+        for row, length in enumerate(lengths):
+            first = token
+            unpack.append([first + (column if column < length else 0) for column in range(longest)])
+            slots += [row * longest + column for column in range(length)]
+            token += length
+            starts.append(token)
+
+        layout = make_layout(lengths)
+
+        assert layout.lengths.tolist() == lengths
+        assert layout.unpack.tolist() == unpack
+        assert layout.pack.tolist() == slots
+        assert layout.cu_seqlens.tolist() == starts
+        assert layout.longest == longest
+
+    @given(LENGTHS)
+    def test_round_trip(self, lengths: list[int]) -> None:
+        """Tokens unpacked into slots and packed again are the tokens."""
+        layout = make_layout(lengths)
+        tokens = np.arange(sum(lengths)) + 100
+
+        np.testing.assert_array_equal(tokens[layout.unpack].reshape(-1)[layout.pack], tokens)
+
+    @given(LENGTHS)
+    def test_padding_stays_at_home(self, lengths: list[int]) -> None:
+        """A padding slot holds its own sequence's first token."""
+        layout = make_layout(lengths)
+
+        for row, length in enumerate(lengths):
+            assert set(layout.unpack[row, length:].tolist()) <= {layout.cu_seqlens[row]}
+
+    @given(LENGTHS, st.sampled_from([1, 3, 8]))
+    def test_token_offset(self, lengths: list[int], multiple: int) -> None:
+        """`token_offset` lists the slots of all real tokens in order, then those of the padding; S is a multiple."""
+        columns = next(n for n in itertools.count(max(lengths)) if n % multiple == 0)
+
+        found = make_layout(lengths).token_offset(multiple)
+
+        assert (len(lengths), columns) == found.shape
+        real = [
+            columns * row + place for row, length in enumerate(lengths) for place in range(length)
+        ]
+        padding = sorted(set(range(found.size)) - set(real))
+        assert real + padding == found.reshape(-1).tolist()
+
+    def test_types(self) -> None:
+        """Indices are int64, but for the two that the GPU's kernels take."""
+        layout = make_layout([2, 3])
+
+        for array in (layout.lengths, layout.unpack, layout.pack, positions(layout)):
+            assert array.dtype == np.int64
+        assert layout.cu_seqlens.dtype == layout.token_offset().dtype == np.int32
+
+    def test_any_iterable(self) -> None:
+        """Lengths may come from anything that gives integers."""
+        assert make_layout(iter(np.array([2, 1]))).pack.tolist() == [0, 1, 2]
+
+    @given(LENGTHS)
+    def test_positions(self, lengths: list[int]) -> None:
+        """Each sequence's positions count from 0."""
+        expected = [position for length in lengths for position in range(length)]
+
+        assert positions(make_layout(lengths)).tolist() == expected
+
+    @pytest.mark.parametrize("lengths", [[], [0], [3, 0, 2], [2, -1]])
+    def test_nothing_to_pack(self, lengths: list[int]) -> None:
+        """A batch without sequences, or with an empty one, is refused with its lengths."""
+        with pytest.raises(ValueError, match="at least one token") as refused:
+            make_layout(lengths)
+
+        assert str(lengths) in str(refused.value)
+
+
+class TestPack:
+    def test_concatenates(self) -> None:
+        """Encodings stand one after the other, in order, each with positions of its own."""
+        packed = pack([encoding([5, 6, 7]), encoding([8]), encoding([9, 10])])
+
+        assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 10]
+        assert packed.token_type_ids.tolist() == [0, 0, 1, 0, 0, 0]
+        assert packed.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+        assert packed.lengths.tolist() == [3, 1, 2]
+
+    @pytest.mark.parametrize("encodings", [[], [encoding([])], [encoding([1]), encoding([])]])
+    def test_nothing_to_pack(self, encodings: list[Encoding]) -> None:
+        """No encodings, or one without tokens, are refused."""
+        with pytest.raises(ValueError, match="at least one token"):
+            pack(encodings)
+
+
+class TestEach:
+    def test_one_after_the_other(self) -> None:
+        """Each sequence becomes the batch that packing it alone would give."""
+        encodings = [encoding([5, 6, 7]), encoding([8]), encoding([9, 10])]
+
+        for own, alone in zip(each(pack(encodings)), encodings, strict=True):
+            expected = pack([alone])
+            assert own.input_ids.tolist() == expected.input_ids.tolist()
+            assert own.token_type_ids.tolist() == expected.token_type_ids.tolist()
+            assert own.position_ids.tolist() == expected.position_ids.tolist()
+            assert own.layout.unpack.tolist() == expected.layout.unpack.tolist()
+
+
+class TestSplit:
+    @given(LENGTHS)
+    def test_everyone_gets_their_own(self, lengths: list[int]) -> None:
+        """Each sequence gets the rows of its own tokens, and its own row where there is one each."""
+        layout = make_layout(lengths)
+        owners = np.repeat(np.arange(len(lengths)), lengths).astype(np.float32)
+        outputs: dict[str, Any] = {
+            "entities": np.stack([owners, positions(layout).astype(np.float32)], axis=1),
+            "mood": np.arange(len(lengths), dtype=np.float32)[:, None],
+        }
+
+        rows = split(outputs, layout, ["entities"])
+
+        assert len(rows) == len(lengths)
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            assert row["entities"].tolist() == [[index, position] for position in range(length)]
+            assert row["mood"].tolist() == [index]
+
+    def test_as_many_tokens_as_sequences(self) -> None:
+        """What is per token goes by its name, not by how many rows it happens to have."""
+        layout = make_layout([1, 1])
+        rows = np.array([[1.0], [2.0]], np.float32)
+
+        first, second = split({"tokens": rows, "texts": rows}, layout, iter(["tokens"]))
+
+        assert first["tokens"].shape == (1, 1)
+        assert first["texts"].shape == (1,)
+        assert second["tokens"].tolist() == [[2.0]]
+        assert second["texts"].tolist() == [2.0]

@@ -1,0 +1,697 @@
+"""Sessions on the tiny bundle: which graph, on which provider, and when a bundle is not served."""
+
+import ctypes
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+import pytest
+
+from service.core import bundle, packing
+from service.core.bundle import Bundle, BundleError
+from service.core.encode import Encoder
+from service.core.packing import Packed
+from service.core.session import (
+    CPU,
+    CUDA,
+    RUNTIME,
+    TRIAL,
+    ProviderError,
+    Session,
+    SessionOptions,
+    cuda_problem,
+    find_provider,
+    open_graph,
+    open_session,
+    ort,
+    packed_feeds,
+    padded_feeds,
+    unused_gpu,
+)
+from tests.service.fakes import FakeDriver
+
+ONE_THREAD = SessionOptions(threads=1)
+RUNTIME_SESSION = ort.InferenceSession
+
+
+@pytest.fixture
+def opened(tiny_bundle: Path) -> Bundle:
+    return bundle.load(tiny_bundle)
+
+
+@pytest.fixture
+def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """The tiny bundle, to be tampered with."""
+    return shutil.copytree(tiny_bundle, tmp_path / "copy")
+
+
+@pytest.fixture
+def packed(opened: Bundle, sentences: list[str]) -> Packed:
+    encoder = Encoder.from_file(opened.file("tokenizer.json"), opened.manifest.max_length)
+    return packing.pack([item.windows[0] for item in encoder.texts(sentences[:9])])
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the manifest; hashes of files that were changed are set right, too."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for part in (manifest["vocabulary"], manifest["goldens"], *manifest["graphs"]):
+        part.update(bundle.describe_file(folder / part["file"]))
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def only(layout: str) -> Callable[[dict[str, Any]], object]:
+    """Keep the fp32 graph of one layout."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        kept = [g for g in manifest["graphs"] if (g["precision"], g["layout"]) == ("fp32", layout)]
+        manifest["graphs"] = kept
+
+    return change
+
+
+class Pretended:
+    """A runtime's session that loads anything and runs on the CPU."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def get_providers(self) -> list[str]:
+        return [CPU]
+
+
+@pytest.fixture
+def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that was built for GPUs, on a machine without the library that it needs."""
+
+    def load(name: str) -> None:
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
+@pytest.fixture(autouse=True)
+def unknown_device() -> Iterator[None]:
+    """The device is queried anew in every test, and after the last one."""
+    cuda_problem.cache_clear()
+    yield
+    cuda_problem.cache_clear()
+
+
+# -- what is opened -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision"), [("auto", "fp32"), ("fp32", "fp32"), ("int8", "int8")]
+)
+def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
+    """The packed graph of the precision that was asked for is opened; `auto` is the manifest's default."""
+    session = open_session(opened, precision=asked, provider="cpu", options=ONE_THREAD)
+    assert (precision, "packed", CPU) == (
+        session.graph.precision,
+        session.graph.layout,
+        session.provider,
+    )
+
+
+def test_default_precision(copy: Path) -> None:
+    """A bundle whose default is int8 is served so unless fp32 is asked for."""
+    change_manifest(copy, lambda manifest: manifest.update(default_precision="int8"))
+    session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
+    assert "int8" == session.graph.precision
+
+
+@pytest.mark.parametrize("layout", ["portable", "padded", "alone"])
+def test_graph_of_rectangles_answers_the_same(
+    layout: str, copy: Path, opened: Bundle, packed: Packed
+) -> None:
+    """A bundle of the portable graph alone serves, by whichever layout, with the packed graph's answers."""
+    change_manifest(copy, only("portable"))
+    change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
+    rectangles = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
+    expected = open_session(opened, options=ONE_THREAD, provider="cpu").run(packed)
+    found = rectangles.run(packed)
+    assert layout == rectangles.graph.layout
+    assert [*expected] == [*found]
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("padded", [9]), ("alone", [1] * 9)])
+def test_runs_of_a_batch(
+    layout: str, sizes: list[int], copy: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A padded graph runs a batch at once; one whose answers depend on company, a text at a time and unpadded."""
+    change_manifest(copy, only("portable"))
+    change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
+    session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
+    shapes: list[tuple[int, ...]] = []
+    run = session._session.run
+
+    def spy(outputs: Any, feeds: dict[str, Any]) -> Any:
+        shapes.append(feeds["input_ids"].shape)
+        return run(outputs, feeds)
+
+    monkeypatch.setattr(session._session, "run", spy)
+    session.run(packed)
+    assert sizes == [batch for batch, _ in shapes]
+    longest = [packed.layout.longest] if layout == "padded" else packed.lengths.tolist()
+    assert longest == [columns for _, columns in shapes]
+
+
+def test_padded_feeds() -> None:
+    """Tokens, segments and positions in their slots; padding holds its sequence's first token and is masked."""
+    layout = packing.make_layout([3, 1])
+    ids, types = np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])
+    feeds = padded_feeds(Packed(ids, types, packing.positions(layout), layout))
+    assert {
+        "input_ids": [[5, 6, 7], [8, 8, 8]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "token_type_ids": [[0, 0, 1], [1, 1, 1]],
+        "position_ids": [[0, 1, 2], [0, 1, 2]],
+    } == {name: value.tolist() for name, value in feeds.items()}
+    assert {np.dtype(np.int64)} == {value.dtype for value in feeds.values()}
+
+
+def test_shapes(opened: Bundle, packed: Packed) -> None:
+    """Outputs have a row per sequence or per token."""
+    outputs = open_session(opened, options=ONE_THREAD, provider="cpu").run(packed)
+    tokens, texts = len(packed.input_ids), len(packed.lengths)
+    assert {
+        "sentiment": (texts, 3),
+        "topics": (texts, 4),
+        "entities": (tokens, 5),
+        "answers": (tokens, 2),
+        "embeddings": (texts, 64),
+    } == {name: value.shape for name, value in outputs.items()}
+    assert {np.dtype(np.float32)} == {value.dtype for value in outputs.values()}
+
+
+def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
+    """One thread or several, spinning or not: the answers are the same."""
+    graph = opened.manifest.graphs[0]
+    expected = Session(opened, graph, CPU, ONE_THREAD).run(packed)
+    found = Session(opened, graph, CPU, SessionOptions(threads=2, spin=True)).run(packed)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+# -- providers ------------------------------------------------------------------------------------
+
+
+def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA that was asked for and cannot be ends with what to install."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    line = "CUDA was asked for, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
+    with pytest.raises(ProviderError, match=line):
+        open_session(opened, provider="cuda", options=ONE_THREAD)
+
+
+@pytest.mark.usefixtures("gpu_build")
+def test_cuda_without_its_library(opened: Bundle) -> None:
+    """The library that is missing is named."""
+    with pytest.raises(ProviderError, match=r"a library is missing: libcudnn\.so\.9"):
+        open_session(opened, provider="cuda", options=ONE_THREAD)
+
+
+@pytest.mark.usefixtures("gpu_build")
+def test_auto_without_the_library(opened: Bundle) -> None:
+    """`auto` serves on the CPU, and can say why."""
+    session = open_session(opened, options=ONE_THREAD)
+    assert CPU == session.provider
+    assert "libcudnn.so.9" in (unused_gpu(session) or "")
+
+
+def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime for the CPU serves on it, and there is nothing to say."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    session = open_session(opened, options=ONE_THREAD)
+    assert (CPU, None) == (session.provider, unused_gpu(session))
+
+
+def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `provider = cpu` no GPU is queried, also where the runtime is a GPU build."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: pytest.fail("queried a GPU"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    assert CPU == find_provider("cpu")
+    session = open_session(opened, provider="cpu", options=ONE_THREAD)
+    assert "provider is cpu" == unused_gpu(session)
+
+
+def test_auto_with_a_gpu_that_does_not_work(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where CUDA loads and its device cannot be used, `auto` serves on the CPU and says why."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    session = open_session(opened, options=ONE_THREAD)
+    assert (CPU, "fp32") == (session.provider, session.graph.precision)
+    assert CUDA in (unused_gpu(session) or "")
+
+
+def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that quietly falls back to the CPU is found out."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "InferenceSession", Pretended)
+    with pytest.raises(ProviderError, match=f"{CUDA} was asked for, but the session runs on {CPU}"):
+        open_session(opened, provider="cuda", options=ONE_THREAD)
+
+
+# -- the device -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A GPU build with all its libraries, and a driver with an H100."""
+    driver = FakeDriver()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
+    monkeypatch.setattr(ort, "__version__", "1.31.1")
+    monkeypatch.setattr(ort, "cuda_version", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(ort, "InferenceSession", OnTheGpu)
+    return driver
+
+
+class OnTheGpu:
+    """A runtime's session of the trial graph that runs, as it reports, on the GPU."""
+
+    def __init__(
+        self, model: bytes, settings: Any, providers: list[Any], enable_fallback: int
+    ) -> None:
+        assert (TRIAL, 0) == (model, enable_fallback)
+        assert (1, CUDA) == (settings.intra_op_num_threads, providers[0][0])
+        self.session = RUNTIME_SESSION(model, settings, providers=[CPU])
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def run(self, outputs: Any, feeds: dict[str, Any]) -> Any:
+        return self.session.run(outputs, feeds)
+
+
+def refuse(*_: Any, enable_fallback: int = 1, **__: Any) -> Any:
+    """A session factory that fails; the runtime's own moves to the CPU unless that is disabled."""
+    assert not enable_fallback
+    raise RuntimeError("CUDA failure 46:\n all CUDA-capable devices are busy or unavailable")
+
+
+@pytest.mark.usefixtures("gpu_driver")
+def test_gpu_that_works() -> None:
+    """Driver, card and a trial run agree: CUDA is the provider, by default and by name."""
+    assert cuda_problem() is None
+    assert [CUDA, CUDA] == [find_provider("auto"), find_provider("cuda")]
+
+
+def test_trial_graph() -> None:
+    """The graph of the trial run is valid ONNX: a matrix product and an exponential."""
+    model = onnx.load_from_string(TRIAL)
+    onnx.checker.check_model(model, full_check=True)
+    assert ["MatMul", "Exp"] == [node.op_type for node in model.graph.node]
+    (value,) = open_graph(TRIAL, CPU, ONE_THREAD).run(None, {"x": np.full((1, 1), 2, "f4")})
+    np.testing.assert_allclose(value, [[np.exp(4)]], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("gpu_driver")
+def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no session can be made on the device, CUDA by name is refused and `auto` takes the CPU, with the reason."""
+    monkeypatch.setattr(ort, "InferenceSession", refuse)
+    reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
+    assert reason == cuda_problem()
+    assert CPU == find_provider("auto")
+    with pytest.raises(ProviderError, match=f"CUDA was asked for, but {reason}"):
+        find_provider("cuda")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"cuda": 12080},
+            "the NVIDIA driver supports CUDA 12.8, and onnxruntime-gpu 1.31.1 needs CUDA 13: install NVIDIA driver 580",
+        ),
+        (
+            {"name": b"NVIDIA B200", "capability": (10, 0)},
+            "NVIDIA B200 has compute capability 10.0, and onnxruntime-gpu 1.31.1 has code for 7.5, 8.0, ",
+        ),
+        ({"count": 0}, "the NVIDIA driver has no visible GPU"),
+        ({"failing": "cuInit"}, "the NVIDIA driver failed: cuInit returned 999, what failed"),
+    ],
+)
+def test_gpu_that_cannot_be_used(
+    facts: dict[str, Any], reason: str, gpu_driver: FakeDriver, opened: Bundle
+) -> None:
+    """An old driver, a card without code and a broken driver are named; `auto` serves on the CPU with the reason."""
+    vars(gpu_driver).update(facts)
+    with pytest.raises(ProviderError) as raised:
+        find_provider("cuda")
+    assert str(raised.value).startswith(f"CUDA was asked for, but {reason}")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
+        session = open_session(opened, options=ONE_THREAD)
+    assert CPU == session.provider
+    assert (unused_gpu(session) or "").startswith(reason)
+
+
+def test_device_is_queried_once(
+    gpu_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries are loaded and the driver is called once in a process, and what the runtime prints is dropped."""
+    loads: list[None] = []
+
+    def preload() -> None:
+        print("Failed to load libcublas.so.13")
+        loads.append(None)
+
+    monkeypatch.setattr(ort, "preload_dlls", preload)
+    assert [None] * 3 == [cuda_problem() for _ in range(3)]
+    assert (1, 1) == (len(loads), gpu_driver.calls["cuInit"])
+    assert ("", "") == tuple(capsys.readouterr())
+
+
+def test_threads_on_a_gpu(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session on CUDA has one thread, one on the CPU as many as it is given."""
+    threads: list[int] = []
+
+    def open_on(_: Any, settings: Any, providers: list[Any], **__: Any) -> Any:
+        threads.append(settings.intra_op_num_threads)
+        names = [one if isinstance(one, str) else one[0] for one in providers]
+        return SimpleNamespace(get_providers=lambda: names)
+
+    monkeypatch.setattr(ort, "InferenceSession", open_on)
+    for provider in (CUDA, CPU):
+        open_graph(gpu_bundle / "fp32.onnx", provider, SessionOptions(threads=8))
+    assert [1, 8] == threads
+
+
+# -- a GPU's graph --------------------------------------------------------------------------------
+
+
+class Emulated:
+    """A runtime's session on a GPU, of any graph: it computes on the CPU."""
+
+    opened: ClassVar[list[tuple[str, Any]]] = []  # each file with the provider's options
+
+    def __init__(
+        self, path: str, _: object, providers: list[Any], enable_fallback: int = 1
+    ) -> None:
+        from export.cuda_emulator import evaluator
+
+        assert not enable_fallback, "a session that fails on the GPU would move to the CPU"
+        self.opened.append((Path(path).name, providers[0]))
+        self.evaluator = evaluator(Path(path))
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        kinds = [kind.tensor_type.elem_type for kind in self.evaluator.output_types]
+        types = [f"tensor({onnx.TensorProto.DataType.Name(kind).lower()})" for kind in kinds]
+        named = zip(self.evaluator.output_names, types, strict=True)
+        return [SimpleNamespace(name=name, type=kind) for name, kind in named]
+
+    def run(self, outputs: list[str], feeds: dict[str, Any]) -> Any:
+        kinds = dict(zip(self.evaluator.input_names, self.evaluator.input_types, strict=True))
+        assert kinds.keys() == feeds.keys()
+        for name, value in feeds.items():
+            expected = onnx.helper.tensor_dtype_to_np_dtype(kinds[name].tensor_type.elem_type)
+            assert expected == value.dtype, name
+        return self.evaluator.run(outputs, feeds)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """A GPU that works, in all but name; gives what has been opened on it."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "InferenceSession", Emulated)
+    monkeypatch.setattr(Emulated, "opened", [])
+    return Emulated.opened
+
+
+@pytest.mark.parametrize(("asked", "provider"), [("auto", "auto"), ("fp16", "cuda")])
+def test_half_on_a_gpu(
+    asked: Any, provider: Any, gpu_bundle: Path, gpu: list[tuple[str, Any]], packed: Packed
+) -> None:
+    """A GPU runs the fp16 graph where there is one, is fed what it takes, and gives fp32's answers but for rounding."""
+    opened = bundle.load(gpu_bundle)
+    session = open_session(opened, precision=asked, provider=provider, options=ONE_THREAD)
+    assert ("fp16", CUDA) == (session.graph.precision, session.provider)
+    assert ["fp16.onnx"] == [name for name, _ in gpu]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
+        expected = open_session(opened, provider="cpu", options=ONE_THREAD).run(packed)
+    found = session.run(packed)
+    assert [*expected] == [*found]
+    for name, value in expected.items():
+        assert bundle.cosine(found[name], value) > 1 - 1e-4, name  # fp16 costs 6e-6 at most
+
+
+def test_order_on_a_gpu(
+    gpu_bundle: Path, gpu: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fp16 graph cannot be opened, fp32's are tried, the packed one first; fp32 is not rounded to TF32."""
+    whole = Emulated.__init__
+
+    def load(self: Emulated, path: str, *arguments: Any, **named: Any) -> None:
+        whole(self, path, *arguments, **named)
+        if path.endswith(("/fp16.onnx", "/fp32.onnx")):
+            raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(Emulated, "__init__", load)
+    session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+    assert ("portable", CUDA) == (session.graph.layout, session.provider)
+    assert ["fp16.onnx", "fp32.onnx", "fp32.portable.onnx"] == [name for name, _ in gpu]
+    assert [(CUDA, {"use_tf32": "0"})] * 3 == [provider for _, provider in gpu]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_half_with_other_answers_is_refused(
+    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that rounds more than fp16 does is refused by the goldens, though fp32 might be right."""
+    whole = Session.run
+
+    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+        return {name: value + 0.2 for name, value in whole(self, packed).items()}
+
+    monkeypatch.setattr(Session, "run", run)
+    said = r"goldens disagree at fp16: \w+ has cosine 0\.\d+, at least 0\.999"
+    with pytest.raises(BundleError, match=said):
+        open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+
+
+def test_half_bundle_on_a_cpu(gpu_bundle: Path) -> None:
+    """On a CPU the same bundle is served by its default precision."""
+    session = open_session(bundle.load(gpu_bundle), provider="cpu", options=ONE_THREAD)
+    assert ("fp32", "packed", CPU) == (
+        session.graph.precision,
+        session.graph.layout,
+        session.provider,
+    )
+
+
+def test_half_bundle_with_a_gpu_that_does_not_work(
+    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is where CUDA loads and its device cannot be used."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
+    assert (CPU, "fp32") == (session.provider, session.graph.precision)
+    assert session.gpu_problem
+
+
+@pytest.mark.parametrize(
+    ("provider", "said"),
+    [
+        ("cpu", f"it has no fp16 graph for {CPU}, only for cuda$"),
+        ("auto", f"it has no fp16 graph for {CPU}, only for cuda: this onnxruntime has no CUDA"),
+    ],
+)
+def test_half_asked_for_on_a_cpu(
+    provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name, fp16 needs a GPU, and why there is none is told."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    with pytest.raises(BundleError, match=said):
+        open_session(
+            bundle.load(gpu_bundle), precision="fp16", provider=provider, options=ONE_THREAD
+        )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("precision", "change", "stores"),
+    [
+        ("fp16", {}, False),
+        ("fp16", {"attention_bias": True}, True),
+        ("fp16", {"attention_bias": None}, True),  # of a bundle from before the field
+        ("fp32", {}, True),
+    ],
+)
+def test_scores_that_attention_stores(
+    precision: str, change: dict[str, Any], stores: bool, gpu_bundle: Path
+) -> None:
+    """On a GPU only a packed graph for CUDA that states to have no attention bias stores no scores."""
+    opened = bundle.load(gpu_bundle)
+    (*_, graph) = [g for g in opened.manifest.graphs if g.precision == precision]
+    session = Session(opened, graph.model_copy(update=change), CUDA, ONE_THREAD)
+    assert stores is session.stores_scores
+
+
+def test_scores_on_a_cpu(opened: Bundle) -> None:
+    """On a CPU nothing is bounded by them."""
+    assert not open_session(opened, options=ONE_THREAD, provider="cpu").stores_scores
+
+
+def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
+    """The slots of `token_offset` are made for a graph that takes them, and for no other."""
+    fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
+    np.testing.assert_array_equal(packed.layout.token_offset(8), fed)
+    assert 0 == fed.shape[1] % 8 < packed.layout.longest % 8
+    assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
+
+
+def test_concurrent_runs(opened: Bundle, packed: Packed) -> None:
+    """Several threads may run one session at once: each gets exactly the answers of a run without others."""
+    session = open_session(opened, options=ONE_THREAD, provider="cpu")
+    parts = [*packing.each(packed)]
+    expected = [session.run(part) for part in parts]
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(session.run, 4 * parts)]
+    for want, got in zip(4 * expected, found, strict=True):
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_problem() is not None, reason=f"no GPU: {cuda_problem()}")
+def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
+    """On a device the goldens hold, and a text's answer in a batch is the one alone but for fp16's rounding."""
+    opened = bundle.load(gpu_bundle)
+    session = open_session(opened, precision="fp16", provider="cuda", options=ONE_THREAD)
+    per_token = {name for name, head in opened.manifest.heads.items() if head.per_token}
+    first = int(packed.lengths[0])
+    layout = packing.make_layout([first])
+    ids = (packed.input_ids[:first], packed.token_type_ids[:first], packing.positions(layout))
+    (alone,) = packing.split(session.run(Packed(*ids, layout)), layout, per_token)
+    together = packing.split(session.run(packed), packed.layout, per_token)[0]
+    for name, value in alone.items():
+        assert bundle.cosine(value, together[name]) > 0.999, name
+
+
+# -- bundles that are not served ------------------------------------------------------------------
+
+
+def test_missing_precision(opened: Bundle) -> None:
+    """A precision that the bundle lacks is named, and those that it has."""
+    with pytest.raises(BundleError, match="it has no fp16 graph, only fp32, int8"):
+        open_session(opened, precision="fp16", provider="cpu", options=ONE_THREAD)
+
+
+def test_no_graph_for_the_provider(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A precision that has a graph, but none for the provider that was named, is refused."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    said = f"it has no int8 graph for {CUDA}, only for cpu"
+    with pytest.raises(BundleError, match=said):
+        open_session(bundle.load(copy), precision="int8", provider="cuda", options=ONE_THREAD)
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("fp32", r"goldens disagree at fp32: entities differs by \d\.\d+e\+00, allowed 1e-03"),
+        ("int8", r"goldens disagree at int8: entities has cosine -?0\.\d+, at least 0\.\d+"),
+    ],
+)
+def test_goldens_that_disagree(precision: Any, said: str, copy: Path) -> None:
+    """A bundle whose outputs are not the goldens' is refused by precision, head and figure."""
+    golden = bundle.load(copy).golden
+    golden.outputs["entities"][:] = np.roll(golden.outputs["entities"], 1, axis=1)
+    bundle.save_golden(copy / "golden.npz", golden)
+    change_manifest(copy, lambda manifest: None)
+    with pytest.raises(BundleError, match=said):
+        open_session(bundle.load(copy), precision=precision, provider="cpu", options=ONE_THREAD)
+
+
+def test_goldens_of_another_runtime(copy: Path) -> None:
+    """Where the runtime has changed since the export, both are named."""
+    golden = bundle.load(copy).golden
+    golden.outputs["entities"][3] += 1
+    bundle.save_golden(copy / "golden.npz", golden)
+    change_manifest(copy, lambda manifest: manifest["provenance"].update(runtime="onnxruntime 0.1"))
+    said = rf"\(exported with onnxruntime 0\.1, running {RUNTIME}\)"
+    with pytest.raises(BundleError, match=said):
+        open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
+
+
+def test_graph_of_another_bundle(copy: Path) -> None:
+    """A graph that lacks a head's output is refused by the head."""
+    golden = bundle.load(copy).golden
+    golden.outputs["moods"] = golden.outputs["sentiment"]
+    bundle.save_golden(copy / "golden.npz", golden)
+    change_manifest(
+        copy, lambda manifest: manifest["heads"].update(moods=manifest["heads"]["sentiment"])
+    )
+    with pytest.raises(BundleError, match=r"fp32\.onnx has no output for moods"):
+        open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
+
+
+@pytest.mark.parametrize("kind", [onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE])
+def test_graph_of_other_numbers(kind: int, copy: Path) -> None:
+    """Whatever a graph computes in, its answers are float32: others are read wrong where they cross processes."""
+    proto = onnx.load(copy / "fp32.onnx", load_external_data=False)
+    for output in proto.graph.output:
+        (node,) = [node for node in proto.graph.node if output.name in node.output]
+        node.output[0] = f"{output.name}.float"
+        proto.graph.node.append(
+            onnx.helper.make_node("Cast", [node.output[0]], [output.name], to=kind)
+        )
+        output.type.tensor_type.elem_type = kind
+    onnx.save(proto, copy / "fp32.onnx")
+    change_manifest(copy, lambda manifest: None)
+    with pytest.raises(
+        BundleError, match=r"fp32\.onnx gives sentiment as tensor\((float16|double)"
+    ):
+        open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
+
+
+def test_graph_that_disagrees_is_not_passed_over(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed graph with wrong answers refuses the bundle, though its portable graph may be right."""
+
+    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+        outputs = whole(self, packed)
+        return outputs if self.graph.layout == "portable" else {n: -v for n, v in outputs.items()}
+
+    whole = Session.run
+    monkeypatch.setattr(Session, "run", run)
+    with pytest.raises(BundleError, match="goldens disagree at fp32"):
+        open_session(opened, provider="cpu", options=ONE_THREAD)
+
+
+def test_graph_that_the_provider_cannot_run_is_passed_over(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the runtime lacks an operator of the packed graph, the portable one serves."""
+
+    def load(path: str, *arguments: Any, **named: Any) -> Any:
+        if path.endswith("/fp32.onnx"):
+            raise RuntimeError("no kernel for com.microsoft.MultiHeadAttention")
+        return whole(path, *arguments, **named)
+
+    whole = ort.InferenceSession
+    monkeypatch.setattr(ort, "InferenceSession", load)
+    assert "portable" == open_session(opened, provider="cpu", options=ONE_THREAD).graph.layout

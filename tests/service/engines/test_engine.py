@@ -1,0 +1,686 @@
+"""One engine on the tiny bundle: what each task answers, counts and refuses."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+
+from service.core import bundle, decode
+from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
+from service.core.session import SessionOptions, open_session
+from service.engines import engine
+from service.engines.device import Device, RunsOn
+from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
+from service.engines.local_device import Runner
+from service.engines.model_state import Model
+from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
+from service.settings import Settings
+from tests import samples
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHORT = [samples.text(words, seed=words) for words in (1, 9, 30)]
+LONG = samples.text(700, seed=3)
+
+CLASSIFY = {"head": None, "top_k": None, "truncate": True, "stride": 0}
+NER = {"head": None, "aggregation_strategy": "simple", "truncate": "window", "stride": 16}
+QA = {
+    "head": None,
+    "top_k": 3,
+    "handle_impossible_answer": False,
+    "truncate": "window",
+    "stride": 16,
+}
+EMBED = {"head": None, "normalize": None, "dimensions": None, "truncate": True, "stride": 0}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
+    """The tiny bundle's engine, open."""
+    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
+    async with open_local_engines(Metrics(), settings) as engines:
+        yield engines.get(None)
+
+
+def ticket() -> Ticket:
+    return Ticket("a request", deadline=time.monotonic() + 60)
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_bundle: Path) -> Runner:
+    """The tiny bundle's session, without a batcher."""
+    opened = bundle.load(tiny_bundle)
+    return Runner(opened, {1: open_session(opened, provider="cpu", options=SessionOptions(1))})
+
+
+def outputs(runner: Runner, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
+    """What a head gives for each window, each alone."""
+    return [runner.run(1, [window])[0][head] for window in encoded.windows]
+
+
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=0, abs_tol=1e-5)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """The same, but for the last digits of numbers, however deep these are."""
+    if isinstance(one, float | np.floating):
+        return close(one, other)
+    if isinstance(one, list | tuple | np.ndarray):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+async def test_classify(tiny: Engine, runner: Runner) -> None:
+    """Each text gets every label, as decoded from its own logits."""
+    reply = await tiny.classify(SHORT, None, ticket(), **CLASSIFY)
+    head = tiny.manifest.heads["sentiment"]
+    assert ("sentiment", len(SHORT)) == (reply.head, len(reply.results))
+    for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
+        logits = outputs(runner, encoded, "sentiment")
+        expected = decode.classify(logits, [1], labels=head.labels, problem_type=None, top_k=None)
+        assert [label.label for label in expected] == [label.label for label in found]
+        assert all(close(a.score, b.score) for a, b in zip(expected, found, strict=True))
+        assert close(1, sum(label.score for label in found))
+
+
+async def test_pairs(tiny: Engine, runner: Runner) -> None:
+    """A text with its pair is one sequence of two segments, and another text than either."""
+    reply = await tiny.classify(SHORT, SHORT[::-1], ticket(), **{**CLASSIFY, "top_k": 1})
+    encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
+    logits = [outputs(runner, item, "sentiment")[0] for item in encoded]
+    best = [tiny.manifest.heads["sentiment"].labels[row.argmax()] for row in logits]
+    assert [[label] for label in best] == [
+        [found.label for found in labels] for labels in reply.results
+    ]
+    assert sum(item.tokens for item in encoded) == reply.usage.tokens
+
+
+async def test_named_head(tiny: Engine) -> None:
+    """A head that is named answers: here labels that do not exclude each other."""
+    reply = await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "topics"})
+    assert "topics" == reply.head
+    assert {"sea", "sky", "trade", "craft"} == {label.label for label in reply.results[0]}
+    assert not close(1, sum(label.score for label in reply.results[0]))
+
+
+async def test_ner(tiny: Engine) -> None:
+    """Entities of a text in windows are words of that text, in its order, once each."""
+    reply = await tiny.ner([*SHORT, LONG], ticket(), **NER)
+    for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
+        assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
+        edges = [edge for e in entities for edge in (e.start, e.end)]
+        assert edges == sorted(edges)
+    assert max(entity.end for entity in reply.results[-1]) > 0.9 * len(LONG)
+
+
+@pytest.mark.parametrize("name", samples.STRANGE)
+async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
+    """Whatever a text is written in, spans are slices of it as the client sent it."""
+    text = samples.STRANGE[name]
+    entities = (await tiny.ner([text], ticket(), **NER)).results[0]
+    answers = (await tiny.qa(["Who?"], [text], ticket(), **QA)).results[0]
+    assert entities
+    assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
+    assert answers
+    assert [a.answer for a in answers] == [text[a.start : a.end] for a in answers]
+
+
+async def test_qa(tiny: Engine, runner: Runner) -> None:
+    """Answers are spans of the context, best first, as decoded from all its windows at once."""
+    reply = await tiny.qa(["Who sold it?"] * 2, [SHORT[2], LONG], ticket(), **QA)
+    head = tiny.manifest.heads["answers"]
+    encoded = tiny.encoder.questions(
+        ["Who sold it?"], [LONG], stride=16, max_query_tokens=head.max_query_tokens
+    )[0]
+    expected = decode.qa(
+        encoded.windows,
+        outputs(runner, encoded, "answers"),
+        LONG,
+        top_k=3,
+        handle_impossible_answer=False,
+        null_threshold=0,
+        max_answer_tokens=head.max_answer_tokens,
+    )
+    assert [a.answer for a in expected] == [a.answer for a in reply.results[1]]
+    assert all(close(a.score, b.score) for a, b in zip(expected, reply.results[1], strict=True))
+    assert [3, 3] == [len(answers) for answers in reply.results]
+
+
+async def test_embed(tiny: Engine, runner: Runner) -> None:
+    """Vectors are of length one, as the head says, or as they come when asked for so."""
+    unit = np.stack((await tiny.embed(SHORT, ticket(), **EMBED)).results)
+    plain = np.stack((await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})).results)
+    expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
+    np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
+    norms = np.linalg.norm(plain, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit, plain / norms, rtol=0, atol=1e-6)
+    assert np.float32 == unit.dtype
+
+
+async def test_dimensions(tiny: Engine) -> None:
+    """Shorter vectors are the beginnings of the long ones, at length one again."""
+    reply = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
+    whole = np.stack(reply.results)
+    short = (await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 8})).results
+    norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
+
+
+# -- windows --------------------------------------------------------------------------------------
+
+
+def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[np.float64]:
+    """The mean of the windows' outputs, by hand: each counts with its tokens."""
+    lengths = [len(window) for window in encoded.windows]
+    total = sum(row.astype(float) * n for row, n in zip(rows, lengths, strict=True))
+    return total / sum(lengths)
+
+
+async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
+    """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
+    how = {**CLASSIFY, "truncate": "window", "stride": 20}
+    reply = await tiny.classify([LONG, SHORT[0]], None, ticket(), **how)
+    encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
+    logits = weighted(outputs(runner, encoded, "sentiment"), encoded)
+    scores = np.exp(logits) / np.exp(logits).sum()
+    expected = dict(zip(tiny.manifest.heads["sentiment"].labels, scores, strict=True))
+    assert len(encoded.windows) > 1
+    assert all(close(expected[label.label], label.score) for label in reply.results[0])
+
+
+async def test_windows_of_a_vector(tiny: Engine, runner: Runner) -> None:
+    """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
+    how = {**EMBED, "truncate": "window", "stride": 20}
+    reply = await tiny.embed([LONG], ticket(), **how)
+    encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
+    mean = weighted(outputs(runner, encoded, "embeddings"), encoded)
+    np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
+
+
+async def test_usage(tiny: Engine) -> None:
+    """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
+    texts = [LONG, SHORT[0], LONG]
+    windows = tiny.encoder.texts(texts, truncate="window", stride=16)
+    whole = (await tiny.ner(texts, ticket(), **NER)).usage
+    cut = (await tiny.ner(texts, ticket(), **{**NER, "truncate": True})).usage
+    tokens = sum(item.tokens for item in windows)
+    assert (tokens, sum(len(item.windows) for item in windows), []) == (
+        whole.tokens,
+        whole.windows,
+        whole.truncated,
+    )
+    assert (2 * 512 + len(windows[1].windows[0]), 3, [0, 2]) == (
+        cut.tokens,
+        cut.windows,
+        cut.truncated,
+    )
+
+
+async def test_timing(tiny: Engine) -> None:
+    """A reply knows where its time went, and the batch that it rode in."""
+    timing = (await tiny.embed(SHORT, ticket(), **EMBED)).timing
+    assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
+    assert 1 <= timing.batch_size <= 3
+    assert timing.batch_tokens >= 3
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+async def test_unknown_head(tiny: Engine) -> None:
+    """A head that is not there is refused with those that are."""
+    said = "tiny@1 has no classification head 'mood'; of this task it has: sentiment, topics"
+    with pytest.raises(UnknownHead, match=said) as caught:
+        await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "mood"})
+    assert "head" == caught.value.param
+
+
+async def test_head_of_another_task(tiny: Engine) -> None:
+    """A head answers its own task only."""
+    with pytest.raises(UnknownHead, match=r"no embedding head 'entities'.* it has: embeddings"):
+        await tiny.embed(SHORT, ticket(), **{**EMBED, "head": "entities"})
+
+
+async def test_too_long(tiny: Engine) -> None:
+    """Told not to cut, every text that is too long is named, and nothing is computed."""
+    how = {**CLASSIFY, "truncate": False}
+    said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
+    with pytest.raises(InvalidInput, match=said) as caught:
+        await tiny.classify([SHORT[0], LONG, SHORT[1], LONG], None, ticket(), **how)
+    assert "inputs[1]" == caught.value.param
+    asked = replace(ticket(), place="context")
+    with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
+        await tiny.qa(["Who?"], [LONG], asked, **{**QA, "truncate": False})
+    assert "context" == caught.value.param
+
+
+async def test_pairs_have_no_windows(tiny: Engine) -> None:
+    """A pair is read in one piece."""
+    with pytest.raises(InvalidInput, match="pairs have no windows") as caught:
+        await tiny.classify(SHORT, SHORT, ticket(), **{**CLASSIFY, "truncate": "window"})
+    assert "truncate" == caught.value.param
+
+
+async def test_large_stride(tiny: Engine) -> None:
+    """Windows share at most half of themselves."""
+    with pytest.raises(InvalidInput, match="tiny@1 takes strides of at most 255") as caught:
+        await tiny.ner(SHORT, ticket(), **{**NER, "stride": 256})
+    assert "stride" == caught.value.param
+
+
+async def test_many_dimensions(tiny: Engine) -> None:
+    """A vector has no more dimensions than its head."""
+    with pytest.raises(InvalidInput, match="embeddings has 64 dimensions, 65 were") as caught:
+        await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 65})
+    assert "dimensions" == caught.value.param
+
+
+# -- what it hands on -----------------------------------------------------------------------------
+
+
+RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
+
+
+def device(submit: Any, max_queue_tokens: int = 10_000) -> Device:
+    """A device that does with entries what a test says."""
+    return cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=max_queue_tokens))
+
+
+def engine_of(path: Path, device: Device) -> Engine:
+    """A bundle's engine in front of some device."""
+    texts = bundle.read_texts(bundle.load(path))
+    encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
+    model = Model("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
+    return Engine(texts, encoder, model, device)
+
+
+def zeros(entry: Entry) -> Outcome:
+    return Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
+
+
+async def test_entries(tiny_bundle: Path) -> None:
+    """An entry for each window, with all that the ticket says."""
+    submitted: list[Entry] = []
+    told_before: list[tuple[int, int]] = []
+
+    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
+        ((before, tokens),) = told_before
+        assert (0, sum(entry.tokens for entry in entries)) == (before, tokens)
+        submitted.extend(entries)
+        return [*map(zeros, entries)]
+
+    def tell(tokens: int) -> None:
+        told_before.append((len(submitted), tokens))
+
+    engine = engine_of(tiny_bundle, device(submit))
+    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", submitted=tell)
+    await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
+    windows = [
+        w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
+    ]
+    assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
+    told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.head) for e in submitted}
+    assert {("tiny@1", "r", 12.5, 3, "t", "embeddings")} == told
+
+
+async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
+    """An input is told of when its last window is back, whatever the order, and the reply has them all."""
+    told: list[tuple[int, float]] = []
+
+    async def submit(entries: Sequence[Entry], on_outcome: OnOutcome) -> list[Outcome]:
+        backwards = [*entries][::-1]
+        for number, entry in enumerate(backwards, 1):
+            on_outcome(
+                entry, Outcome({"embeddings": np.full(64, number, np.float32)}, 0, 0, 1, 1, 1)
+            )
+        return [*map(zeros, entries)]
+
+    engine = engine_of(tiny_bundle, device(submit))
+    windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
+    assert windows > 1
+    options = {**EMBED, "truncate": "window", "normalize": False}
+    reply = await engine.embed(
+        [SHORT[0], LONG, SHORT[1]],
+        ticket(),
+        **options,
+        on_result=lambda index, vector: told.append((index, float(vector[0]))),
+    )
+    assert [2, 1, 0] == [index for index, _ in told]
+    assert (1.0, windows + 2.0) == (told[0][1], told[2][1])
+    assert [value for _, value in sorted(told)] == [float(row[0]) for row in reply.results]
+
+
+@pytest.mark.parametrize("task", ["classify", "ner", "qa", "embed"])
+async def test_told_and_returned_are_the_same(task: str, tiny: Engine) -> None:
+    """Who is told of each result hears what the others are given at the end."""
+    told: dict[int, Any] = {}
+    texts = [*SHORT, LONG]
+    asked: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "classify": ([texts, None], CLASSIFY),
+        "ner": ([texts], NER),
+        "qa": ([["Who drew a comet?"] * 4, texts], QA),
+        "embed": ([texts], EMBED),
+    }
+    arguments, options = asked[task]
+    call = getattr(tiny, task)
+    plain = await call(*arguments, ticket(), **options)
+    streamed = await call(*arguments, ticket(), **options, on_result=told.__setitem__)
+    assert [0, 1, 2, 3] == sorted(told)
+    assert plain.usage == streamed.usage
+    for index, result in enumerate(plain.results):
+        np.testing.assert_equal(told[index], streamed.results[index])
+        if task == "embed":
+            np.testing.assert_allclose(told[index], result, rtol=0, atol=1e-5)
+        else:
+            assert len(result) == len(told[index])
+
+
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+@pytest.mark.parametrize(("most", "thread"), [(1000, "MainThread"), (100, "text-")])
+async def test_large_answers_are_decoded_in_a_thread(
+    in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And told of by the event loop's."""
+    threads, told = [], []
+    monkeypatch.setattr(engine, "INLINE_TOKENS", most)
+    whole = decode.embed
+
+    def embed(*arguments: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(decode, "embed", embed)
+    on_result = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
+    reply = await tiny.embed(
+        [LONG], ticket(), **{**EMBED, "truncate": "window"}, on_result=on_result
+    )
+    assert 100 < reply.usage.tokens <= 1000
+    assert [True] == [name.startswith(thread) for name in threads]
+    assert ["MainThread"] * in_lines == told
+    assert len(reply.results) == 1
+
+
+@pytest.mark.parametrize(
+    ("characters", "thread"), [(INLINE_CHARACTERS, "MainThread"), (INLINE_CHARACTERS + 1, "text-")]
+)
+async def test_long_texts_are_encoded_in_a_thread(
+    characters: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Much text is encoded beside the event loop, which goes on serving others."""
+    threads = []
+
+    def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Cut]:
+        threads.append(threading.current_thread().name)
+        return whole(self, *arguments, **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    await tiny.embed(["a" * characters], ticket(), **EMBED)
+    (name,) = threads
+    assert name.startswith(thread)
+
+
+@pytest.mark.parametrize("isolate_errors", [False, True])
+async def test_more_than_may_ever_wait_is_not_encoded(
+    isolate_errors: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request becomes is counted part by part, and nothing of it is submitted."""
+    encoded: list[str] = []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        encoded.extend(texts)
+        return whole(self, texts, **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
+    asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
+    with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
+        await engine_of(tiny_bundle, device(None, 20)).embed(["!!!!!!!"] * 9, asked, **EMBED)
+    assert 3 == len(encoded)
+
+
+async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts of those who have gone before their turn are never encoded."""
+    release, encoded = threading.Event(), []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        assert release.wait(30)
+        encoded.append(len(texts))
+        return whole(self, ["a"] * len(texts), **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    long = "a" * (INLINE_CHARACTERS + 1)
+    asked = [
+        asyncio.create_task(tiny.embed([long] * n, ticket(), **EMBED))
+        for n in range(1, HELPERS + 2)
+    ]
+    await asyncio.sleep(0)  # all have asked, and the last has found no thread
+    asked[-1].cancel()
+    await asyncio.wait([asked[-1]])
+    release.set()
+    await asyncio.gather(*asked[:-1])
+    assert [*range(1, HELPERS + 1)] == sorted(encoded)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([], [[]]),
+        ([7], [[7]]),
+        ([10], [[10]]),
+        ([3, 3, 4, 1], [[3, 3, 4], [1]]),
+        ([11, 1, 12, 13], [[11], [1], [12], [13]]),
+        ([0, 10, 0, 0, 11, 0], [[0, 10, 0, 0], [11], [0]]),
+    ],
+)
+async def test_large_requests_are_encoded_in_parts(
+    sizes: list[int], parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input is in one part, and no part has more characters than it may, but for one input alone."""
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 10)
+    assert parts == [sizes[part] for part in engine._parts(sizes)]
+
+
+async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in parts, a request of every task is answered as it is in one, and every bad input is named."""
+    texts = [*SHORT, LONG, *SHORT]
+
+    async def answers() -> list[Reply[Any]]:
+        return [
+            await tiny.classify(texts, texts[::-1], ticket(), **CLASSIFY),
+            await tiny.ner(texts, ticket(), **NER),
+            await tiny.qa(texts, texts[::-1], ticket(), **QA),
+            await tiny.embed(texts, ticket(), **EMBED),
+        ]
+
+    whole = await answers()
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 50)
+    for one, other in zip(whole, await answers(), strict=True):
+        assert one.usage == other.usage
+        assert alike(one.results, other.results)
+    with pytest.raises(InvalidInput, match=r"inputs\[1\], inputs\[3\]: longer than"):
+        await tiny.embed(["a", LONG, "a", LONG], ticket(), **{**EMBED, "truncate": False})
+
+
+async def test_a_large_request_lets_others_go_between(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of many parts take turns in the threads, and one that leaves is not encoded to its end."""
+    encoded: list[str] = []
+
+    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        encoded.extend(text[0] for text in texts)
+        return whole(self, ["a"] * len(texts), **named)
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", texts)
+    monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
+    asked = [
+        asyncio.create_task(tiny.embed([name * INLINE_CHARACTERS] * 50, ticket(), **EMBED))
+        for name in "abcd"
+    ]
+    while encoded.count("a") < 3:
+        await asyncio.sleep(0)
+    asked[0].cancel()
+    await asyncio.wait(asked)
+    assert encoded.count("a") < 50
+    assert {"a", "b", "c", "d"} == set(encoded[:20])
+
+
+async def test_run_splits_a_batch(tiny: Engine, runner: Runner) -> None:
+    """A slot's run gives each window its own rows of every head."""
+    windows: list[Encoding] = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
+    results = runner.run(1, windows)
+    assert [(len(window), 5) for window in windows] == [r["entities"].shape for r in results]
+    assert [(64,)] * 3 == [result["embeddings"].shape for result in results]
+
+
+async def test_description(tiny: Engine) -> None:
+    """It tells what it is, what it runs on and what it can."""
+    told = tiny.describe()
+    assert ("tiny@1", "tiny", "1", 512, "fp32", "packed") == tuple(
+        told[key] for key in ("id", "name", "version", "max_length", "precision", "layout")
+    )
+    assert ["sentiment", "topics", "entities", "answers", "embeddings"] == [*told["heads"]]
+    assert "unclear: no data set is named" == told["commercial_use"]
+    assert dict.fromkeys(told["heads"], told["commercial_use"]) == told["commercial_use_by_head"]
+    assert tiny.fingerprint.startswith(f"{tiny.sha256[:12]};precision=fp32;provider=CPU")
+
+
+# Requests that spare the good inputs
+
+
+def sparing() -> Ticket:
+    return replace(ticket(), isolate_errors=True)
+
+
+ASKED: dict[str, tuple[Callable[[list[str]], list[Any]], dict[str, Any]]] = {
+    "classify": (lambda texts: [texts, None], CLASSIFY),
+    "ner": (lambda texts: [texts], NER),
+    "qa": (lambda texts: [["Who drew a comet?"] * len(texts), texts], QA),
+    "embed": (lambda texts: [texts], EMBED),
+}
+each_task = pytest.mark.parametrize("task", ASKED)
+
+
+@each_task
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+async def test_texts_that_are_too_long_have_no_result(
+    task: str, in_lines: bool, tiny: Engine
+) -> None:
+    """The others are answered as if they were not there, and counted alone."""
+    arguments, options = ASKED[task]
+    options = {**options, "truncate": False}
+    call = getattr(tiny, task)
+    good = await call(*arguments(SHORT), ticket(), **options)
+    texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
+    told: list[tuple[int, Any]] = []
+    on_result = (lambda index, result: told.append((index, result))) if in_lines else None
+    reply = await call(*arguments(texts), sparing(), **options, on_result=on_result)
+    assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
+    assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
+    assert [0, 3, 4, 6] == sorted(reply.errors)
+    assert all("longer than 512 tokens" in error.message for error in reply.errors.values())
+    assert good.usage == reply.usage
+    if in_lines:
+        assert [*range(7)] == sorted(index for index, _ in told)
+        assert {0, 3, 4, 6} == {index for index, result in told if result is None}
+
+
+@each_task
+async def test_nothing_but_bad_texts(task: str, tiny: Engine) -> None:
+    """Then nothing is computed, and nothing fails."""
+    arguments, options = ASKED[task]
+    call = getattr(tiny, task)
+    reply = await call(*arguments([LONG] * 2), sparing(), **{**options, "truncate": False})
+    assert [None, None] == reply.results
+    assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
+    assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
+
+
+async def test_a_bad_text_in_a_large_request_shifts_no_other(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
+    monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
+    texts = [samples.text(4, seed=seed) for seed in range(30)]
+    expected = (await tiny.embed(texts, ticket(), **EMBED)).results
+    for index in (0, 7, 8, 29):
+        texts[index] = LONG
+    reply = await tiny.embed(texts, sparing(), **{**EMBED, "truncate": False})
+    assert [0, 7, 8, 29] == sorted(reply.errors)
+    for index, vector in enumerate(reply.results):
+        assert (vector is None) is (index in reply.errors)
+        assert vector is None or alike(expected[index], vector)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: Path) -> None:
+    """Unless errors are isolated, the first entry that fails fails the request, and no later result is reported."""
+    error = InferenceFailed("no number")
+
+    async def submit(
+        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
+        outcomes[1] = error
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
+        return outcomes
+
+    reported: list[int] = []
+    on_result = (lambda index, _: reported.append(index)) if streamed else None
+    engine = engine_of(tiny_bundle, device(submit))
+    with pytest.raises(InferenceFailed, match="no number"):
+        await engine.embed(SHORT[:3], ticket(), **EMBED, on_result=on_result)
+    assert ([0] if streamed else []) == reported
+
+
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
+async def test_a_window_that_fails_takes_its_text_along_and_no_other(
+    in_lines: bool, tiny_bundle: Path
+) -> None:
+    """Whatever became of that text's other windows; it is told of once."""
+    failure = InferenceFailed("no number")
+
+    async def submit(
+        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
+        outcomes[1] = outcomes[2] = failure  # of the second text, which has several windows
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
+        return outcomes
+
+    tiny = engine_of(tiny_bundle, device(submit))
+    told: list[tuple[int, Any]] = []
+    on_result = (lambda index, result: told.append((index, result))) if in_lines else None
+    texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
+    reply = await tiny.embed(texts, sparing(), **options, on_result=on_result)
+    assert [False, True, False] == [result is None for result in reply.results]
+    assert {1: failure} == reply.errors
+    if in_lines:
+        assert [(0, False), (1, True), (2, False)] == [(i, r is None) for i, r in told]

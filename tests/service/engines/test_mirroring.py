@@ -1,0 +1,179 @@
+"""Copies of requests: whose, when, at whose cost, and what counts as the same answer."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from service.core.decode import Answer, Entity, Label
+from service.engines.engine import Engine, Reply, Ticket, Timing, Usage
+from service.engines.mirroring import Shadow, alike
+from service.errors import InferenceFailed, InvalidInput, Overloaded
+from service.scheduling.load import Load
+
+SMALL = 7  # tokens
+GOOD, BAD = [Label("good", 0.75), Label("bad", 0.25)], [Label("bad", 0.6), Label("good", 0.4)]
+
+
+def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[Any]:
+    timing = Timing(0.0, queue_s, 0.002, 0.0, 1, tokens)
+    return Reply("sentiment", [*results], Usage(tokens, 1, []), timing)
+
+
+class Copied:
+    """A shadow of an engine that answers as it is told to."""
+
+    def __init__(self, share: float = 1.0, draw: Callable[[], float] = lambda: 0.0) -> None:
+        self.id = "a@2"
+        self.users = 0
+        self.load = Load()
+        self.told: list[tuple[str, str, str, int]] = []
+        self.asked: list[tuple[Sequence[Any], Any]] = []
+        self.answers: list[Reply[Any] | Exception] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        engine = cast(Engine, self)
+        self.shadow = Shadow(
+            engine, share, lambda: self.load, lambda *it: self.told.append(it), draw
+        )
+
+    def enter(self) -> None:
+        self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+
+    async def task(self, engine: object, *args: Any, **options: Any) -> Reply[Any]:
+        assert engine is self
+        assert 1 == self.users
+        self.asked.append((args, options))
+        await self.hold.wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def hear(self, answered: Reply[Any]) -> None:
+        ticket = Ticket("r", deadline=math.inf, tenant="ann", submitted=lambda: None)
+        self.shadow(self.task, (["text"], ticket), {"head": None, "on_result": None}, answered)
+
+    async def copied(self, answered: Reply[Any], answer: Reply[Any] | Exception) -> None:
+        self.answers.append(answer)
+        self.hear(answered)
+        if self.shadow.copying is not None:
+            await self.shadow.copying
+
+
+async def test_answers_are_compared() -> None:
+    """By head and input: one that had no answer is compared with nothing, and one that had must have one again."""
+    copied = Copied()
+    answered = reply(GOOD, GOOD, GOOD, GOOD, None, None)
+    await copied.copied(answered, reply(GOOD, BAD, None, None, BAD, None))
+    assert [
+        ("a@2", "sentiment", "same", 1),
+        ("a@2", "sentiment", "changed", 1),
+        ("a@2", "sentiment", "failed", 2),
+    ] == copied.told
+    assert 0 == copied.users
+
+
+async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
+    """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
+    copied = Copied()
+    await copied.copied(reply(GOOD), reply(GOOD))
+    ((texts, ticket), options) = copied.asked[0]
+    assert (["text"], {"head": "sentiment", "on_result": None}) == (texts, options)
+    assert ("r", 1, "", True) == (
+        ticket.request_id,
+        ticket.priority,
+        ticket.tenant,
+        ticket.isolate_errors,
+    )
+    assert ticket.deadline < math.inf
+    assert ticket.submitted is None
+
+
+async def test_a_share_is_copied() -> None:
+    """The others leave no trace."""
+    draws = itertools.cycle([0.04, 0.05, 0.5, 0.99])
+    copied = Copied(0.05, lambda: next(draws))
+    for _ in range(8):
+        await copied.copied(reply(GOOD), reply(GOOD))
+    assert [("a@2", "sentiment", "same", 1)] * 2 == copied.told
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"), [("", {"queue_s": 0.003}), ("it starts", {}), ("", {"tokens": 10_000})]
+)
+async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> None:
+    """While others wait, or of large requests; how many were left out is told."""
+    copied = Copied()
+    copied.load = Load(problem=problem)
+    copied.hear(reply(GOOD, BAD, **said))
+    assert ([], [("a@2", "sentiment", "dropped", 2)]) == (copied.asked, copied.told)
+
+
+async def test_one_at_a_time() -> None:
+    """What comes while a copy is answered is left out."""
+    copied = Copied()
+    copied.hold.clear()
+    copied.answers.append(reply(GOOD))
+    copied.hear(reply(GOOD))
+    copied.hear(reply(GOOD))
+    copied.hold.set()
+    assert copied.shadow.copying is not None
+    await copied.shadow.copying
+    assert ["dropped", "same"] == [told[2] for told in copied.told]
+    await copied.copied(reply(GOOD), reply(GOOD))
+    assert 2 == len(copied.asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [(InferenceFailed("no number"), 0), (InvalidInput("too long"), 0), (RuntimeError("bug"), 1)],
+)
+async def test_a_copy_that_fails_is_counted(error: Exception, lines: int) -> None:
+    """By the inputs that had an answer, and harms nobody; only a bug is told of in the log."""
+    copied = Copied()
+    with capture_logs() as logs:
+        await copied.copied(reply(GOOD, BAD, None), error)
+    assert [("a@2", "sentiment", "failed", 2)] == copied.told
+    assert lines == len([line for line in logs if line["log_level"] == "error"])
+    assert (0, None) == (copied.users, copied.shadow.copying)
+
+
+async def test_a_copy_that_finds_no_room_says_nothing_of_the_version() -> None:
+    """It was left out."""
+    copied = Copied()
+    await copied.copied(reply(GOOD, BAD), Overloaded("the queue is full"))
+    assert [("a@2", "sentiment", "dropped", 2)] == copied.told
+
+
+PER = Entity("PER", 0.9, "Ada", 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (GOOD, [Label("good", 0.51), Label("bad", 0.49)], True),
+        (GOOD, BAD, False),
+        ([PER], [PER._replace(score=0.5)], True),
+        ([PER], [PER._replace(entity="LOC")], False),
+        ([PER], [PER._replace(end=4)], False),
+        ([PER], [], False),
+        ([], [], True),
+        ([Answer("six", 0.9, 4, 7)], [Answer("six", 0.2, 4, 7), Answer("ten", 0.1, 9, 12)], True),
+        ([Answer("six", 0.9, 4, 7)], [Answer("six", 0.9, 14, 17)], False),
+        (np.float32([1, 0]), np.float32([2, 0.1]), True),
+        (np.float32([1, 0]), np.float32([1, 0.2]), False),
+        (np.float32([1, 0]), np.float32([1, 0, 0]), False),
+    ],
+)
+def test_the_same_answer(one: Any, other: Any, same: bool) -> None:
+    """Says the same, however sure it is."""
+    assert same == alike(one, other) == alike(other, one)

@@ -1,0 +1,262 @@
+"""The life of all engines: opened in order, checked, observed, drained; and what is not opened."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from structlog.typing import EventDict
+
+from service.core.bundle import BundleError, Texts, load, read_texts
+from service.core.session import ProviderError
+from service.engines.device import Device, RunsOn
+from service.engines.engine import Engine, Ticket
+from service.engines.model_state import Model, State
+from service.engines.registry import Engines
+from service.errors import Draining, UnknownModel
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.scheduling.batcher import TURNS_TO_SEND
+from service.scheduling.load import Load
+from service.settings import Settings
+from tests import samples
+
+RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
+
+
+def opened(chosen: Settings) -> AbstractAsyncContextManager[Engines]:
+    return open_local_engines(Metrics(), chosen)
+
+
+def settings(*bundles: Path, **fields: object) -> Settings:
+    return Settings(bundles=bundles, **{"provider": "cpu", "threads": 1, **fields})
+
+
+@pytest.fixture
+def second(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """The tiny bundle as version 2."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "second")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
+    return copy
+
+
+async def embed(engine: Engine, *texts: str) -> np.ndarray:
+    ticket = Ticket("a request", deadline=time.monotonic() + 60)
+    how = {"head": None, "normalize": True, "dimensions": None, "truncate": True, "stride": 0}
+    return (await engine.embed([*texts], ticket, **how)).results
+
+
+async def test_names(second: Path, tiny_bundle: Path) -> None:
+    """The first bundle is the default; each is found by name@version, and by name the first of it."""
+    async with opened(settings(second, tiny_bundle)) as engines:
+        asked = [None, "tiny", "tiny@2", "tiny@1"]
+        assert ["tiny@2", "tiny@2", "tiny@2", "tiny@1"] == [engines.get(m).id for m in asked]
+        assert ["tiny@2", "tiny@1"] == [engine.id for engine in engines.all()]
+        said = "no model 'tiny@3'; served here: tiny@2, tiny@1"
+        with pytest.raises(UnknownModel, match=said):
+            engines.get("tiny@3")
+
+
+async def test_both_answer(second: Path, tiny_bundle: Path) -> None:
+    """Bundles share the slots, and each answers for itself."""
+    async with opened(settings(second, tiny_bundle)) as engines:
+        one, two = [await embed(engine, "Ada drew a comet.") for engine in engines.all()]
+    np.testing.assert_array_equal(one, two)
+
+
+async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Two bundles of one name and version could not be told apart."""
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    with pytest.raises(BundleError, match=f"{copy}: tiny@1 is served already"):
+        async with opened(settings(tiny_bundle, copy)):
+            pytest.fail("it opened")
+
+
+async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that is not to be had is told before any bundle is read."""
+    monkeypatch.setattr("service.core.session.cuda_problem", lambda: "there is none")
+    with pytest.raises(ProviderError, match="there is none"):
+        async with opened(settings(tmp_path / "nowhere", provider="cuda")):
+            pytest.fail("it opened")
+
+
+async def test_unused_gpu(
+    tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is there and not used is warned of, and `describe` says why."""
+    monkeypatch.setattr("service.engines.local_device.unused_gpu", lambda _: "a library is missing")
+    async with opened(settings(tiny_bundle)) as engines:
+        note = engines.get(None).describe()["provider_note"]
+    warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
+    assert ("a library is missing", [("tiny@1", "a library is missing")]) == (note, warned)
+
+
+async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica, several, and the default on two cores answer alike."""
+    monkeypatch.setattr("service.engines.local_device.usable_cores", lambda: 2)
+    texts = [samples.text(words, seed=words) for words in range(1, 40)]
+    answers = []
+    for layout in ({"replicas": 1}, {"replicas": 2}, {"threads": None}):
+        async with opened(settings(tiny_bundle, **layout)) as engines:
+            answers.append(await embed(engines.get(None), *texts))
+            answers.append(await embed(engines.get(None), *texts[:1]))
+    for alone, together in zip(answers[1::2], answers[::2], strict=True):
+        np.testing.assert_allclose(together, answers[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(alone, answers[0][:1], rtol=0, atol=1e-5)
+
+
+async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
+    """The metrics are told of every batch, and read the queue."""
+    metrics = Metrics()
+    async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
+        await embed(engines.get(None), "Ada", "Emmy")
+        for _ in range(TURNS_TO_SEND):
+            await asyncio.sleep(0)  # who asked goes first
+        page = metrics.render().decode()
+    assert 'quartet_batch_size_sum{model="tiny@1"} 2.0' in page
+    assert "quartet_queue_tokens 0.0" in page
+
+
+async def test_life(tiny_bundle: Path) -> None:
+    """Engines are ready while they are open, and afterwards take nothing more."""
+    async with opened(settings(tiny_bundle)) as engines:
+        assert engines.load().ready
+        assert all(rate > 0 for rate in engines.load().rates.values())
+    assert not engines.load().ready
+    with pytest.raises(Draining):
+        await embed(engines.get(None), "Ada")
+
+
+# -- coming and going ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts(tiny_bundle: Path) -> Texts:
+    return read_texts(load(tiny_bundle))
+
+
+def called(texts: Texts, version: str, sha256: str = "") -> Texts:
+    """The same under another version."""
+    manifest = texts.manifest.model_copy(update={"version": version})
+    return Texts(manifest, sha256 or f"hash of {version}", texts.tokenizer)
+
+
+class Shelf:
+    """Engines of no device, and the texts that they are to adopt."""
+
+    def __init__(self, texts: Texts) -> None:
+        device = SimpleNamespace(load=Load, alive=lambda: True)
+        self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None))
+        self.texts = texts
+
+    async def adopt(self, **states: State) -> None:
+        """Adopt versions, by their states."""
+        texts = {f"tiny@{version}": called(self.texts, version) for version in states}
+        models = tuple(
+            Model(f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON)
+            for version, state in states.items()
+        )
+        await self.engines.adopt(models, texts)
+
+
+@pytest.fixture
+def shelf(texts: Texts) -> Iterator[Shelf]:
+    made = Shelf(texts)
+    yield made
+    made.engines.close()
+
+
+async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
+    """Others answer who names them; whoever is gone nobody."""
+    await shelf.adopt(one="previous", two="current")
+    get = shelf.engines.get
+    assert ["tiny@two"] * 2 == [get(None).id, get("tiny").id]
+    assert "tiny@one" == get("tiny@one").id
+    assert ["tiny@two"] == shelf.engines.expected
+    await shelf.adopt(three="current", two="previous")
+    assert ["tiny@three", "tiny@two"] == [get("tiny").id, get("tiny@two").id]
+    with pytest.raises(
+        UnknownModel, match="no model 'tiny@one'; served here: tiny@three, tiny@two"
+    ):
+        get("tiny@one")
+
+
+async def test_engines_stay_what_they_are(shelf: Shelf) -> None:
+    """Of a bundle that stays only the state changes; versions share a tokenizer that they have in common."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    await shelf.adopt(two="current", one="previous")
+    assert engine is shelf.engines.get("tiny@one")
+    assert "previous" == engine.describe()["state"]
+    assert engine.encoder.tokenizer is shelf.engines.get("tiny").encoder.tokenizer
+
+
+async def test_an_engine_is_left_when_nobody_needs_it(shelf: Shelf) -> None:
+    """Not while a request is with it, though no other can come."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    engine.enter()
+    engine.enter()
+    await shelf.adopt(two="current")
+    leaving = asyncio.create_task(shelf.engines.left("tiny@one"))
+    engine.leave()
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    engine.leave()
+    await asyncio.wait_for(leaving, 30)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        engine._helpers.submit(int)
+
+
+async def test_nobody_waits_for_what_is_not_there(shelf: Shelf) -> None:
+    """A bundle that was never adopted is left already."""
+    await asyncio.wait_for(shelf.engines.left("tiny@none"), 30)
+
+
+async def test_a_changed_bundle_of_the_same_name_is_another(shelf: Shelf, texts: Texts) -> None:
+    """After a restart that found other contents, they are what is answered from."""
+    await shelf.adopt(one="current")
+    engine = shelf.engines.get("tiny")
+    model = Model("tiny@one", "", "changed", "current", 0.0, RUNS_ON)
+    await shelf.engines.adopt((model,), {"tiny@one": called(texts, "one", "changed")})
+    assert "changed" == shelf.engines.get("tiny").sha256 != engine.sha256
+
+
+async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: Texts) -> None:
+    """One that can be read, and knows neither a word nor what to say of one that it does not know."""
+    document = json.loads(texts.tokenizer)
+    special = {token["content"]: token["id"] for token in document["added_tokens"]}
+    document["model"]["vocab"] = {t: i for t, i in special.items() if t in ("[CLS]", "[SEP]")}
+    document["added_tokens"] = []
+    vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
+    manifest = texts.manifest.model_copy(update={"vocabulary": vocabulary})
+    unused = Texts(manifest, "new", json.dumps(document).encode())
+    with pytest.raises(ValueError, match="the tokenizer of tiny@two cannot be used: "):
+        await shelf.engines.adopt(
+            (Model("tiny@two", "", "new", "current", 0.0, RUNS_ON),), {"tiny@two": unused}
+        )
+    assert [] == shelf.engines.all()
+
+
+async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: Texts) -> None:
+    """All or none: a tokenizer that cannot be read keeps the others out, too."""
+    await shelf.adopt(one="current")
+    vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
+    manifest = texts.manifest.model_copy(update={"version": "two", "vocabulary": vocabulary})
+    models = tuple(
+        Model(name, "", "new", state, 0.0, RUNS_ON)
+        for name, state in (("tiny@three", "current"), ("tiny@two", "previous"))
+    )
+    unread = {"tiny@three": called(texts, "three"), "tiny@two": Texts(manifest, "new", b"{}")}
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        await shelf.engines.adopt(models, unread)
+    assert ["tiny@one"] == [engine.id for engine in shelf.engines.all()]
+    assert "tiny@one" == shelf.engines.get("tiny").id

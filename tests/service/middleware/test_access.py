@@ -1,0 +1,327 @@
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from structlog.typing import EventDict
+
+from service.api.app import PAGES, create_app
+from service.errors import QuartetError, RateLimited
+from service.keys import Key, digest
+from service.middleware import access
+from service.middleware.request_context import Exchange
+from service.observability.metrics import Metrics
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+BODY = {"inputs": "a text"}
+TASKS = ["/classify", "/ner", "/qa", "/embed"]
+OPEN = ["/", "/docs", "/openapi.json", "/health/live", "/health/ready", "/static/app.js"]
+CLOSED = ["/models", "/metrics", "/nothing", "/static", "//models", "/Models"]
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+def plain(name: str) -> str:
+    return f"quartet_{name:_>43}"
+
+
+def kept(name: str, **fields: Any) -> Key:
+    return Key(sha256=digest(plain(name)).hex(), **fields)
+
+
+def bearing(name: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {plain(name)}", **headers}
+
+
+KEYS = {
+    "search": kept("search"),
+    "nightly": kept("nightly", priority="bulk"),
+    "prometheus": kept("prometheus", may=["metrics"]),
+    "ops": kept("ops", may=["admin", "metrics"]),
+}
+
+
+@pytest.fixture
+async def locked(client_with: Connect) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service with keys."""
+    async with client_with(keys=KEYS) as client:
+        yield client
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_health_and_pages_are_open(locked: httpx.AsyncClient, path: str) -> None:
+    """Orchestrators and browsers have no key."""
+    assert (await locked.get(path)).status_code == 200
+
+
+def test_every_file_of_the_pages_is_open() -> None:
+    """The pages can load what they are made of."""
+    assert all(f"/static/{path.name}".startswith(access.OPEN_BELOW) for path in PAGES.iterdir())
+
+
+@pytest.mark.parametrize("path", CLOSED + TASKS)
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS"])
+async def test_all_else_needs_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
+    """Whatever it is, and whether or not it is there."""
+    response = await locked.request(method, f"http://quartet{path}")
+    assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        plain("search"),
+        f"Basic {plain('search')}",
+        f"Bearer {plain('search')[:-1]}",
+        f"Bearer {plain('search')} {plain('search')}",
+        f"Bearer {KEYS['search'].sha256}",
+        "Bearer sch\xfcssel",
+    ],
+)
+async def test_other_keys_are_refused(locked: httpx.AsyncClient, authorization: str) -> None:
+    """A key is known or it is not; its hash is no key."""
+    header = {b"Authorization": authorization.encode("latin-1")}
+    assert code(await locked.post("/embed", json=BODY, headers=header)) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
+async def test_a_known_key_is_let_in(locked: httpx.AsyncClient, scheme: str) -> None:
+    """The scheme may be written in any case."""
+    headers = {"Authorization": f"{scheme} {plain('search')}"}
+    assert (await locked.post("/embed", json=BODY, headers=headers)).status_code == 200
+
+
+async def test_a_refused_body_is_not_read(engines: FakeEngines) -> None:
+    """The answer is there before the first byte of the body."""
+    app = create_app(Settings(keys=KEYS), engines.open, Metrics())
+    sent = []
+
+    async def receive() -> None:
+        raise AssertionError("the body was asked for")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 401
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "path", "status"),
+    [
+        ("search", "POST", "/embed", 200),
+        ("search", "GET", "/models", 200),
+        ("search", "GET", "/nothing", 404),
+        ("search", "GET", "/metrics", 403),
+        ("search", "GET", "/admin/bundles", 403),
+        ("search", "GET", "/admin", 403),
+        ("prometheus", "GET", "/metrics", 200),
+        ("prometheus", "POST", "/embed", 403),
+        ("ops", "GET", "/admin/nothing", 404),
+        ("ops", "GET", "/metrics", 200),
+        ("ops", "POST", "/embed", 403),
+        ("ops", "GET", "/administration", 403),
+    ],
+)
+async def test_a_key_is_for_what_it_says(
+    locked: httpx.AsyncClient, name: str, method: str, path: str, status: int
+) -> None:
+    """Administration, metrics and inference are apart."""
+    body = BODY if method == "POST" else None
+    response = await locked.request(method, path, json=body, headers=bearing(name))
+    assert response.status_code == status
+    assert status != 403 or code(response) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("path", ["/admin", "/admin/bundles"])
+async def test_without_keys_nobody_may_administrate(client: httpx.AsyncClient, path: str) -> None:
+    """What changes the service is never open to all."""
+    response = await client.post(path, json={})
+    assert code(response) == (403, "forbidden")
+    assert "none is configured" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "priority"),
+    [
+        ("search", None, 0),
+        ("search", "interactive", 0),
+        ("search", "bulk", 1),
+        ("search", "Bulk", 1),
+        ("nightly", None, 1),
+        ("nightly", "bulk", 1),
+        ("nightly", "interactive", 1),
+    ],
+)
+async def test_a_request_may_only_lower_its_priority(
+    locked: httpx.AsyncClient, engine: FakeEngine, name: str, asked: str | None, priority: int
+) -> None:
+    """The key gives the class; the engine hears of it, and of whose the request is."""
+    headers = bearing(name) | ({"X-Priority": asked} if asked else {})
+    await locked.post("/embed", json=BODY, headers=headers)
+    assert (engine.ticket.tenant, engine.ticket.priority) == (name, priority)
+
+
+async def test_without_keys_requests_are_nobodys(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """They are interactive unless they say otherwise."""
+    await client.post("/embed", json=BODY)
+    assert (engine.ticket.tenant, engine.ticket.priority) == ("", 0)
+    await client.post("/embed", json=BODY, headers={"X-Priority": "bulk"})
+    assert (engine.ticket.tenant, engine.ticket.priority) == ("", 1)
+
+
+async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None:
+    """The error names the words that there are."""
+    response = await client.post("/embed", json=BODY, headers={"X-Priority": "urgent"})
+    error = response.json()["error"]
+    assert (code(response), error["param"]) == ((422, "invalid"), "X-Priority")
+    assert "interactive or bulk" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health/live", "/health/ready"])
+async def test_what_is_open_has_no_priority(
+    client: httpx.AsyncClient, locked: httpx.AsyncClient, path: str
+) -> None:
+    """With keys or without, nobody looks at what is said of it."""
+    for each in (client, locked):
+        assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
+
+
+async def test_a_request_above_its_rate_is_told_when_to_come_back(client_with: Connect) -> None:
+    """One key's rate is no concern of another's."""
+    keys = {"slow": kept("slow", requests_per_minute=2), "search": KEYS["search"]}
+    async with client_with(keys=keys) as client:
+        answers = [
+            await client.post("/embed", json=BODY, headers=bearing("slow")) for _ in range(3)
+        ]
+        other = await client.post("/embed", json=BODY, headers=bearing("search"))
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert code(answers[2]) == (429, "rate_limited")
+    assert 1 <= int(answers[2].headers["Retry-After"]) <= 30
+    assert other.status_code == 200
+
+
+async def test_tokens_are_charged_when_the_answer_is_there(client_with: Connect) -> None:
+    """The engine says 7 tokens; what is above the rate has to be waited for."""
+    keys = {"slow": kept("slow", tokens_per_minute=12)}
+    async with client_with(keys=keys) as client:
+        answers = [
+            await client.post("/embed", json=BODY, headers=bearing("slow")) for _ in range(3)
+        ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert 10 <= int(answers[2].headers["Retry-After"]) <= 15  # 12 - 14, up to 1, at 5 s a token
+
+
+def test_rates_are_divided_among_processes() -> None:
+    """Each of several HTTP processes lets its part through."""
+    settings = Settings(keys={"slow": kept("slow", requests_per_minute=8)}, http_workers=4)
+    (check,) = access.gate(settings)
+    scope, headers = {"path": "/embed"}, {"authorization": bearing("slow")["Authorization"]}
+    check(scope, Exchange("a", 0.0, headers))
+    check(scope, Exchange("b", 0.0, headers))
+    with pytest.raises(RateLimited):
+        check(scope, Exchange("c", 0.0, headers))
+
+
+def test_keys_may_be_replaced() -> None:
+    """A key that came is let in and one that went is not; what is left of an unchanged rate stays as it was."""
+
+    def outcome(name: str) -> str:
+        headers = {"authorization": bearing(name)["Authorization"]}
+        try:
+            check({"path": "/embed"}, Exchange("a", 0.0, headers))
+        except QuartetError as error:
+            return error.code
+        return "ok"
+
+    slow = kept("slow", requests_per_minute=1)
+    keys = {"slow": slow, "raised": kept("raised", requests_per_minute=1), "gone": kept("gone")}
+    (check,) = access.gate(Settings(keys=keys))
+    assert isinstance(check, access.KeyCheck)
+    assert ["ok"] * 3 == [outcome(name) for name in keys]
+
+    check.replace(
+        {
+            "slow": kept("rotated", requests_per_minute=1),
+            "raised": kept("raised", requests_per_minute=2),
+            "new": kept("new"),
+        }
+    )
+    expected = {
+        "slow": "unauthorized",
+        "rotated": "rate_limited",
+        "raised": "ok",
+        "gone": "unauthorized",
+        "new": "ok",
+    }
+    assert expected == {name: outcome(name) for name in expected}
+
+
+@pytest.mark.parametrize("keys", [{}, KEYS])
+@pytest.mark.parametrize(
+    ("port", "path", "status"),
+    [
+        (9100, "/metrics", 200),
+        (9100, "/health/ready", 200),
+        (9100, "/models", 404),
+        (9100, "/", 404),
+        (9100, "/admin", 404),
+        (9100, "/docs", 404),
+        (8000, "/metrics", 404),
+        (8000, "/health/ready", 200),
+        (8000, "/docs", 200),
+    ],
+)
+async def test_metrics_may_have_a_port_of_their_own(
+    client_with: Connect, keys: dict[str, Key], port: int, path: str, status: int
+) -> None:
+    """They need no key there, and are not elsewhere; nothing but health is there."""
+    async with client_with(metrics_port=9100, keys=keys) as client:
+        assert (await client.get(f"http://quartet:{port}{path}")).status_code == status
+
+
+async def test_a_port_for_metrics_opens_nothing_else(client_with: Connect) -> None:
+    """On the other port, a key is needed as before, and one for metrics has nowhere to go."""
+    async with client_with(metrics_port=9100, keys=KEYS) as client:
+        url = "http://quartet:8000/models"
+        assert (await client.get(url)).status_code == 401
+        assert (await client.get(url, headers=bearing("search"))).status_code == 200
+        headers = bearing("prometheus")
+        assert (await client.get("http://quartet:8000/metrics", headers=headers)).status_code == 404
+
+
+async def test_the_line_names_the_tenant_and_never_the_key(
+    locked: httpx.AsyncClient, lines: list[EventDict]
+) -> None:
+    """The log says whose a request was, also one that was refused."""
+    await locked.post("/embed", json=BODY, headers=bearing("search"))
+    await locked.post("/embed", json=BODY, headers=bearing("ops"))
+    await locked.post("/embed", json=BODY, headers={"Authorization": "Bearer guessed"})
+    requests = [line for line in lines if line["event"] == "request"]
+    assert [(line["tenant"], line["status"]) for line in requests] == [
+        ("search", 200),
+        ("ops", 403),
+        ("", 401),
+    ]
+    assert not [secret for secret in (plain("search"), "guessed") if secret in str(lines)]
+
+
+def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path: Path) -> None:
+    """A mistake of ours must not leave a service open that should be closed."""
+    with pytest.raises(AssertionError, match="our bug"):
+        access.gate(Settings(api_key="0123456789abcdef"))
+    with pytest.raises(AssertionError, match="our bug"):
+        access.gate(Settings(api_keys=tmp_path))

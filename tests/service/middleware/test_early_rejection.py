@@ -1,0 +1,207 @@
+"""What would be answered too late is refused before its body is read, by what bodies of its size were."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from service.engines.commands import RollBackModel
+from service.engines.registry import Engines
+from service.errors import Overloaded
+from service.keys import Key, digest, make_key
+from service.middleware.early_rejection import COMING_S, Admission, content_length
+from service.middleware.request_context import Exchange
+from service.middleware.service_state import Service
+from service.observability.metrics import Metrics
+from service.scheduling.load import Backlog, Flow, Left, Load
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+BODY = {"inputs": "a text"}
+TINY = Flow("tiny@1")
+SECONDS = {"X-Request-Timeout-Ms": "1000"}
+
+
+def waiting(*tokens: int, flow: Flow = TINY) -> Load:
+    """A device that does 100 tokens a second, and has requests of so many."""
+    return Load(
+        {flow.bundle: 100.0},
+        {flow: Backlog.of(*[Left(n, 1) for n in tokens])} if tokens else {},
+    )
+
+
+async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+    """However impatient."""
+    engines.told = waiting()
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+
+
+async def test_what_would_be_late_is_not_read(
+    client: httpx.AsyncClient, engines: FakeEngines, engine: FakeEngine
+) -> None:
+    """Two seconds wait before one that has one: the engine is not asked, and nothing is parsed."""
+    engines.told = waiting(*[1] * 200)
+    response = await client.post("/embed", content=b"no JSON", headers=SECONDS)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["Retry-After"] == "2"
+    assert not engine.asked
+    patient = {"X-Request-Timeout-Ms": "10000"}
+    assert (await client.post("/embed", json=BODY, headers=patient)).status_code == 200
+
+
+async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+    """A GET computes nothing."""
+    engines.told = waiting(*[1] * 10_000)
+    assert (await client.get("/models")).status_code == 200
+
+
+async def test_the_least_asked_bundle_decides(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """Which one is asked stands in the body: only if all would be late it need not be read."""
+    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+
+
+async def test_who_is_never_asked_decides_nothing(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """A version that is kept for a rollback is idle whatever waits for the others."""
+    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
+    engines.expected = ["tiny@1", "gone@1"]
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 429
+
+
+async def test_administration_is_let_in(
+    engines: FakeEngines, client_with: Callable[..., Any]
+) -> None:
+    """When nothing is in time any more, who can step back to the version before must be able to."""
+    engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
+    key = make_key()
+    keys = {"ops": Key(sha256=digest(key).hex(), may=("admin", "inference"))}
+    bearer = {"Authorization": f"Bearer {key}", **SECONDS}
+    async with client_with(keys=keys) as client:
+        assert (await client.post("/embed", json=BODY, headers=bearer)).status_code == 429
+        assert (await client.post("/admin/models/tiny/rollback", headers=bearer)).status_code == 200
+    assert engines.commands == [RollBackModel(model="tiny", by="ops")]
+
+
+async def test_bulk_waits_for_its_own_class(
+    client: httpx.AsyncClient, engines: FakeEngines
+) -> None:
+    """What bulk has to wait for does not concern the others."""
+    engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 1))
+    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+    bulk = {**SECONDS, "X-Priority": "bulk"}
+    assert (await client.post("/embed", json=BODY, headers=bulk)).status_code == 429
+
+
+def admission() -> Admission:
+    return Admission(Service(Settings(), Metrics()))
+
+
+def come(made: Admission, at: float, **who: Any) -> Exchange:
+    """A request of 100 bytes and a second's time. Raises Overloaded."""
+    exchange = Exchange(
+        "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **who
+    )
+    made({"method": "POST", "path": "/embed"}, exchange)
+    return exchange
+
+
+@pytest.fixture
+def door(engines: FakeEngines) -> Admission:
+    """Of a device that does 100 tokens a second and tells nothing new; bodies have ten."""
+    engines.told = waiting(1)
+    service = Service(Settings(), Metrics())
+    service.engines = cast(Engines, engines)
+    made = Admission(service)
+    made._learn(100, 10)
+    return made
+
+
+def let_in(door: Admission, at: float = 0.0, **who: Any) -> list[Exchange]:
+    """As many as come in together before one does not."""
+    came: list[Exchange] = []
+    with suppress(Overloaded):
+        while len(came) < 100:
+            came.append(come(door, at, **who))
+    return came
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_who_is_on_the_way_is_reckoned_with(door: Admission, priority: int) -> None:
+    """Half a second's work comes in at once, and no more: nobody waits until the device tells of it."""
+    assert len(let_in(door, priority=priority)) == 4
+
+
+def test_others_that_come_do_not_matter(door: Admission) -> None:
+    """What one floods with is not what another waits for."""
+    let_in(door, tenant="one")
+    assert len(let_in(door, tenant="another")) == 4
+
+
+def test_what_comes_for_another_bundle_does_not_matter(
+    door: Admission, engines: FakeEngines
+) -> None:
+    """It may be for the one that is flooded: who asks the other one is let in."""
+    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(Left(1000, 1))})
+    assert len(let_in(door)) == 100
+
+
+def test_who_has_arrived_comes_no_more(door: Admission) -> None:
+    """The device tells of those whose texts it has; those that are over want nothing."""
+    first, second, *_ = let_in(door)
+    assert first.submitted is not None
+    first.submitted()
+    first.submitted()
+    for settle in first.settle + second.settle:
+        settle(0)
+    assert len(let_in(door)) == 2
+
+
+def test_who_is_slow_is_not_waited_for(door: Admission) -> None:
+    """A body that never ends does not hold the door shut."""
+    let_in(door, at=0.0)
+    assert not let_in(door, at=COMING_S - 0.1)
+    assert len(let_in(door, at=COMING_S)) == 4
+
+
+def learned(*seen: tuple[int, int]) -> Admission:
+    made = admission()
+    for size, tokens in seen:
+        made._learn(size, tokens)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "size", "expected"),
+    [
+        ([], 5000, 1),
+        ([(100, 30)], 100, 30),
+        ([(100, 30)], 127, 30),
+        ([(100, 30), (1000, 200)], 1_000_000, 200),
+        ([(1000, 200)], 10, 1),
+        ([(100, 0), (0, 30)], 100, 1),
+        ([(100, 20), (100, 40)], 100, 21),
+    ],
+    ids=["nothing", "same", "like", "larger", "smaller", "failed", "more and more"],
+)
+def test_a_body_is_expected_to_be_as_those_of_its_size(
+    seen: list[tuple[int, int]], size: int, expected: int
+) -> None:
+    """What is larger than all that came is expected to be like the largest: too little, and then learned."""
+    assert learned(*seen).expect(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [({}, 0), ({"content-length": "12"}, 12), ({"content-length": "many"}, 0)],
+)
+def test_the_length_is_what_the_client_says(said: dict[str, Any], size: int) -> None:
+    """Nothing is expected of a body that comes in chunks."""
+    assert content_length(said) == size

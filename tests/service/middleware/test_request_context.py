@@ -1,0 +1,277 @@
+import asyncio
+import gc
+import weakref
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+from structlog.typing import EventDict
+
+from service.errors import Overloaded
+from service.middleware.request_context import CLIENT_GONE, Exchange, ExchangeMiddleware, Reception
+from service.observability.metrics import Metrics
+from tests.service.fakes import FakeEngine
+
+BODY = {"inputs": "a text"}
+
+
+@pytest.mark.parametrize("given", ["a", "order-66_v1.2", "x" * 128])
+async def test_a_sane_request_id_is_kept(client: httpx.AsyncClient, given: str) -> None:
+    """The client's own name for a request is answered and passed to the engine."""
+    response = await client.get("/health/live", headers={"X-Request-Id": given})
+    assert response.headers["X-Request-Id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a;b", "x" * 129, "é".encode().decode("latin-1")])
+async def test_other_request_ids_are_replaced(client: httpx.AsyncClient, given: str) -> None:
+    """What could break a log or a header is not repeated."""
+    header = {b"X-Request-Id": given.encode("latin-1")}
+    response = await client.get("/health/live", headers=header)
+    assert len(response.headers["X-Request-Id"]) == 32
+
+
+async def test_the_engine_knows_the_request_id(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """One id from the header to the batch."""
+    await client.post("/classify", json=BODY, headers={"X-Request-Id": "abc"})
+    assert engine.ticket.request_id == "abc"
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-01-and-more"],
+)
+async def test_a_trace_is_named_in_the_log(
+    client: httpx.AsyncClient, lines: list[EventDict], traceparent: str
+) -> None:
+    """Beside the request's own id, where the header is valid."""
+    headers = {"traceparent": traceparent, "X-Request-Id": "abc"}
+    await client.post("/classify", json=BODY, headers=headers)
+    assert (lines[-1]["request_id"], lines[-1]["trace_id"]) == ("abc", TRACE)
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "a trace",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}",
+        f"01-{TRACE}-{SPAN}-01more",
+    ],
+)
+async def test_other_traces_are_left_out(
+    client: httpx.AsyncClient, lines: list[EventDict], traceparent: str
+) -> None:
+    """What is not valid is as if it had not come."""
+    await client.post("/classify", json=BODY, headers={"traceparent": traceparent})
+    assert (lines[-1]["event"], "trace_id" in lines[-1]) == ("request", False)
+
+
+async def test_an_unexpected_error_is_told_to_the_log_only(
+    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """The client gets a code and an id, the log the traceback under the same id."""
+    engine.error = RuntimeError("secret")
+    response = await client.post("/classify", json=BODY, headers={"X-Request-Id": "abc"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (500, "internal", None)
+    assert "secret" not in response.text
+    logged = next(line for line in lines if line["event"] == "unexpected error")
+    assert (logged["request_id"], logged["exc_info"]) == ("abc", True)
+
+
+async def test_head_is_get_without_the_body(client: httpx.AsyncClient) -> None:
+    """A HEAD request has the headers of GET, its length included."""
+    get, head = await client.get("/models"), await client.head("/models")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["Content-Length"] == get.headers["Content-Length"]
+
+
+async def test_answers_are_not_to_be_sniffed(client: httpx.AsyncClient) -> None:
+    """A browser takes the content type at its word."""
+    response = await client.post("/classify", json=BODY)
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_a_draining_server_closes_connections(
+    client: httpx.AsyncClient, app: FastAPI
+) -> None:
+    """From the signal on, the answer sends the client's next request elsewhere."""
+    app.state.service.draining = True
+    response = await client.post("/classify", json=BODY)
+    assert (response.status_code, response.headers["Connection"]) == (200, "close")
+
+
+async def test_a_request_is_one_line_without_its_texts(
+    client: httpx.AsyncClient, lines: list[EventDict]
+) -> None:
+    """The line says who, what and how long; the text is not in it."""
+    await client.post("/classify?q=secret", json={"inputs": ["secret", "b"]})
+    (line,) = (line for line in lines if line["event"] == "request")
+    assert line.pop("ms") > 0
+    assert line.pop("request_id")
+    assert line == {
+        "event": "request",
+        "log_level": "info",
+        "method": "POST",
+        "path": "/classify",
+        "status": 200,
+        "tenant": "",
+        "model": "tiny@1",
+        "inputs": 2,
+        "tokens": 7,
+        "code": "",
+    }
+
+
+async def test_a_strange_path_cannot_forge_a_line(
+    client: httpx.AsyncClient, lines: list[EventDict]
+) -> None:
+    """A path is logged as it stands in a URL."""
+    await client.get("/%0Aforged")
+    assert lines[-1]["path"] == "/%0Aforged"
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
+async def test_probes_are_quiet(
+    client: httpx.AsyncClient, lines: list[EventDict], path: str
+) -> None:
+    """What is asked every few seconds is logged for debugging only."""
+    await client.get(path)
+    assert lines[-1]["log_level"] == "debug"
+
+
+async def exchange(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> list[Message]:
+    """The messages of one request to an application behind the middleware."""
+
+    class Process:
+        draining = False
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    process = Process()
+    reception = Reception(metrics=Metrics(), process=process)
+    await ExchangeMiddleware(inner, reception=reception, process=process)(scope, receive, send)
+    return sent
+
+
+async def test_a_client_that_left_is_answered_nothing(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    app: FastAPI,
+    lines: list[EventDict],
+) -> None:
+    """A disconnect cancels the engine's work and sends nothing."""
+    engine.hold = asyncio.Event()
+    body = iter([{"type": "http.request", "body": b'{"inputs": "a"}'}])
+
+    async def receive() -> Message:
+        if message := next(body, None):
+            return message
+        await engine.reached.wait()
+        return {"type": "http.disconnect"}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/classify",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    await app(scope, receive, send)
+    assert (engine.cancelled.is_set(), sent) == (True, [])
+    assert lines[-1]["status"] == CLIENT_GONE
+
+
+async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
+    """An error after the first byte is raised, so that the server cuts the connection."""
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("torn")
+
+    with pytest.raises(RuntimeError, match="torn"):
+        await exchange(inner)
+    assert lines[0]["event"] == "unexpected error"
+
+
+def test_the_first_of_several_headers_of_one_name_counts() -> None:
+    """As the framework has it."""
+    pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
+    exchange = Reception(metrics=Metrics(), process=Staying()).receive(scope)
+    assert exchange.headers == {"x-priority": "bulk", "x-request-id": "a"}
+    assert exchange.request_id == "a"
+
+
+async def test_a_connection_is_closed_by_one_header() -> None:
+    """Whether the answer itself asks for it, the server drains, or both."""
+
+    async def asking(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(headers={"Connection": "close"})(scope, receive, send)
+
+    reception = Reception(metrics=Metrics(), process=Leaving())
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await ExchangeMiddleware(asking, reception=reception, process=Leaving())(scope, receive, send)
+    names = [name for name, _ in sent[0]["headers"]]
+    assert names.count(b"connection") == 1
+    assert b"x-request-id" in names
+
+
+class Leaving:
+    draining = True
+
+
+class Staying:
+    draining = False
+
+
+def test_a_refusal_leaves_no_garbage() -> None:
+    """Nothing that only the collector could free: in a flood it would have to all the time."""
+
+    def refuse(scope: Scope, exchange: Exchange) -> None:
+        raise Overloaded("too much", retry_after_s=1.0)
+
+    reception = Reception(metrics=Metrics(), process=Staying(), checks=[refuse])
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
+    gc.disable()
+    try:
+        exchange = reception.receive(scope)
+        assert isinstance(exchange.refusal, Overloaded)
+        refusal = weakref.ref(exchange.refusal)
+        del exchange
+        assert refusal() is None
+    finally:
+        gc.enable()

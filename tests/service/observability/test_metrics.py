@@ -1,0 +1,259 @@
+import asyncio
+import threading
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from service import errors
+from service.api.app import create_app
+from service.errors import Overloaded
+from service.keys import Key, digest
+from service.observability.metrics import ORDERS, OUTCOMES, STAGES, Metrics
+from service.processes.single_process import open_local_engines
+from service.scheduling.executor import BatchStats
+from service.scheduling.load import Backlog, Flow, Left, Load
+from service.settings import Settings
+from tests.service.conftest import living
+from tests.service.fakes import FakeEngine, FakeEngines
+
+STATS = BatchStats(
+    bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
+)
+
+FACTS = {
+    "sha256": "00ff",
+    "state": "current",
+    "precision": "int8",
+    "provider": "CPU",
+    "runtime": "ort 1",
+}
+BATCHES = ["queue_wait_seconds", "inference_seconds", "batch_tokens", "batch_size", "padding_ratio"]
+REFUSED = "quartet_requests_rejected_total"
+IN_LINES = {"Accept": "application/x-ndjson"}
+TIMING = [0.001, 0.002, 0.003, 0.004]  # of the fake engine
+
+
+def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Each sample by its name and the values of its labels."""
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_batch_is_observed() -> None:
+    """One batch, and the wait of each that rode in it."""
+    metrics = Metrics()
+    metrics.observe_batch(STATS)
+    found = samples(metrics.render().decode())
+    expected = {
+        "quartet_queue_wait_seconds_count": 2.0,
+        "quartet_queue_wait_seconds_sum": 0.75,
+        "quartet_inference_seconds_sum": 0.125,
+        "quartet_batch_tokens_sum": 30.0,
+        "quartet_batch_size_sum": 2.0,
+        "quartet_padding_ratio_sum": 40 / 30,
+    }
+    assert {name: found[name, ("tiny@1",)] for name in expected} == expected
+
+
+def test_the_device_is_asked_when_read() -> None:
+    """The gauges follow the queue, readiness and what is served without being told."""
+    metrics, loads, models = (
+        Metrics(),
+        [Load(problem="it hangs", max_queue_tokens=1000)],
+        {"tiny@1": dict(FACTS)},
+    )
+    metrics.watch(lambda: loads[-1], lambda: models)
+    first = samples(metrics.render().decode())
+    waiting = {Flow("tiny@1"): Backlog.of(Left(30, 2), Left(12, 1))}
+    loads.append(Load(waiting=waiting, max_queue_tokens=2000))
+    models["tiny@2"] = models.pop("tiny@1") | {"precision": "fp32"}
+    then = samples(metrics.render().decode())
+    gauges = ["quartet_ready", "quartet_queue_tokens", "quartet_max_queue_tokens"]
+    assert [first[name, ()] for name in gauges] == [0.0, 0.0, 1000.0]
+    assert [then[name, ()] for name in gauges] == [1.0, 42.0, 2000.0]
+    info = [labels for name, labels in then if name == "quartet_model_info"]
+    assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
+
+
+def test_each_process_has_its_own() -> None:
+    """Two sets of metrics do not meet in a global registry."""
+    first, second = Metrics(), Metrics()
+    first.observe_rejection("overloaded")
+    assert samples(second.render().decode())[REFUSED, ("overloaded",)] == 0.0
+
+
+async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
+    return samples((await client.get("/metrics")).text)
+
+
+async def test_requests_are_counted_by_template(client: httpx.AsyncClient) -> None:
+    """Route, model and status label a request; what is no route is `other`."""
+    await client.post("/classify", json={"inputs": "a"})
+    await client.get("/one/of/many")
+    await client.get("/another")
+    name, found = "quartet_request_duration_seconds_count", await scrape(client)
+    assert found[name, ("tiny@1", "/classify", "200")] == 1.0
+    assert found[name, ("", "other", "404")] == 2.0
+
+
+async def test_clients_invent_no_label(client: httpx.AsyncClient) -> None:
+    """A model that is not served does not become a label."""
+    await client.post("/classify", json={"inputs": "a", "model": "invented"})
+    assert "invented" not in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("error", "count"), [(Overloaded("full"), 1.0), (RuntimeError("bug"), None)]
+)
+async def test_refusals_are_counted_by_code(
+    client: httpx.AsyncClient, engine: FakeEngine, error: Exception, count: float | None
+) -> None:
+    """A refusal is counted, a failure of ours is none."""
+    engine.error = error
+    await client.post("/classify", json={"inputs": "a"})
+    counts = {key: value for key, value in (await scrape(client)).items() if key[0] == REFUSED}
+    counted = {key: value for key, value in counts.items() if value}
+    assert counted == ({(REFUSED, ("overloaded",)): count} if count else {})
+
+
+async def test_a_failure_of_ours_in_lines_is_no_refusal(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """The status of an answer in lines is said before it fails."""
+    engine.error, engine.tell_first = errors.InferenceFailed("no number"), 0
+    answer = await client.post("/classify", json={"inputs": ["a", "b"]}, headers=IN_LINES)
+    assert (answer.status_code, "inference_failed" in answer.text) == (200, True)
+    assert {0.0} == {value for key, value in (await scrape(client)).items() if key[0] == REFUSED}
+
+
+@pytest.mark.parametrize(("headers", "stages"), [({}, STAGES), (IN_LINES, STAGES[:-1])])
+async def test_stages_are_timed(
+    client: httpx.AsyncClient, headers: dict[str, str], stages: tuple[str, ...]
+) -> None:
+    """Each stage that an answer went through, once; lines are written while others are computed."""
+    await client.post("/classify", json={"inputs": "a"}, headers=headers)
+    found, name = await scrape(client), "quartet_stage_seconds"
+    counts = {stage: found[f"{name}_count", ("tiny@1", stage)] for stage in STAGES}
+    assert counts == {stage: float(stage in stages) for stage in STAGES}
+    assert [found[f"{name}_sum", ("tiny@1", stage)] for stage in STAGES[1:5]] == TIMING
+
+
+async def test_stages_end_where_the_request_does(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """What is refused by the engine was read, and no more."""
+    engine.error = Overloaded("full")
+    await client.post("/classify", json={"inputs": "a"})
+    found = await scrape(client)
+    counts = [found["quartet_stage_seconds_count", ("tiny@1", stage)] for stage in STAGES]
+    assert counts == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+async def test_tokens_are_counted_for_who_asks(engines: FakeEngines) -> None:
+    """By the name of the key, and for everybody together where there is none."""
+    keys = {name: Key(sha256=digest(f"the key of {name}").hex()) for name in ("ann", "bob")}
+    keys["ann"] = keys["ann"].model_copy(update={"may": ("inference", "metrics")})
+    app = create_app(Settings(keys=keys), engines.open, Metrics(keys))
+    async with living(app) as client:
+        client.headers["Authorization"] = "Bearer the key of ann"
+        await client.post("/embed", json={"inputs": "a"})
+        await client.post("/classify", json={"inputs": "a"})
+        found = await scrape(client)
+    assert found["quartet_tokens_total", ("tiny@1", "ann")] == 14.0
+
+
+async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None:
+    """The first scrape of a fresh server has every reason, route, stage, model and tenant."""
+    keys = {"ann": Key(sha256="0" * 64)}
+    metrics = Metrics(keys)
+    app = create_app(Settings(bundles=[tiny_bundle]), partial(open_local_engines, metrics), metrics)
+    async with living(app) as client:
+        found = await scrape(client)
+    codes = {kind.code for kind in errors.kinds() if kind.status != 500}
+    tasks = [(("tiny@1", f"/{task}", "200")) for task in ("classify", "ner", "qa", "embed")]
+    pages = ["/models", "/health/live", "/health/ready", "/metrics", "/admin/models/{model}"]
+    count = "quartet_request_duration_seconds_count"
+    expected = {
+        *((REFUSED, (code,)) for code in codes),
+        *((count, labels) for labels in tasks),
+        *((count, ("", page, "200")) for page in pages),
+        *(("quartet_stage_seconds_count", ("tiny@1", stage)) for stage in STAGES),
+        *((f"quartet_{name}_count", ("tiny@1",)) for name in BATCHES),
+        *(("quartet_canary_runs_total", ("tiny@1", outcome)) for outcome in ("ok", "failed")),
+        *(("quartet_model_orders_total", (order, o)) for order in ORDERS for o in OUTCOMES),
+        ("quartet_poison_inputs_total", ("tiny@1",)),
+        ("quartet_tokens_total", ("tiny@1", "ann")),
+    }
+    assert {} == {key: found.get(key) for key in expected if found.get(key) != 0.0}
+    assert 1.0 == found["quartet_ready", ()]
+    (info,) = (labels for name, labels in found if name == "quartet_model_info")
+    assert info[0] == "tiny@1"
+
+
+async def test_nobody_adds_a_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """A thousand paths, methods, models, heads and ids are told of by the series that there are."""
+    engine.error = errors.UnknownHead("no such head", param="head")
+
+    async def ask(number: int) -> None:
+        name = f"x{number}"
+        requests = [
+            ("GET", f"/{name}", None),
+            ("GET", f"/static/{name}", None),
+            (name.upper(), "/classify", None),
+            ("POST", "/classify", {"inputs": "a", "model": name}),
+            ("POST", "/ner", {"inputs": name, "head": name}),
+        ]
+        method, path, body = requests[number % len(requests)]
+        headers = {"X-Request-Id": name, "Authorization": f"Bearer {name}"}
+        answer = await client.request(method, path, json=body, headers=headers)
+        assert answer.status_code in (404, 405)
+
+    for number in range(5):
+        await ask(number)
+    await scrape(client)  # counts itself on the next
+    before = set(await scrape(client))
+    for number in range(5, 1000):
+        await ask(number)
+    assert before == set(await scrape(client))
+
+
+async def test_a_page_is_shared_and_leaves_the_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concurrent scrapes are one rendering, most of it in a thread."""
+    threads: list[int] = []
+    render = generate_latest
+
+    def spied(registry: Collector) -> bytes:
+        threads.append(threading.get_ident())
+        return render(registry)
+
+    monkeypatch.setattr("service.observability.metrics.generate_latest", spied)
+    metrics = Metrics()
+    pages = await asyncio.gather(*[metrics.page() for _ in range(64)])
+    assert 1 == len(threads) == len(set(pages))
+    assert threading.get_ident() not in threads
+
+
+async def test_a_scrape_has_all_that_was_before_it() -> None:
+    """Also a scrape that comes while another page is rendered."""
+    metrics = Metrics()
+
+    async def count() -> float:
+        metrics.observe_rejection("invalid")
+        expected = metrics._rejected.labels("invalid")._value.get()
+        found = samples((await metrics.page()).decode())[REFUSED, ("invalid",)]
+        assert found >= expected
+        return found
+
+    counts = []
+    for _ in range(4):
+        counts.append(asyncio.create_task(count()))
+        await asyncio.sleep(0.002)
+    assert 4.0 == max(await asyncio.gather(*counts))

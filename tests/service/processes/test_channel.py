@@ -1,0 +1,169 @@
+"""Messages arrive as they were sent, in order, however the socket cuts them."""
+
+import asyncio
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.processes.channel import Cancel, Channel, Computed, Observed, Submit, Told, frame
+
+SUBMIT = Submit(
+    id=7,
+    bundle="tiny@1",
+    head="embeddings",
+    lengths=[2, 1],
+    request_id="r",
+    arrival=0.1,
+    deadline=30.25,
+    priority=1,
+    tenant="t",
+    each=True,
+    unbatched=False,
+)
+MESSAGES: list[tuple[Any, bytes]] = [
+    (SUBMIT, np.arange(6).tobytes()),
+    (Cancel(7), b""),
+    (
+        Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]),
+        np.ones(2, np.float32).tobytes(),
+    ),
+    (Told(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000), b""),
+]
+
+
+def same(sent: Any, got: Any) -> bool:
+    """Equal but for tuples, which come back as lists."""
+    return type(sent) is type(got) and frame(sent) == frame(got)
+
+
+@given(st.lists(st.integers(1, 200), max_size=20))
+def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
+    """Half a header, two messages at once: a channel gives each whole."""
+    got: list[tuple[Any, bytes]] = []
+    channel = Channel(lambda message, arrays: got.append((message, arrays)), lambda: None)
+    stream = b"".join(frame(message, arrays) for message, arrays in MESSAGES)
+    start = 0
+    for cut in [*cuts, len(stream)]:
+        channel.data_received(stream[start : start + cut])
+        start += cut
+    assert len(MESSAGES) == len(got)
+    for (sent, arrays), (message, received) in zip(MESSAGES, got, strict=True):
+        assert same(sent, message)
+        assert arrays == received
+
+
+async def opened(end: socket.socket, **called: Any) -> Channel:
+    channel = Channel(called.get("received", print), called.get("lost", lambda: None))
+    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=end)
+    return channel
+
+
+async def test_the_end_of_one_is_told_to_the_other() -> None:
+    """`lost` is called once, and what is sent afterwards goes nowhere."""
+    one, other = socket.socketpair()
+    lost = asyncio.Event()
+    first, second = await opened(one, lost=lost.set), await opened(other)
+    second.close()
+    await asyncio.wait_for(lost.wait(), 30)
+    first.send(Cancel(1))
+
+
+async def test_much_goes_through_at_once() -> None:
+    """What the socket's buffer cannot hold waits, and is lost neither in part nor in order."""
+    one, other = socket.socketpair()
+    got: list[tuple[Any, bytes]] = []
+    done = asyncio.Event()
+
+    def received(message: Any, arrays: bytes) -> None:
+        got.append((message, arrays))
+        if len(got) == 20:
+            done.set()
+
+    first, second = await opened(one), await opened(other, received=received)
+    for number in range(20):
+        first.send(Cancel(number), np.full(50_000, number, np.int64))
+    await asyncio.wait_for(done.wait(), 30)
+    assert [Cancel(number) for number in range(20)] == [message for message, _ in got]
+    assert all((np.frombuffer(arrays, np.int64) == n).all() for n, (_, arrays) in enumerate(got))
+    first.close()
+    second.close()
+
+
+class Wire(asyncio.Transport):
+    """Knows what was written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def writelines(self, data: Any) -> None:
+        self.written.append(b"".join(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_what_one_turn_says_is_one_write() -> None:
+    """In order, and not before the turn is over; who closes has said it."""
+    channel, wire = Channel(print, lambda: None), Wire()
+    channel.connection_made(wire)
+    for number in range(3):
+        channel.send(Cancel(number))
+    assert not wire.written
+    await asyncio.sleep(0)
+    channel.send(Cancel(3))
+    channel.close()
+    channel.send(Cancel(4))
+    await asyncio.sleep(0)
+    assert wire.written == [
+        b"".join(frame(Cancel(number)) for number in range(3)),
+        frame(Cancel(3)),
+    ]
+
+
+async def test_what_is_written_leaves_at_once() -> None:
+    """Not after what else there is to do in this turn of the event loop: the other end can begin meanwhile."""
+    one, other = socket.socketpair()
+    other.setblocking(False)
+    channel = await opened(one)
+    channel.send(Cancel(1))
+    await asyncio.sleep(0)
+    assert frame(Cancel(1)) == other.recv(1000)
+    channel.close()
+    other.close()
+
+
+async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
+    """Either hears that the other is lost, and whose fault it was."""
+
+    def fail(message: Any, arrays: bytes) -> None:
+        raise ValueError("our bug")
+
+    one, other = socket.socketpair()
+    losses = [asyncio.Event(), asyncio.Event()]
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    first = await opened(one, lost=losses[0].set)
+    second = await opened(other, lost=losses[1].set, received=fail)
+    first.send(Cancel(1))
+    for lost in losses:
+        await asyncio.wait_for(lost.wait(), 30)
+    assert (False, True) == (first.broken, second.broken)
+    assert ["our bug"] == [str(context["exception"]) for context in told]
+
+
+def test_a_message_of_no_kind_is_our_bug() -> None:
+    """Both ends are one version: what is unknown is not passed over."""
+    channel = Channel(lambda *_: None, lambda: None)
+    data = bytearray(frame(Observed([], [], [], [])))
+    data[8:10] = b'["'
+    with pytest.raises((KeyError, ValueError)):
+        channel.data_received(bytes(data).replace(b"Observed", b"Obverted"))

@@ -1,0 +1,151 @@
+"""Orders go to a child and reports come back, whole and in order, until one of the two is gone."""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from service.processes import control_channel
+from service.processes.control_channel import DRAIN, KEYS, MISSING, PEER, Link, Orders, Report
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def linked() -> tuple[Link, Orders, list[Report]]:
+    """Both ends, and what the main process hears."""
+    heard: list[Report] = []
+    ours, theirs = socket.socketpair()
+    return Link(ours, heard.append), Orders(theirs), heard
+
+
+async def test_orders_end_with_the_main_process() -> None:
+    """Orders come one by one, each with its socket, until there is nobody to give any."""
+    link, given, _ = linked()
+    one, other = socket.socketpair()
+    link.give(PEER, one)
+    link.give(DRAIN)
+    link.close()
+    got = [order async for order in given]
+    assert [PEER, DRAIN] == [order.kind for order in got]
+    assert got[0].end is not None
+    got[0].end.send(b"hello")
+    assert b"hello" == other.recv(5)
+    for end in (one, other, got[0].end):
+        end.close()
+
+
+async def test_orders_end_though_reports_were_not_heard() -> None:
+    """A main process that is gone with reports unread is as gone as any."""
+    link, given, heard = linked()
+    link.give(DRAIN)
+    await given.report({"unread": True})
+    link.close()
+    assert [DRAIN] == [order.kind async for order in given]
+    assert [] == heard
+    await given.report({"to": "nobody"})
+
+
+async def test_orders_to_the_dead_are_dropped() -> None:
+    """A child that has just gone cannot be told, and need not; it has said its last."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours, lambda report: None)
+    theirs.close()
+    assert not link.give(DRAIN)
+    assert not link.give_keys(b"{}")
+    await asyncio.sleep(0)
+    link.close()
+
+
+async def test_orders_to_the_deaf_are_dropped() -> None:
+    """A child that does not listen does not stop who gives the orders."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours, lambda report: None)
+    assert link.give(DRAIN)
+    assert not all(link.give(DRAIN) for _ in range(10_000))
+    link.close()
+    theirs.close()
+
+
+async def test_keys_of_any_size_come_whole() -> None:
+    """Keys that are larger than what a socket takes at once arrive with one order, between others."""
+    link, given, _ = linked()
+    text = b"k" * 5_000_000
+    assert all((link.give(DRAIN), link.give_keys(text), link.give(DRAIN)))
+    link.close()
+    got = [order async for order in given]
+    assert [(DRAIN, b""), (KEYS, text), (DRAIN, b"")] == [(order.kind, order.text) for order in got]
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process has as many files open as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now[-2] + 1, hard))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+async def test_a_descriptor_is_held_in_reserve() -> None:
+    """A channel arrives also when the process has as many files open as it may."""
+    link, given, _ = linked()
+    one, other = socket.socketpair()
+    link.give(PEER, one)
+    with no_file_left():
+        order = await anext(given)
+    assert order.end is not None
+    for end in (one, other, order.end):
+        end.close()
+    link.close()
+    assert [] == [order async for order in given]
+
+
+async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
+    """An order whose descriptor found no room is not passed on, and the main process can send it again."""
+    monkeypatch.setattr(control_channel, "MISSED_S", 0.001)
+    link, given, heard = linked()
+    one, other = socket.socketpair()
+    with no_file_left():
+        given._free_reserve()
+        taken = os.open(os.devnull, os.O_RDONLY)
+        link.give(PEER, one)
+        link.give(DRAIN)
+        assert DRAIN == (await anext(given)).kind
+        os.close(taken)
+    await until(lambda: heard == [{MISSING: "P"}])
+    link.give(PEER, one)
+    order = await anext(given)
+    assert order.end is not None
+    for end in (one, other, order.end):
+        end.close()
+    link.close()
+    assert [] == [order async for order in given]
+
+
+async def test_reports_come_whole_and_in_order(monkeypatch: Any) -> None:
+    """Signs of life and what is said between them are told apart, also where much is said at once."""
+    monkeypatch.setattr(control_channel, "BEAT_S", 0.001)
+    link, given, heard = linked()
+    beating = asyncio.create_task(given.beat())
+    said = [{"number": number, "much": "\n" + "a" * 50_000} for number in range(40)]
+    await asyncio.gather(*(given.report(one) for one in said))
+    await until(lambda: sum(map(bool, heard)) == len(said) and heard[-1] == {})
+    assert said == [report for report in heard if report]
+    beating.cancel()
+    link.close()
+    assert [] == [order async for order in given]

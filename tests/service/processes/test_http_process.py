@@ -1,0 +1,109 @@
+"""An HTTP process obeys the main process, which knows how it is."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+from structlog.typing import EventDict
+
+from service.keys import Key, dump_keys
+from service.processes import http_process as worker_module
+from service.processes.channel import Cancel, frame
+from service.processes.control_channel import Link, Orders, Report
+from service.processes.http_process import Worker, needed
+from service.settings import Settings
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[EventDict]) -> None:
+    """Whoever reads in the log that it serves may rely on being noticed when it hangs."""
+    ours, theirs = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    worker = Worker(Settings(http_workers=1), Orders(theirs))
+    ours.setblocking(False)
+    said = asyncio.create_task(worker.say_it_serves([listener]))
+    while not lines:
+        assert not said.done()
+        await asyncio.sleep(0)
+    assert b"\n" == ours.recv(1)
+    assert ["serving"] == [line["event"] for line in lines]
+    await said
+    for task in worker.tasks:
+        task.cancel()
+    for end in (ours, theirs, listener):
+        end.close()
+
+
+async def test_who_cannot_receive_what_is_computed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never be ready again, and is started again."""
+    ended = asyncio.Event()
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    ends = (*socket.socketpair(), *socket.socketpair())
+    _, orders, theirs, ours = ends
+    worker = Worker(Settings(http_workers=1), Orders(orders))
+    await worker.device.connect(ours)
+    theirs.sendall(frame(Cancel(1)).replace(b"Cancel", b"Cancer"))
+    await asyncio.wait_for(ended.wait(), 30)
+    for end in ends:
+        end.close()
+
+
+async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as none comes: an order may get lost on its way, or the other end at its."""
+    monkeypatch.setattr(worker_module, "UNCONNECTED_S", 0.001)
+    ours, theirs = socket.socketpair()
+    end, other = socket.socketpair()
+    reports: list[Report] = []
+    link = Link(ours, reports.append)
+    worker = Worker(Settings(http_workers=1), Orders(theirs))
+    watching = asyncio.create_task(worker.watch_channel())
+    await until(lambda: len(reports) > 1)
+    assert {"missing": "P"} == reports[0] == reports[1]
+    await worker.device.connect(end)
+    await asyncio.sleep(0.05)
+    reports.clear()
+    await asyncio.sleep(0.05)
+    assert [] == reports
+    other.close()
+    await until(lambda: len(reports) > 0)
+    watching.cancel()
+    link.close()
+    theirs.close()
+
+
+async def test_a_worker_takes_new_keys() -> None:
+    """Keys that come with an order replace those that it started with."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours, lambda report: None)
+    keys = {name: Key(sha256=digit * 64) for name, digit in (("a", "1"), ("b", "2"))}
+    worker = Worker(Settings(http_workers=1, keys={"a": keys["a"]}), Orders(theirs))
+    obeying = asyncio.create_task(worker.obey())
+    link.give_keys(dump_keys({"b": keys["b"]}))
+    assert worker.keys is not None
+    await until(lambda: worker.keys.names == ["b"])
+    link.close()
+    await obeying
+
+
+async def test_a_worker_that_no_longer_obeys_ends(
+    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """It could neither be connected nor drained, so it ends, and is started again."""
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    ours, theirs = socket.socketpair()
+    link = Link(ours, lambda report: None)
+    worker = Worker(Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), Orders(theirs))
+    link.give_keys(b"{")
+    await needed(worker.obey())
+    assert [1] == statuses
+    assert "HTTP cannot go on" == lines[-1]["event"]
+    link.close()
+    theirs.close()

@@ -1,0 +1,741 @@
+"""A device in another process is the same to whoever submits: tested over a socket, both ends in one loop."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.typing import EventDict
+
+from service import errors
+from service.core import bundle
+from service.core.bundle import Texts
+from service.core.encode import Window
+from service.engines.commands import Command, LoadModel, UnloadModel
+from service.engines.device import RunsOn
+from service.engines.model_state import Model, Models, State
+from service.observability.metrics import Metrics
+from service.processes import channel
+from service.processes.control_channel import PEER, Link, Orders
+from service.processes.inference_process import Fronts, serve
+from service.processes.remote_device import RemoteDevice, RemoteMetrics
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
+from service.scheduling.load import Backlog, Flow, Left, Load
+
+RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
+LOAD = Load(
+    {"m@1": 1000.0, "tiny@1": 1000.0},
+    {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))},
+    max_queue_tokens=5000,
+)
+
+
+class FakeDevice:
+    """Answers each entry with the sum and the number of its tokens, or as it is told to."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.seen: list[Entry] = []
+        self.reached, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.living = True
+        self.bad: dict[int, errors.QuartetError] = {}  # by the first token
+
+    async def submit(
+        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
+    ) -> list[EntryOutcome]:
+        self.seen += entries
+        self.reached.set()
+        outcomes = [self.bad.get(int(e.window.input_ids[0])) or answer(e) for e in entries]
+        for entry, outcome in zip(entries[:1], outcomes, strict=False):
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        if self.error is not None:
+            raise self.error
+        for entry, outcome in zip(entries[1:], outcomes[1:], strict=True):
+            if on_outcome is not None:
+                on_outcome(entry, outcome)
+        return outcomes
+
+    def load(self) -> Load:
+        return LOAD
+
+    def alive(self) -> bool:
+        return self.living
+
+
+def answer(entry: Entry) -> Outcome:
+    ids = entry.window.input_ids
+    rows = np.stack([ids, 2 * ids], axis=1).astype(np.float32)
+    return Outcome({entry.head or "": rows}, 0.25, 0.5, 8, 312, 1.5)
+
+
+def text(*ids: int) -> Entry:
+    tokens = np.array(ids, np.int64)
+    return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", "entities")
+
+
+class FakeCurator:
+    """Says what it was asked to do, or fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+
+    async def execute(self, command: Command) -> Mapping[str, Any]:
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.error is not None:
+            raise self.error
+        return {"did": command.name, **asdict(command)}
+
+
+class FakeFollower:
+    """Remembers what it was to adopt, and holds on to what it is told to."""
+
+    def __init__(self) -> None:
+        self.models: Models = ()
+        self.texts: dict[str, Texts] = {}
+        self.error: Exception | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.hold_models = asyncio.Event()
+        self.hold_models.set()
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        await self.hold_models.wait()
+        if self.error is not None:
+            raise self.error
+        self.models, self.texts = models, dict(texts)
+
+    async def left(self, model_id: str) -> None:
+        await self.hold.wait()
+
+
+class Pair:
+    """An inference process's part and an HTTP process's, connected."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice()
+        self.curator = FakeCurator()
+        self.metrics = Metrics()
+        self.broken = asyncio.Event()
+        self.remote = RemoteDevice(self.broken.set)
+        self.follower = FakeFollower()
+        self.following = asyncio.create_task(self.remote.follow(self.follower))
+        ours, end = socket.socketpair()
+        self.link = Link(ours, lambda report: None)
+        self.fronts = Fronts(self.device, self.curator, self.metrics)  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(serve(self.fronts, Orders(end)))
+        self.telling = asyncio.create_task(self.fronts.tell_load())
+
+    async def connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.link.give(PEER, theirs)
+        theirs.close()
+        await self.remote.connect(ours)
+        await until(lambda: self.remote.load().ready)
+
+    def lose(self) -> None:
+        """The inference process is gone."""
+        for front in [*self.fronts._there]:
+            front.channel.close()
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
+    await made.connect()
+    await made.following
+    try:
+        yield made
+    finally:
+        if made.remote._channel is not None:
+            made.remote._channel.close()
+        made.link.close()
+        await asyncio.wait_for(made.serving, 30)
+        made.telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await made.telling
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_outcomes_come_back_in_order() -> None:
+    """Every entry has its own outputs, with their shapes, and all that is told of its batch."""
+    entries = [text(1, 2, 3), text(9), text(4, 5)]
+    async with pair() as both:
+        got = await both.remote.submit(entries)
+    for entry, outcome in zip(entries, got, strict=True):
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+        assert (0.25, 0.5, 8, 312, 1.5) == (
+            outcome.queue_s,
+            outcome.inference_s,
+            outcome.batch_size,
+            outcome.batch_tokens,
+            outcome.padding_ratio,
+        )
+
+
+async def test_the_device_sees_what_was_submitted() -> None:
+    """Tokens, head, and all that queueing needs to know, cross as they are."""
+    sent = text(1, 2, 3)
+    async with pair() as both:
+        await both.remote.submit([sent])
+        (seen,) = both.device.seen
+    np.testing.assert_array_equal(sent.window.input_ids, seen.window.input_ids)
+    np.testing.assert_array_equal(sent.window.token_type_ids, seen.window.token_type_ids)
+    told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "head", "tokens")
+    assert [getattr(sent, name) for name in told] == [getattr(seen, name) for name in told]
+
+
+async def test_nothing_is_answered_with_nothing() -> None:
+    """An empty request costs no message."""
+    async with pair() as both:
+        assert [] == await both.remote.submit([])
+        assert [] == both.device.seen
+
+
+async def test_outcomes_are_told_one_by_one() -> None:
+    """The first is told of while the second is not there yet."""
+    entries, told = [text(1), text(2)], []
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(
+            both.remote.submit(entries, lambda entry, outcome: told.append(entry))
+        )
+        await until(lambda: bool(told))
+        assert [entries[0]] == told
+        assert not asked.done()
+        both.device.hold.set()
+        assert 2 == len(await asked)
+    assert entries == told
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
+async def test_entries_that_failed_cross_beside_the_others(each: bool) -> None:
+    """Each in its place, as the error that it was."""
+    entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
+    on_outcome = told.__setitem__ if each else None
+    async with pair() as both:
+        both.device.bad[9] = errors.InferenceFailed("no number")
+        got = await both.remote.submit(entries, on_outcome)
+    failed = got[1]
+    assert isinstance(failed, errors.InferenceFailed)
+    assert "no number" == failed.message
+    for index in (0, 2):
+        np.testing.assert_equal(answer(entries[index]).outputs, got[index].outputs)
+    if each:
+        assert dict(zip(entries, got, strict=True)) == told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Overloaded("full", retry_after_s=7.5),
+        errors.TooLarge("never"),
+        errors.DeadlineExceeded("late"),
+        errors.InferenceFailed("no number", param="inputs[3]"),
+        errors.NotReady("not yet"),
+        errors.Draining("going"),
+        errors.UnknownModel("who?", param="model"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_errors_cross_as_they_are(error: errors.QuartetError) -> None:
+    """Class, message, field and headers are those that the device raised."""
+    async with pair() as both:
+        both.device.error = error
+        with pytest.raises(type(error)) as caught:
+            await both.remote.submit([text(1)])
+    got = caught.value
+    assert (error.code, error.body, error.headers) == (got.code, got.body, got.headers)
+
+
+def test_every_error_can_cross() -> None:
+    """A code names one class, so that none comes back as another."""
+    kinds = [*errors.kinds()]
+    assert len(kinds) == len({kind.code for kind in kinds})
+    of_http = {errors.MethodNotAllowed, errors.UnsupportedEncoding}  # which need a header's value
+    crossing = [kind for kind in kinds if kind not in of_http]
+    assert crossing == [type(errors.revive(kind.code, "m")) for kind in crossing]
+
+
+async def test_what_is_unexpected_is_our_bug(lines: list[EventDict]) -> None:
+    """An exception of no known kind is logged where it happened, and answered."""
+    async with pair() as both:
+        both.device.error = ZeroDivisionError()
+        with pytest.raises(errors.InternalError, match="our bug"):
+            await both.remote.submit([text(1)])
+    assert ["unexpected error"] == [line["event"] for line in lines]
+
+
+async def test_who_leaves_takes_the_work_along() -> None:
+    """A request that is cancelled here is cancelled there."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(both.remote.submit([text(1)]))
+        await both.device.reached.wait()
+        asked.cancel()
+        await asyncio.wait_for(both.device.cancelled.wait(), 30)
+
+
+async def test_an_http_process_that_dies_takes_its_work_along() -> None:
+    """What it had asked is cancelled, and it is forgotten."""
+    async with pair() as both, under_way(both, text(1)):
+        assert both.remote._channel is not None
+        both.remote._channel.close()
+        await asyncio.wait_for(both.device.cancelled.wait(), 30)
+        await until(lambda: not both.fronts._there)
+
+
+# -- an inference process that is lost ---------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def under_way(
+    both: Pair, *entries: Entry, on_outcome: OnOutcome | None = None
+) -> AsyncIterator[asyncio.Task[list[Outcome]]]:
+    """A request that the device has, and holds; dropped in the end if it is still there."""
+    both.device.hold = both.device.hold or asyncio.Event()
+    seen = len(both.device.seen)
+    asked = asyncio.create_task(both.remote.submit(entries, on_outcome))
+    await until(lambda: len(both.device.seen) > seen)
+    yield asked
+    asked.cancel()
+    await asyncio.wait([asked])
+
+
+async def test_what_comes_while_there_is_no_device_fails_by_name() -> None:
+    """Entries and pages are refused, readiness says no, and all is well with the next device."""
+    async with pair() as both:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        assert both.remote.alive()
+        with pytest.raises(errors.ReplicaLost, match="being started"):
+            await both.remote.submit([text(1)])
+        with pytest.raises(errors.ReplicaLost, match="being started"):
+            await both.remote.page({})
+        await both.connect()
+        assert 1 == len(await both.remote.submit([text(1)]))
+        assert both.remote.load().ready
+
+
+async def test_a_device_that_is_lost_is_not_our_fault() -> None:
+    """Another will be connected."""
+    async with pair() as both:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        assert not both.broken.is_set()
+
+
+async def test_what_cannot_be_received_is_told() -> None:
+    """Whoever has lost the way to a device that lives on has to end, or would never be ready again."""
+    entry = text(1)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with pair() as both, under_way(both, entry):
+        (front,) = both.fronts._there
+        ended = channel.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
+        front.channel.send(ended, np.zeros(2, np.float16))
+        await asyncio.wait_for(both.broken.wait(), 30)
+
+
+async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
+    """Nobody notices but by the time it took; the second time each entry is to be in a batch of its own."""
+    entries = [text(1), text(2, 3)]
+    async with pair() as both, under_way(both, *entries) as asked:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        assert not asked.done()
+        both.device.hold = None
+        await both.connect()
+        got = await asyncio.wait_for(asked, 30)
+        first, again = both.device.seen[:2], both.device.seen[2:]
+    for entry, outcome in zip(entries, got, strict=True):
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+    assert [False, False, True, True] == [entry.unbatched for entry in [*first, *again]]
+
+
+async def test_what_was_told_is_not_asked_again() -> None:
+    """Of a request that is told of each entry, only those are asked again that are missing; all are told once."""
+    entries, told = [text(1), text(2), text(3)], []
+
+    def on_outcome(entry: Entry, outcome: Outcome) -> None:
+        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
+        told.append(entry)
+
+    async with pair() as both, under_way(both, *entries, on_outcome=on_outcome) as asked:
+        await until(lambda: bool(told))
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        both.device.hold = None
+        await both.connect()
+        await asyncio.wait_for(asked, 30)
+        again = both.device.seen[3:]
+    assert entries == told
+    assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
+
+
+async def test_what_is_lost_twice_fails_by_name() -> None:
+    """There is no third time."""
+    async with pair() as both, under_way(both, text(1)) as asked:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 2)
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await asked
+
+
+async def test_requests_are_asked_again_one_at_a_time() -> None:
+    """So whoever kills the device again takes nobody along: the others have their second chance with the next one."""
+    large, small = [text(1), text(2)], text(3)
+    async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 4)
+        await asyncio.sleep(0.05)
+        assert [3] == [int(entry.window.input_ids[0]) for entry in both.device.seen[3:]]
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await second
+        both.device.hold = None
+        await both.connect()
+        assert 2 == len(await asyncio.wait_for(first, 30))
+
+
+async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
+    """What is left may be computed all the same, and be what ends the process; then alone, the second time counts."""
+    poison, large = text(1), [text(2), text(3)]
+    async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 4)
+        gone.cancel()
+        await until(lambda: len(both.device.seen) == 6)
+        both.lose()
+        await both.connect()
+        await until(lambda: len(both.device.seen) == 8)
+        assert not asked.done()
+        both.lose()
+        with pytest.raises(errors.ReplicaLost, match="lost twice"):
+            await asked
+
+
+async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
+    """It had not been asked anything."""
+    async with pair() as both, under_way(both, text(1)) as asked:
+        both.lose()
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            await both.remote.connect(ours)
+            theirs.close()
+            await until(lambda: both.remote._channel is None)
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await asyncio.wait_for(asked, 30))
+
+
+async def test_who_has_left_is_not_asked_for_again() -> None:
+    """A request that was cancelled between two devices costs the second one nothing."""
+    async with pair() as both, under_way(both, text(1)) as gone, under_way(both, text(2)) as asked:
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        gone.cancel()
+        await asyncio.wait([gone])
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
+
+
+async def test_a_device_that_dies_at_once_is_not_asked() -> None:
+    """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
+    remote = RemoteDevice()
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    await remote.connect(ours)
+    await until(lambda: remote._channel is None)
+    with pytest.raises(errors.ReplicaLost):
+        await remote.submit([text(1)])
+
+
+async def test_the_load_is_told_unasked() -> None:
+    """What waits, how fast it drains and whether more may come are known without asking."""
+    async with pair() as both:
+        await until(lambda: both.remote.load() == LOAD)
+
+
+async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
+    """However often it tells: a request on its way counts until it is told of, and then no more."""
+    async with pair() as both:
+        both.device.hold = asyncio.Event()
+        asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+        await asyncio.sleep(0)
+        own = Flow("tiny@1", 2, "t")
+        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
+        both.remote._receive(channel.Told.of(LOAD, -1), b"")
+        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
+        await until(lambda: both.remote.load() == LOAD)
+        both.device.hold.set()
+        await asked
+
+
+async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request and word that nobody waits for it any more may arrive together."""
+    sent: list[bytes] = []
+    async with pair() as both:
+        assert both.remote._channel is not None
+        (front,) = both.fronts._there
+        with monkeypatch.context() as patch:
+            patch.setattr(both.remote._channel, "send", lambda *m: sent.append(channel.frame(*m)))
+            asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked])
+        front.channel.data_received(b"".join(sent))
+        assert both.remote.load() != LOAD
+        await until(lambda: both.remote.load() == LOAD)
+        assert [] == both.device.seen
+
+
+async def test_a_device_that_falls_silent_is_not_ready() -> None:
+    """It says why, and is ready again with the next word."""
+    async with pair() as both:
+        both.telling.cancel()
+        watching = asyncio.create_task(both.remote.watch())
+        await until(lambda: not both.remote.load().ready)
+        assert "has said nothing for 0.8 s" in both.remote.load().problem
+        assert LOAD.rates == both.remote.load().rates
+        assert 5000 == both.remote.max_queue_tokens
+        for front in both.fronts._there:
+            front.tell(LOAD)
+        await until(lambda: both.remote.load().ready)
+        watching.cancel()
+
+
+async def test_metrics_are_kept_in_one_place() -> None:
+    """Requests that any HTTP process answered are on the one page, with the batches."""
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        seen.observe_request("/embed", "tiny@1", 200, 0.5)
+        seen.observe_rejection("overloaded")
+        page = (await seen.page()).decode()
+    labels = 'model="tiny@1",route="/embed",status="200"'
+    assert f"quartet_request_duration_seconds_sum{{{labels}}} 0.5" in page
+    assert 'quartet_requests_rejected_total{reason="overloaded"} 1.0' in page
+
+
+async def test_metrics_of_several_processes_add_up() -> None:
+    """What two HTTP processes saw is one sum, whichever of them is asked; so is what they expect."""
+    async with pair() as both:
+        other = RemoteDevice()
+        following = asyncio.create_task(other.follow(FakeFollower()))
+        ours, theirs = socket.socketpair()
+        both.link.give(PEER, theirs)
+        theirs.close()
+        await other.connect(ours)
+        await until(lambda: other.load().ready)
+        await following
+        first, second = RemoteMetrics(both.remote), RemoteMetrics(other)
+        for seen in (first, second):
+            seen.expect({"/models": False})
+            seen.observe_answer("tiny@1", "ann", 7, (0.25, 0.5))
+            seen.observe_rejection("invalid")
+        await first.page()
+        page = (await second.page()).decode()
+        assert other._channel is not None
+        other._channel.close()
+    assert 'quartet_tokens_total{model="tiny@1",tenant="ann"} 14.0' in page
+    assert 'quartet_stage_seconds_sum{model="tiny@1",stage="parse"} 0.5' in page
+    assert 'quartet_stage_seconds_count{model="tiny@1",stage="encode"} 2.0' in page
+    assert 'quartet_stage_seconds_count{model="tiny@1",stage="queue"} 0.0' in page
+    assert 'quartet_requests_rejected_total{reason="invalid"} 2.0' in page
+    labels = 'model="",route="/models",status="200"'
+    assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
+
+
+async def test_concurrent_scrapes_are_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP process requests one page of the inference process for all of them."""
+    rendered = []
+    render = Metrics._render_in_thread
+    monkeypatch.setattr(
+        Metrics, "_render_in_thread", lambda self: rendered.append(1) or render(self)
+    )
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        pages = await asyncio.gather(*[seen.page() for _ in range(64)])
+    assert (1, 1) == (len(rendered), len(set(pages)))
+
+
+async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that each process has lost, each counted once."""
+    monkeypatch.setattr("service.observability.logs.lost_lines", lambda: 3)  # of both ends
+    async with pair() as both:
+        seen = RemoteMetrics(both.remote)
+        for _ in range(2):
+            assert "quartet_log_lines_lost_total 6.0" in (await seen.page()).decode()
+
+
+async def test_metrics_wait_for_a_device() -> None:
+    """What was seen while there was none is told to the next."""
+    async with pair() as both:
+        await until(lambda: both.remote.load().ready)
+        both.lose()
+        await until(lambda: not both.remote.load().ready)
+        seen = RemoteMetrics(both.remote)
+        seen.observe_rejection("replica_lost")
+        with pytest.raises(errors.ReplicaLost):
+            await seen.page()
+        await both.connect()
+        page = (await seen.page()).decode()
+    assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
+
+
+# -- what is served ----------------------------------------------------------------------------------------------------
+
+
+def model(name: str, state: State = "current") -> Model:
+    return Model(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON)
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_bundle: Path) -> Texts:
+    return bundle.read_texts(bundle.load(tiny_bundle))
+
+
+async def test_what_is_served_crosses_as_it_is(texts: Texts) -> None:
+    """Models, manifest and tokenizer come to who follows; who is connected later hears the same."""
+    models = (model("tiny@1"), model("tiny@0", "previous"))
+    both_texts = {"tiny@1": texts, "tiny@0": texts}
+    async with pair() as both:
+        await both.fronts.adopt(models, both_texts)
+        assert models == both.follower.models
+        assert {texts.manifest.id: texts} == both.follower.texts
+        both.lose()
+        both.follower.models = ()
+        await both.connect()
+        assert models == both.follower.models
+
+
+async def test_texts_cross_once(texts: Texts) -> None:
+    """What an HTTP process has it is not sent again."""
+    async with pair() as both:
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
+        assert {} == both.follower.texts
+
+
+async def test_what_cannot_be_adopted_is_told(texts: Texts) -> None:
+    """Who decides hears of it, and the HTTP process goes on as before."""
+    async with pair() as both:
+        both.follower.error = ValueError("the tokenizer cannot be read")
+        with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+            await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        assert 1 == len(await both.remote.submit([text(1)]))
+
+
+async def test_what_is_served_first_must_be_adopted() -> None:
+    """An HTTP process that cannot does not start."""
+    both = Pair()
+    both.follower.error = ValueError("the tokenizer cannot be read")
+    ours, theirs = socket.socketpair()
+    both.link.give(PEER, theirs)
+    theirs.close()
+    await both.remote.connect(ours)
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        await both.following
+    both.lose()
+    both.link.close()
+    await asyncio.wait_for(both.serving, 30)
+    both.telling.cancel()
+
+
+async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: Texts) -> None:
+    """Of every HTTP process that there is; one that dies has no requests."""
+    async with pair() as both:
+        both.follower.hold.clear()
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((), {})
+        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        await asyncio.sleep(0.05)
+        assert not leaving.done()
+        both.follower.hold.set()
+        await asyncio.wait_for(leaving, 30)
+
+
+async def test_a_dead_process_holds_nothing(texts: Texts) -> None:
+    """Neither a bundle that goes, nor who waits for it to adopt another."""
+    async with pair() as both:
+        both.follower.hold.clear()
+        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.fronts.adopt((), {})
+        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        await asyncio.sleep(0.05)
+        both.lose()
+        await asyncio.wait_for(leaving, 30)
+        await asyncio.wait_for(both.fronts.adopt((), {}), 30)
+
+
+async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: Texts) -> None:
+    """An HTTP process that dies on the way does not keep the others from a new version."""
+    async with pair() as both:
+        both.follower.hold_models.clear()
+        adopting = asyncio.create_task(both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts}))
+        await asyncio.sleep(0.05)
+        assert not adopting.done()
+        both.lose()
+        await asyncio.wait_for(adopting, 30)
+
+
+async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
+    """The inference process may be open, but who asks would find no engine."""
+    async with pair() as both:
+        both.lose()
+        both.follower.hold_models.clear()
+        connecting = asyncio.create_task(both.connect())
+        await asyncio.sleep(0.3)
+        assert not both.remote.load().ready
+        with pytest.raises(errors.ReplicaLost):
+            await both.remote.submit([text(1)])
+        both.follower.hold_models.set()
+        await asyncio.wait_for(connecting, 30)
+
+
+async def test_orders_are_forwarded() -> None:
+    """What an administrator asks of an HTTP process is done by the inference process."""
+    async with pair() as both:
+        command = LoadModel(path="a", by="ops", shadow=0.5)
+        answer = await both.remote.execute(command)
+        assert {"did": "load", **asdict(command)} == answer
+        both.curator.error = errors.Conflict("not that one", param="model")
+        with pytest.raises(errors.Conflict, match="not that one"):
+            await both.remote.execute(UnloadModel(model="a@1", by="ops"))
+
+
+async def test_an_order_that_is_lost_is_not_given_again() -> None:
+    """Nobody knows whether it was carried out, so who gave it is told."""
+    async with pair() as both:
+        both.curator.hold = asyncio.Event()
+        ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
+        await asyncio.sleep(0.05)
+        both.lose()
+        with pytest.raises(errors.ReplicaLost):
+            await asyncio.wait_for(ordered, 30)
+        with pytest.raises(errors.ReplicaLost):
+            await both.remote.execute(LoadModel(path="a", by="ops"))

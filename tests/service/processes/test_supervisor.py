@@ -1,0 +1,132 @@
+"""The main process ends the service where it cannot do without it going on, and repeats what got lost."""
+
+import asyncio
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.typing import EventDict
+
+from service.keys import Key, load_keys
+from service.processes import supervisor
+from service.processes.control_channel import DRAIN, KEYS, PEER, Link, Orders
+from service.processes.supervisor import Child, Processes
+from service.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.01,))
+
+
+class FakeProcess:
+    """A child's process, of which only its end is of interest."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def child(main: Processes, role: str) -> tuple[Child, Orders]:
+    """A child of this role, and its own end of the orders."""
+    ours, theirs = socket.socketpair()
+    process: Any = FakeProcess()
+    made = Child(role, process, Link(ours, lambda report: main._hear(made, report)))
+    main._children.add(made)
+    return made, Orders(theirs)
+
+
+def close(*pairs: tuple[Child, Orders]) -> None:
+    for made, orders in pairs:
+        made.link.close()
+        orders._free_reserve()
+        orders._end.close()
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_service(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[EventDict]
+) -> None:
+    """After a number of failed starts in a row the service ends, for its supervisor to see."""
+    monkeypatch.setattr(supervisor, "FAILED_STARTS", 2)
+    main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
+    main._served.add("inference")  # once, long ago
+    assert 4 == asyncio.run(main.run())
+    assert "the service cannot go on" in [line["event"] for line in lines]
+    assert 2 == sum(line["event"] == "the inference process ended" for line in lines)
+
+
+def test_a_system_without_room_for_a_process_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """What the system refuses now it may grant later; if it does not, the service ends."""
+    monkeypatch.setattr(sys, "executable", "/nothing")
+    assert 4 == asyncio.run(Processes(Settings(), []).run())
+    problems = [line["problem"] for line in lines if line["event"].endswith("process ended")]
+    assert supervisor.FAILED_STARTS <= len(problems)
+    assert all("No such file" in problem for problem in problems)
+
+
+async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> None:
+    """An HTTP process that reports none gets another; reports while there is no inference process are in vain."""
+    main = Processes(Settings(), [])
+    front = child(main, "http")
+    main._hear(front[0], {"missing": "P"})
+    assert front[0].serves is None  # such a report says nothing of that
+    back = child(main, "inference")
+    main._hear(front[0], {"missing": "P"})
+    one, other = await anext(front[1]), await anext(back[1])
+    assert (PEER, PEER) == (one.kind, other.kind)
+    assert one.end is not None
+    assert other.end is not None
+    one.end.send(b"hello")
+    assert b"hello" == other.end.recv(5)
+    one.end.close()
+    other.end.close()
+    close(front, back)
+
+
+async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it did not help for so long, both processes are started again."""
+    monkeypatch.setattr(supervisor, "REPEATS", 3)
+    main = Processes(Settings(), [])
+    front, back = child(main, "http"), child(main, "inference")
+    for _ in range(2):
+        main._hear(front[0], {"missing": "P"})
+    killed = [made.process for made, _ in (front, back)]
+    assert [False, False] == [process.killed for process in killed]  # type: ignore[attr-defined]
+    main._hear(front[0], {"missing": "P"})
+    assert [True, True] == [process.killed for process in killed]  # type: ignore[attr-defined]
+    close(front, back)
+
+
+async def test_a_child_that_takes_no_order_is_ended() -> None:
+    """Its queue is full, so it would miss what the others act on; the next one is connected anew."""
+    main = Processes(Settings(), [])
+    front = child(main, "http")
+    while front[0].link.give(DRAIN):
+        pass
+    main._give(front[0], DRAIN)
+    assert front[0].process.killed  # type: ignore[attr-defined]
+    close(front)
+
+
+async def test_new_keys_reach_children_of_now_and_later() -> None:
+    """HTTP processes get them by an order, again if they report it missing, and the next ones at their start."""
+    old, new = {"a": Key(sha256="1" * 64)}, {"b": Key(sha256="2" * 64)}
+    main = Processes(Settings(keys=old), [])
+    front = child(main, "http")
+    main._change_keys(new)
+    main._hear(front[0], {"missing": "K"})
+    for _ in range(2):
+        order = await anext(front[1])
+        assert (KEYS, new) == (order.kind, load_keys(order.text))
+    settings = supervisor.brief(main._settings, None).splitlines()[0]
+    assert ["b"] == [*json.loads(settings)["keys"]]
+    close(front)

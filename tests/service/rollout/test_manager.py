@@ -1,0 +1,561 @@
+"""Bundles come and go beside those that are served; what must not be served changes nothing."""
+
+import asyncio
+import gc
+import re
+import shutil
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.typing import EventDict
+
+from service.api.schemas import AdminModelsResponse
+from service.core.bundle import Bundle, BundleError, Texts, describe_file
+from service.core.encode import Window
+from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel
+from service.engines.local_device import LocalDevice, Opened, open_device
+from service.engines.model_state import Models
+from service.errors import (
+    BadBundle,
+    ChangedAnswers,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    NewEmbeddingSpace,
+    UnknownModel,
+)
+from service.observability.metrics import Counts, Metrics
+from service.rollout.manager import Curator, check_answers, locate
+from service.scheduling.entries import Entry
+from service.settings import Settings
+from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
+
+
+class FakeFollower:
+    """Sends requests where it is told to, unless it has a problem, and holds on to a bundle when told to."""
+
+    def __init__(self) -> None:
+        self.adopted: list[Models] = []
+        self.problem: str | None = None
+        self.texts: dict[str, Texts] = {}
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+        if self.problem is not None and not (self.adopted and models == self.adopted[-1]):
+            raise ValueError(self.problem)
+        self.adopted.append(models)
+        self.texts = dict(texts)
+
+    async def left(self, model_id: str) -> None:
+        await self.hold.wait()
+
+
+class Curated:
+    """A curator of a directory of versions, the first of which is served."""
+
+    def __init__(
+        self,
+        full: Path,
+        models_dir: Path,
+        device: LocalDevice,
+        settings: Settings,
+        metrics: Metrics,
+    ):
+        self.full = full
+        self.models_dir = models_dir
+        self.device = device
+        self.settings = settings
+        self.reports: list[Mapping[str, Any]] = []
+        self.follower = FakeFollower()
+        self.metrics = metrics
+        self.curator = Curator(device, settings, metrics, self.report)
+
+    async def report(self, report: Mapping[str, Any]) -> None:
+        self.reports.append(report)
+
+    def save(self, version: str, **manifest: Any) -> Path:
+        return save_version(self.full, self.models_dir / version, version, **manifest)
+
+    async def load(self, path: Path | str, **order: Any) -> Mapping[str, Any]:
+        return await self.curator.execute(LoadModel(path=str(path), by="ops", **order))
+
+    async def unload(self, model: str) -> Mapping[str, Any]:
+        return await self.curator.execute(UnloadModel(model=model, by="ops"))
+
+    async def roll_back(self, name: str) -> Mapping[str, Any]:
+        return await self.curator.execute(RollBackModel(model=name, by="ops"))
+
+    async def shown(self) -> list[str]:
+        models = (await self.curator.execute(ListModels()))["models"]
+        return [f"{model['id']} {model['state']}" for model in models]
+
+    async def gone(self, model: str) -> None:
+        async with asyncio.timeout(30):
+            while model in self.device.texts:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def curated(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Curated]:
+    """tiny@1 is served."""
+    monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
+    first = save_version(tiny_bundle, tmp_path / "first", "1")
+    models_dir = tmp_path / "models"
+    models_dir.mkdir()
+    settings = Settings(bundles=(first,), provider="cpu", threads=1, models_dir=models_dir)
+    metrics = Metrics()
+    async with open_device(settings, metrics) as device:
+        made = Curated(tiny_bundle, models_dir, device, settings, metrics)
+        made.curator.open()
+        await made.curator.follow(made.follower)
+        yield made
+
+
+async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -> None:
+    """Everybody is told at once, and who asked hears what came of it."""
+    curated.save("2")
+    answer = await curated.load("2")
+    assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
+    assert curated.curator.models == curated.follower.adopted[-1]
+    assert {"tiny@1", "tiny@2"} == {*curated.device.texts} == {*curated.follower.texts}
+    assert ("tiny@2", "tiny@1", []) == (
+        answer["model"]["id"],
+        answer["previous"]["id"],
+        answer["unloading"],
+    )
+
+
+async def test_only_one_old_version_is_kept(curated: Curated) -> None:
+    """The one before it is let go of, memory and all."""
+    for version in ("2", "3"):
+        curated.save(version)
+        await curated.load(version)
+    await curated.gone("tiny@1")
+    assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
+
+
+async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
+    """The old one goes as soon as nobody is with it."""
+    curated.save("2")
+    curated.follower.hold.clear()
+    answer = await curated.load("2", keep_old=False)
+    assert (None, ["tiny@1"]) == (answer["previous"], answer["unloading"])
+    assert ["tiny@2 current", "tiny@1 draining"] == await curated.shown()
+    assert "tiny@1" in curated.device.texts
+    curated.follower.hold.set()
+    await curated.gone("tiny@1")
+    assert ["tiny@2 current"] == await curated.shown()
+
+
+async def test_there_and_back(curated: Curated) -> None:
+    """A step back needs nothing to be loaded; there is none behind the first."""
+    with pytest.raises(Conflict, match="nothing that answered for tiny before is there"):
+        await curated.roll_back("tiny")
+    with pytest.raises(UnknownModel):
+        await curated.roll_back("huge")
+    curated.save("2")
+    await curated.load("2")
+    shutil.rmtree(curated.models_dir / "2")
+    for expected in ("tiny@1", "tiny@2"):
+        assert expected == (await curated.roll_back("tiny"))["model"]["id"]
+        assert expected == curated.follower.adopted[-1][0].id
+
+
+async def test_the_same_again_changes_nothing(curated: Curated) -> None:
+    """A version that answers already may be loaded by who cannot know; one that is kept answers again."""
+    curated.save("2")
+    await curated.load("2")
+    told = len(curated.follower.adopted)
+    assert "current" == (await curated.load("2"))["model"]["state"]
+    assert told == len(curated.follower.adopted)
+    await curated.roll_back("tiny")
+    await curated.load("2")
+    assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
+
+
+async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
+    """What `name@version` answers does not change while it is served."""
+    curated.save("1", weights_license="another")
+    with pytest.raises(Conflict, match="tiny@1 is served with other contents"):
+        await curated.load("1")
+    assert ["tiny@1 current"] == await curated.shown()
+
+
+async def test_who_goes_is_not_loaded_again_before_it_is_gone(curated: Curated) -> None:
+    """Two bundles of one id could not be told apart."""
+    curated.save("2")
+    curated.follower.hold.clear()
+    shutil.copytree(curated.settings.bundles[0], curated.models_dir / "1")
+    await curated.load("2", keep_old=False)
+    with pytest.raises(Conflict, match="tiny@1 is being unloaded"):
+        await curated.load("1")
+    curated.follower.hold.set()
+    await curated.gone("tiny@1")
+    await curated.load("1")
+    assert ["tiny@1 current", "tiny@2 previous"] == await curated.shown()
+
+
+def change_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "weights.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "weights.bin").write_bytes(data)
+
+
+def change_a_golden(folder: Path) -> None:
+    goldens = read_manifest(folder)["goldens"]
+    restate(folder, goldens={**goldens, "tolerance": {"fp32": {"max_difference": -1}}})
+
+
+def break_the_graph(folder: Path) -> None:
+    (folder / GRAPH).write_bytes(b"no graph")
+    (graph,) = read_manifest(folder)["graphs"]
+    restate(folder, graphs=[graph | describe_file(folder / GRAPH)])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "bytes": (change_a_byte, "weights.bin has SHA-256"),
+    "goldens": (change_a_golden, "goldens disagree at fp32"),
+    "format": (lambda folder: restate(folder, format_version=3), "manifest.json is not valid"),
+    "no graph": (break_the_graph, "fp32.onnx"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    "nothing": (shutil.rmtree, "no such bundle directory"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+async def test_what_must_not_be_served_changes_nothing(
+    curated: Curated, how: str, lines: list[EventDict]
+) -> None:
+    """It is refused with its reason, and nobody hears of it but who reads the log."""
+    breaking, said = BROKEN[how]
+    breaking(curated.save("2"))
+    with pytest.raises(BadBundle, match=said):
+        await curated.load("2")
+    assert ["tiny@1 current"] == await curated.shown()
+    assert ["tiny@1"] == [*curated.device.texts]
+    assert 1 == len(curated.follower.adopted)
+    assert [] == curated.reports
+    (told,) = [line for line in lines if line["event"] == "refused"]
+    assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
+
+
+async def test_what_cannot_be_adopted_is_taken_back(curated: Curated) -> None:
+    """A bundle that one HTTP process cannot read is served by none."""
+    curated.save("2")
+    curated.follower.problem = "the tokenizer cannot be read"
+    with pytest.raises(BadBundle, match="the tokenizer cannot be read"):
+        await curated.load("2")
+    await curated.gone("tiny@2")
+    assert ["tiny@1 current"] == await curated.shown()
+    assert ["tiny@1"] == [model.id for model in curated.follower.adopted[-1]]
+    assert [] == curated.reports
+
+
+async def test_loading_is_seen_and_serving_goes_on(
+    curated: Curated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It happens in a thread, one bundle at a time."""
+    opening, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    open_really = LocalDevice.open
+
+    def open_slowly(device: LocalDevice, bundle: Bundle) -> Opened:
+        loop.call_soon_threadsafe(opening.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+        return open_really(device, bundle)
+
+    monkeypatch.setattr(LocalDevice, "open", open_slowly)
+    curated.save("2")
+    curated.save("3")
+    loads = [asyncio.create_task(curated.load(version)) for version in ("2", "3")]
+    await opening.wait()
+    await asyncio.sleep(0.01)
+    assert ["tiny@1 current", "None loading"] == await curated.shown()
+    AdminModelsResponse.model_validate(await curated.curator.execute(ListModels()))
+    go_on.set()
+    await asyncio.gather(*loads)
+    await curated.gone("tiny@1")
+    assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
+
+
+async def test_who_leaves_does_not_stop_it(curated: Curated) -> None:
+    """A client that hangs up has given its order all the same."""
+    curated.save("2")
+    order = asyncio.create_task(curated.load("2"))
+    await asyncio.sleep(0)
+    order.cancel()
+    async with asyncio.timeout(30):
+        while await curated.shown() != ["tiny@2 current", "tiny@1 previous"]:
+            await asyncio.sleep(0.001)
+
+
+# -- going --------------------------------------------------------------------------------------------
+
+
+async def test_unloading(curated: Curated) -> None:
+    """The one before answers again; the last one stays."""
+    curated.save("2")
+    await curated.load("2")
+    assert {"unloaded": "tiny@2", "current": "tiny@1"} == await curated.unload("tiny@2")
+    assert ["tiny@1"] == [*curated.device.texts]
+    assert ["tiny@1 current"] == await curated.shown()
+    with pytest.raises(Conflict, match="tiny@1 is the last one that is served"):
+        await curated.unload("tiny@1")
+    with pytest.raises(UnknownModel, match="no model 'tiny@2'; loaded here: tiny@1"):
+        await curated.unload("tiny@2")
+
+
+async def test_what_was_accepted_is_answered_before_it_goes(
+    curated: Curated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that waits fails because its bundle is unloaded."""
+    curated.save("2")
+    await curated.load("2")
+    ids = np.arange(5, 9)
+    entry = Entry("tiny@1", Window(ids, 0 * ids), "r", time.monotonic(), time.monotonic() + 60)
+    hold = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    run = curated.device._runners["tiny@1"].run
+
+    def run_slowly(*batch: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(30)
+        return run(*batch)
+
+    monkeypatch.setattr(curated.device._runners["tiny@1"], "run", run_slowly)
+    asked = asyncio.ensure_future(curated.device.submit([entry]))
+    await asyncio.sleep(0.01)
+    going = asyncio.create_task(curated.unload("tiny@1"))
+    await asyncio.sleep(0.05)
+    models = (await curated.curator.execute(ListModels()))["models"]
+    assert [("tiny@2", "current", 0), ("tiny@1", "draining", 1)] == [
+        (model["id"], model["state"], model["requests"]) for model in models
+    ]
+    assert not going.done()
+    hold.set()
+    assert 1 == len(await asked)
+    await going
+    assert "tiny@1" not in curated.device.texts
+
+
+async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
+    """Neither a session nor a queue."""
+    curated.save("2")
+    await curated.load("2")
+    session = weakref.ref(curated.device._runners["tiny@2"]._sessions[1])
+    await curated.unload("tiny@2")
+    gc.collect()
+    assert session() is None
+    assert ["tiny@1"] == [*curated.device.load().rates]
+
+
+async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
+    """Each bundle has its state; of one that has gone there is no series, whatever HTTP processes still tell of it."""
+    curated.save("2")
+    await curated.load("2")
+    page = curated.metrics.render().decode()
+    for labels in ('model="tiny@1"', 'model="tiny@2"'):
+        assert f"quartet_batch_size_count{{{labels}}} 0.0" in page
+    infos = [line for line in page.splitlines() if line.startswith("quartet_model_info{")]
+    assert ["previous", "current"] == [re.findall('state="(.*?)"', info)[0] for info in infos]
+    curated.metrics.observe_request("/embed", "tiny@1", 200, 0.5)
+    await curated.unload("tiny@1")
+    told = [sample for family in curated.metrics.registry.collect() for sample in family.samples]
+    of_models = [sample for sample in told if sample.name != "quartet_model_info"]
+    assert not any("tiny@1" in str(sample) for sample in of_models)
+    curated.metrics.observe_request("/embed", "tiny@1", 200, 0.5)
+    assert b"tiny@1" not in curated.metrics.render()
+
+
+async def test_orders_are_counted(curated: Curated) -> None:
+    """Those that were done and those that were refused; to be shown what is there changes nothing."""
+    curated.save("2")
+    await curated.load("2")
+    with pytest.raises(BadBundle):
+        await curated.load("3")
+    await curated.shown()
+    page = curated.metrics.render().decode()
+    counted = re.findall(r'quartet_model_orders_total{order="(\w+)",outcome="(\w+)"} (\S+)', page)
+    assert [("load", "failed", "1.0"), ("load", "ok", "1.0")] == sorted(
+        count for count in counted if count[2] != "0.0"
+    )
+
+
+async def test_one_may_stand_by_first(curated: Curated) -> None:
+    """It answers who names it, whatever its embedding space, until it is promoted."""
+    curated.save("2", embedding_space="another")
+    answer = await curated.load("2", promote=False)
+    assert ("tiny@2", "pinned", None) == (
+        answer["model"]["id"],
+        answer["model"]["state"],
+        answer["previous"],
+    )
+    assert ["tiny@1 current", "tiny@2 pinned"] == await curated.shown()
+    await curated.load("2", promote=False)
+    assert 2 == len(curated.follower.adopted)
+    with pytest.raises(NewEmbeddingSpace):
+        await curated.load("2")
+    await curated.load("2", allow_new_embedding_space=True)
+    assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
+
+
+def check(counts: Counts) -> None:
+    check_answers("tiny@2", counts, max_changed=0.01, min_compared=100)
+
+
+def test_so_many_answers_may_change() -> None:
+    """Of each head; those that were left out say nothing."""
+    check({"a": {"same": 99, "changed": 1, "dropped": 50}, "b": {"same": 1}})
+
+
+@pytest.mark.parametrize(
+    ("counts", "param"),
+    [
+        ({"a": {"same": 98, "changed": 2}}, "max_changed"),
+        ({"a": {"same": 98, "failed": 2}}, "max_changed"),
+        ({"a": {"same": 500}, "b": {"failed": 1}}, "max_changed"),
+        ({"a": {"same": 98, "changed": 1, "dropped": 50}}, "min_compared"),
+    ],
+)
+def test_changed_answers_are_refused(counts: Counts, param: str) -> None:
+    """So are those that failed, and too few."""
+    with pytest.raises(ChangedAnswers) as refused:
+        check(counts)
+    assert param == refused.value.param
+
+
+# -- embedding spaces ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", ["another", None])
+async def test_another_embedding_space_must_be_wanted(curated: Curated, space: str | None) -> None:
+    """Vectors of two spaces, or of one that is not known, cannot be compared."""
+    curated.save("2", embedding_space=space)
+    with pytest.raises(NewEmbeddingSpace, match=rf"tiny@2 has another embedding space \({space}\)"):
+        await curated.load("2")
+    assert ["tiny@1 current"] == await curated.shown()
+    answer = await curated.load("2", allow_new_embedding_space=True)
+    assert space == answer["model"]["embedding_space"] != answer["previous"]["embedding_space"]
+
+
+async def test_a_step_back_is_always_allowed(curated: Curated) -> None:
+    """The vectors that people have are rather of the old space."""
+    curated.save("2", embedding_space="another")
+    await curated.load("2", allow_new_embedding_space=True)
+    assert "tiny@1" == (await curated.roll_back("tiny"))["model"]["id"]
+
+
+async def test_bundles_without_vectors_have_no_space(curated: Curated) -> None:
+    """Nobody compares what is not there."""
+    second = curated.save("2", embedding_space=None)
+    heads = read_manifest(second)["heads"]
+    restate(second, heads={name: heads[name] for name in heads if name != "embeddings"})
+    answer_goldens(second)
+    await curated.load("2")
+    assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
+
+
+# -- where bundles come from --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "../first", "a/../../first", "/etc", ".hidden/a"])
+def test_paths_lead_nowhere_else(tmp_path: Path, path: str) -> None:
+    """Neither out of the directory, nor to what is not there yet."""
+    with pytest.raises(InvalidInput):
+        locate(tmp_path, path)
+
+
+def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is one in the directory, from wherever the service was started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("a", "./a", tmp_path / "models" / "a"):
+        assert tmp_path / "models" / "a" == locate(Path("models"), str(path))
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """What they stand for may change, or be elsewhere."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for path in ("link", "link/inside"):
+        with pytest.raises(InvalidInput, match="symbolic link"):
+            locate(tmp_path, path)
+
+
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    """What no file can be called is told like anything else that is wrong."""
+    with pytest.raises(InvalidInput):
+        locate(tmp_path, "a" * 300)
+
+
+def test_without_a_directory_nothing_comes() -> None:
+    """It is for the operator to say where bundles may be from."""
+    with pytest.raises(Forbidden, match="no models_dir is set"):
+        locate(None, "a")
+
+
+# -- the next process ---------------------------------------------------------------------------------
+
+
+async def again(curated: Curated, stack: AsyncExitStack) -> Curated:
+    """What a process that starts now makes of what this one reported."""
+    metrics = Metrics()
+    device = await stack.enter_async_context(open_device(curated.settings, metrics))
+    made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
+    made.curator.open(curated.reports[-1]["resume"])
+    return made
+
+
+async def test_the_next_process_serves_the_same(curated: Curated) -> None:
+    """Versions, their states and since when, in their order."""
+    curated.save("2")
+    await curated.load("2")
+    await curated.roll_back("tiny")
+    async with AsyncExitStack() as stack:
+        after = await again(curated, stack)
+        assert curated.curator.models == after.curator.models
+        assert ["tiny@1 current", "tiny@2 previous"] == await after.shown()
+
+
+async def test_what_cannot_be_opened_again_is_left_out(
+    curated: Curated, lines: list[EventDict]
+) -> None:
+    """With a line that says so; who answered before does again."""
+    curated.save("2")
+    await curated.load("2")
+    shutil.rmtree(curated.models_dir / "2")
+    async with AsyncExitStack() as stack:
+        after = await again(curated, stack)
+        assert ["tiny@1 current"] == await after.shown()
+    told = [(line["event"], line.get("model")) for line in lines if line["log_level"] == "error"]
+    assert [("not served again", "tiny@2")] == told
+
+
+async def test_what_has_changed_is_told(curated: Curated, lines: list[EventDict]) -> None:
+    """A directory with another bundle in it is served, but does not answer for the name of the one that was there."""
+    curated.save("2")
+    await curated.load("2")
+    save_version(curated.full, curated.models_dir / "2", "3")
+    async with AsyncExitStack() as stack:
+        after = await again(curated, stack)
+        assert ["tiny@3 pinned", "tiny@1 current"] == await after.shown()
+    told = [(line["event"], line.get("now")) for line in lines if line["log_level"] == "error"]
+    assert [("changed since it was served", "tiny@3")] == told
+
+
+async def test_nothing_left_is_an_error(curated: Curated) -> None:
+    """A process that can serve nothing does not start."""
+    curated.save("2")
+    await curated.load("2", keep_old=False)
+    shutil.rmtree(curated.models_dir / "2")
+    with pytest.raises(BundleError, match="no such bundle directory"):
+        async with AsyncExitStack() as stack:
+            await again(curated, stack)

@@ -1,0 +1,1675 @@
+"""Requests become batches in a fair order; each gets its own answer or its own error."""
+
+import asyncio
+import gc
+import itertools
+import math
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from service import errors
+from service.core.encode import Encoding
+from service.scheduling.batcher import Batcher
+from service.scheduling.cost_model import Cost, Estimator, Sample
+from service.scheduling.entries import Entry, EntryOutcome, Outcome
+from service.scheduling.executor import BatchStats
+from service.scheduling.fair_queue import (
+    FIRST_TRIAL,
+    MAX_SKIPPED,
+    POOL_MOST,
+    TRIAL_EVERY,
+    FlowQueue,
+    ModelStatistics,
+    QueuedRequest,
+)
+from service.scheduling.planner import Budget, area, plan
+
+Answers = list[dict[str, NDArray[np.float32]]]
+
+SOONER = Cost(per_run=0.1, per_token=0.001, per_slot=0.0)  # on many slots
+FIXED = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)  # batching pays
+LINEAR = Cost(per_run=0.0, per_token=0.01, per_slot=0.0)  # batching gains nothing
+PADDED = Cost(per_run=1.0, per_token=0.01, per_slot=1e-5)  # padding is dear
+RECTANGLE = Cost(per_run=1.0, per_token=0.01, per_slot=0.0, padded=True)  # and all of it computed
+ROOMY = Budget(tokens=1_000_000, size=1_000)
+
+numbers = itertools.count(1)
+
+
+def encoding(tokens: int, number: int) -> Encoding:
+    """An encoding that carries its own number as its first id, and is answered with it."""
+    ids = np.zeros(tokens, np.int64)
+    ids[0] = number
+    return Encoding(
+        ids,
+        np.zeros(tokens, np.int64),
+        np.zeros((tokens, 2), np.int32),
+        np.zeros(tokens, np.int32),
+        np.zeros(tokens, np.int8),
+    )
+
+
+def text(
+    tokens: int = 10,
+    *,
+    bundle: str = "m@1",
+    number: int | None = None,
+    arrival: float = 0.0,
+    deadline: float = math.inf,
+    head: str | None = None,
+    start: float = 0.0,
+    tenant: str = "",
+    priority: int = 0,
+    unbatched: bool = False,
+) -> Entry:
+    number = next(numbers) if number is None else number
+    window = encoding(tokens, number)
+    entry = Entry(
+        bundle, window, "r", arrival, deadline, priority, tenant, head, unbatched=unbatched
+    )
+    entry.virtual_start = start
+    return entry
+
+
+def texts(count: int, tokens: int = 10, *, bundle: str = "m@1") -> list[Entry]:
+    return [text(tokens, bundle=bundle) for _ in range(count)]
+
+
+def number(given: Entry | Encoding) -> int:
+    return int((given.window if isinstance(given, Entry) else given).input_ids[0])
+
+
+def lengths(entries: Sequence[Entry]) -> list[int]:
+    return [entry.tokens for entry in entries]
+
+
+def echo(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    """A model that answers each input with its own number."""
+    return [{"h": np.array([number(given)], np.float32)} for given in encodings]
+
+
+def echoed(outcomes: Sequence[Outcome]) -> list[int]:
+    return [int(outcome.outputs["h"][0]) for outcome in outcomes]
+
+
+def costing(cost: Cost, wide: Cost | None = None, slots: int = 1) -> dict[int, Estimator]:
+    """Estimators that know the cost and keep to it, because their batches take no time."""
+    estimators = {slots: Estimator(), 1: Estimator()}
+    estimators[slots].cost = wide or cost
+    estimators[1].cost = cost
+    return estimators
+
+
+class Clock:
+    """Time as the test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Running(NamedTuple):
+    """A batch that has started."""
+
+    width: int
+    bundle: str
+    numbers: list[int]
+    thread: str
+
+
+class Gate:
+    """A model whose batches report that they started, then wait until the test lets one through."""
+
+    def __init__(self, answer: Callable[[int, str, Sequence[Encoding]], Any] = echo) -> None:
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._running: asyncio.Queue[Running] = asyncio.Queue()
+        self._passes = threading.Semaphore(0)
+        self.started = 0
+
+    def __call__(self, width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        numbers = [number(given) for given in encodings]
+        running = Running(width, bundle, numbers, threading.current_thread().name)
+        self.started += 1
+        self._loop.call_soon_threadsafe(self._running.put_nowait, running)
+        assert self._passes.acquire(timeout=30)
+        return self._answer(width, bundle, encodings)  # type: ignore[no-any-return]
+
+    async def batch(self) -> Running:
+        """The next batch that starts."""
+        return await asyncio.wait_for(self._running.get(), 30)
+
+    def let(self, batches: int = 1) -> None:
+        self._passes.release(batches)
+
+
+@asynccontextmanager
+async def serving(
+    run: Callable[[int, str, Sequence[Encoding]], Any],
+    cost: Cost = FIXED,
+    *,
+    bundles: Sequence[str] = ("m@1",),
+    **options: Any,
+) -> AsyncIterator[Batcher]:
+    """A running batcher on a clock that stands at zero."""
+    batcher = Batcher(run, **{"clock": Clock(), **options})
+    for bundle in bundles:
+        batcher.add_bundle(bundle, costing(cost))
+    await batcher.start()
+    try:
+        yield batcher
+    finally:
+        if isinstance(run, Gate):
+            run.let(100_000)
+        await batcher.stop(30)
+        await settle()  # what is learnt of the last batch
+
+
+Submitted = asyncio.Task[list[Outcome]]
+
+
+async def submitted(batcher: Batcher, entries: Sequence[Entry]) -> Submitted:
+    """A request that has come as far as it can without a slot becoming free."""
+    task = asyncio.create_task(batcher.submit(entries))
+    await settle()
+    return task
+
+
+async def settle() -> None:
+    """Let everything run that does not wait for a replica."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# The plan
+
+
+def test_plan_starts_with_the_first_in_line() -> None:
+    """Entries come in the order of the line, whose business it is who is first."""
+    first = text(30, start=7.0)
+    assert plan([first, text(start=5.0), text(30)], FIXED, ROOMY, 0.0)[0] is first
+
+
+def test_plan_of_nothing_is_empty() -> None:
+    """No entries, no batch."""
+    assert plan([], FIXED, ROOMY, 0.0) == []
+
+
+async def test_plan_skips_the_late_and_the_cancelled() -> None:
+    """No work is done for who cannot be answered any more."""
+    alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
+    future = asyncio.get_running_loop().create_future()
+    QueuedRequest(
+        [cancelled], future, flow_queue=FlowQueue(cancelled.flow, ModelStatistics({1: Estimator()}))
+    )
+    future.cancel()
+    assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
+
+
+def test_plan_keeps_to_the_bundle_of_its_head() -> None:
+    """Two models never share a batch."""
+    ours = texts(2)
+    assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
+
+
+def test_plan_gives_who_is_to_be_alone_no_company() -> None:
+    """Such an entry has no companions, and is nobody's."""
+    ours, alone = texts(2), text(unbatched=True)
+    assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
+    assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
+
+
+def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
+    """30 and 45 fit 80 tokens; 60 does not, and stands in nobody's way."""
+    entries = [text(30), text(60), text(45)]
+    assert lengths(plan(entries, FIXED, Budget(80, 10), 0.0)) == [30, 45]
+
+
+def test_plan_gives_an_entry_over_the_budget_its_own_batch() -> None:
+    """Too long for company is not too long to be served."""
+    assert lengths(plan([text(100), text(10)], FIXED, Budget(80, 10), 0.0)) == [100]
+
+
+STEEP = Cost(per_run=1e6, per_token=0.01, per_slot=0.0)  # the larger a batch, the better
+LONG = Budget(tokens=16_384, size=64, area=2**25)  # B * S * S
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "batch"),
+    [
+        (8192, [128] * 63, [8192]),
+        (128, [8192] + [128] * 62, [128] * 63),
+        (8192, [8192], [8192]),
+        (4096, [128, 4096], [4096, 4096]),
+        (1021, [1017] * 63, [1021] + [1017] * 15),
+        (128, [128] * 63, [128] * 64),
+    ],
+)
+def test_plan_bounds_the_pairs_of_slots(first: int, others: list[int], batch: list[int]) -> None:
+    """Where attention stores a number for all pairs of slots, a long text has no short ones beside it."""
+    entries = [text(first), *map(text, others)]
+    assert batch == lengths(plan(entries, STEEP, LONG, 0.0))
+
+
+def test_pairs_of_slots_are_counted_as_they_are_laid_out() -> None:
+    """Two sequences of up to nine tokens have 16 slots each, on a GPU."""
+    assert 2 * 16 * 16 == area(2, 9)
+    entries = [text(9), text(8)]
+    assert [9, 8] == lengths(plan(entries, FIXED, Budget(100, 9, area=512), 0.0))
+    assert [9] == lengths(plan(entries, FIXED, Budget(100, 9, area=511), 0.0))
+
+
+async def test_pairs_of_slots_are_bounded_by_bundle() -> None:
+    """A bundle's batches, and the rate at which its queue drains, keep to its own bound."""
+    gate = Gate()
+    async with serving(gate, bundles=["m@1"]) as batcher:
+        batcher.add_bundle("biased@1", costing(FIXED), area=2 * 64 * 64)
+        for bundle, size in (("biased@1", 2), ("m@1", 4)):
+            waiting = await submitted(batcher, texts(4, 64, bundle=bundle))
+            for _ in range(4 // size):
+                assert size == len((await gate.batch()).numbers)
+                gate.let()
+            await waiting
+        assert FIXED.tokens_per_second([64] * 2) == batcher.load().rates["biased@1"]
+
+
+def test_plan_keeps_to_the_largest_size() -> None:
+    """Five entries, batches of three."""
+    assert len(plan(texts(5), FIXED, Budget(10_000, 3), 0.0)) == 3
+
+
+def test_plan_prefers_companions_of_the_head_length() -> None:
+    """Where padding is dear, entries of like length ride together."""
+    entries = [text(100), text(10), text(98), text(12), text(400), text(105)]
+    assert lengths(plan(entries, PADDED, ROOMY, 0.0)) == [100, 98, 105]
+
+
+def test_plan_takes_all_lengths_where_padding_is_free() -> None:
+    """A packed device does not mind."""
+    entries = [text(100), text(10), text(400)]
+    assert sorted(lengths(plan(entries, FIXED, ROOMY, 0.0))) == [10, 100, 400]
+
+
+def test_plan_prefers_like_lengths_where_padding_is_computed() -> None:
+    """Beside 300 tokens, 3 cost a hundred times what they are."""
+    entries = [text(300), text(3), text(290), text(4)]
+    assert lengths(plan(entries, RECTANGLE, ROOMY, 0.0)) == [300, 290]
+
+
+def test_plan_counts_padding_against_the_tokens_that_a_batch_may_compute() -> None:
+    """60, 50 and 40 tokens are 180 in a rectangle, and 150 packed."""
+    entries = [text(60), text(50), text(40)]
+    assert lengths(plan(entries, FIXED, Budget(150, 10), 0.0)) == [60, 50, 40]
+    assert lengths(plan(entries, RECTANGLE, Budget(150, 10), 0.0)) == [60, 50]
+
+
+def test_plan_counts_no_padding_in_the_share_of_what_waits() -> None:
+    """A lone slot may take all that waits, however it is padded."""
+    entries = [text(20), text(30)]
+    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=50), 0.0)) == [20, 30]
+    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=49), 0.0)) == [20]
+
+
+@pytest.mark.parametrize("cost", [LINEAR, Cost(0.0, 0.01, 0.001)], ids=["linear", "quadratic"])
+def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
+    """Without a fixed cost per run a companion only makes the head wait."""
+    assert len(plan([text(10), text(10), text(11)], cost, ROOMY, 0.0)) == 1
+
+
+def test_plan_stops_where_company_gains_next_to_nothing() -> None:
+    """Nine texts come within a hundredth of the speed of sixty, in a seventh of the time."""
+    cost = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
+    assert len(plan(texts(60), cost, ROOMY, 0.0)) == 9
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    st.tuples(*[st.sampled_from([0.0, 0.01, 0.1, 1.0])] * 3).filter(any),
+    st.integers(1, 120),
+    st.integers(1, 6),
+)
+def test_plan_is_never_dearer_than_its_head_alone(
+    sizes: list[int], terms: tuple[float, float, float], tokens: int, size: int
+) -> None:
+    """Whatever the cost and the budget, company makes a token cheaper, and the budget holds."""
+    cost = Cost(*terms)
+    batch = lengths(plan([text(size) for size in sizes], cost, Budget(tokens, size), 0.0))
+    assert batch[0] == sizes[0]
+    assert len(batch) == 1 or (sum(batch) <= tokens and len(batch) <= size)
+    assert len(batch) == 1 or cost.tokens_per_second(batch) > cost.tokens_per_second(batch[:1])
+
+
+# Answers
+
+
+async def test_outcomes_come_in_the_order_of_the_entries() -> None:
+    """A request of many lengths is cut into batches and put together again."""
+    entries = [text(tokens) for tokens in (5, 100, 7, 90, 6, 80)]
+    async with serving(echo, PADDED, max_batch_size=2) as batcher:
+        assert echoed(await batcher.submit(entries)) == [number(entry) for entry in entries]
+
+
+async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own() -> None:
+    """Its queue drains at the speed of lone entries, others' are batched, and nobody is held for company."""
+    gate = Gate()
+    async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
+        batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
+        own = texts(3, bundle="alone@1")
+        waiting = await submitted(batcher, own)
+        batches = []
+        for _ in own:
+            batches.append((await gate.batch()).numbers)
+            gate.let()
+        assert batches == [[number(entry)] for entry in own]
+        assert echoed(await waiting) == [number(entry) for entry in own]
+        assert batcher.load().rates["alone@1"] == FIXED.tokens_per_second([64])
+        assert batcher.load().rates["m@1"] == FIXED.tokens_per_second([64] * 64)
+
+
+async def test_an_empty_request_has_an_empty_answer() -> None:
+    """Nothing is queued for it."""
+    async with serving(echo) as batcher:
+        assert await batcher.submit([]) == []
+
+
+async def test_outcomes_tell_of_their_batch() -> None:
+    """30 tokens in a batch padded to 2 x 20 waited a second and ran for two."""
+    clock = Clock()
+    clock.now = 5.0
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 2.0
+        return echo(width, bundle, encodings)
+
+    async with serving(run, clock=clock) as batcher:
+        outcomes = await batcher.submit([text(10, arrival=4.0), text(20, arrival=3.0)])
+    told = [(o.queue_s, o.inference_s, o.batch_size, o.batch_tokens) for o in outcomes]
+    assert told == [(1.0, 2.0, 2, 30), (2.0, 2.0, 2, 30)]
+    assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
+
+
+async def test_outcomes_are_told_as_their_batches_end() -> None:
+    """Each entry is told of once, with its own outcome, before the request is answered."""
+    gate, told = Gate(), []
+    async with serving(gate, max_batch_size=1) as batcher:
+        entries = texts(2)
+        asked = asyncio.create_task(
+            batcher.submit(entries, lambda entry, outcome: told.append((entry, outcome)))
+        )
+        await gate.batch()
+        gate.let()
+        await gate.batch()
+        assert [(entries[0], echoed([told[0][1]]))] == [
+            (entry, echoed([outcome])) for entry, outcome in told
+        ]
+        gate.let()
+        assert await asked == [outcome for _, outcome in told]
+
+
+async def test_a_failing_callback_fails_its_request_alone() -> None:
+    """A callback that raises fails its own request; the others are answered."""
+
+    def on_outcome(*_: object) -> None:
+        raise OSError("closed")
+
+    async with serving(echo) as batcher:
+        bad = asyncio.create_task(batcher.submit(texts(2), on_outcome))
+        good = asyncio.create_task(batcher.submit(texts(2)))
+        with pytest.raises(errors.InternalError, match="could not be handled"):
+            await bad
+        assert 2 == len(await good)
+
+
+async def test_every_batch_is_observed() -> None:
+    """Metrics see what ran, and whose it was."""
+    seen: list[BatchStats] = []
+    async with serving(echo, observe=seen.append, max_batch_size=2) as batcher:
+        await batcher.submit(texts(3))
+    assert [(stats.bundle, stats.size, stats.tokens, stats.slots) for stats in seen] == [
+        ("m@1", 2, 20, 20),
+        ("m@1", 1, 10, 10),
+    ]
+    assert seen[0].padding_ratio == 1.0
+
+
+async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
+    """Learning what a batch cost takes up to a millisecond, which nobody has to wait for.
+
+    In a process of its own an answer leaves two turns of the event loop after its future is done: a callback of the
+    future sends it, and what one turn sends is written together in the next.
+    """
+    order: list[str] = []
+    estimators = costing(FIXED)
+    refine = estimators[1].refine
+
+    def refined(sample: Sample) -> None:
+        order.append("learnt")
+        refine(sample)
+
+    estimators[1].refine = refined  # type: ignore[method-assign]
+    async with serving(echo, bundles=[], observe=lambda _: order.append("told")) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        await batcher.submit(texts(1))
+        order.append("sent")
+        await asyncio.sleep(0)
+        order.append("written")
+    assert order == ["sent", "written", "learnt", "told"]
+
+
+async def test_the_cost_is_refined_by_real_batches() -> None:
+    """A model that turns out slower than its estimate is soon known to be."""
+    clock = Clock()
+
+    def slow(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 3.0
+        return echo(width, bundle, encodings)
+
+    estimators = costing(FIXED)
+    async with serving(slow, bundles=[], clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        for _ in range(200):
+            await batcher.submit([text(10)])
+    assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
+
+
+# Order
+
+
+async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
+    """Who comes with one text while a thousand wait rides in the very next batch."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=8) as batcher:
+        bulk = await submitted(batcher, texts(1000))
+        await gate.batch()
+        one = text()
+        single = await submitted(batcher, [one])
+        gate.let()
+        assert number(one) in (await gate.batch()).numbers
+        gate.let()
+        assert echoed(await single) == [number(one)]
+        assert not bulk.done()
+        gate.let(1000)
+        assert len(await bulk) == 1000
+
+
+async def test_two_large_requests_share_the_replica_by_tokens() -> None:
+    """Of two backlogs, neither gets more than a batch ahead of the other."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        first, second = texts(20), texts(20)
+        await submitted(batcher, first)
+        await submitted(batcher, second)
+        gate.let(1000)
+        order = [(await gate.batch()).numbers[0] for _ in range(40)]
+    ours = {number(entry) for entry in first}
+    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
+    assert set(ahead) <= {0, 1, 2}
+
+
+async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
+    """Who comes when half of another request is served takes turns with the other half."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        first, second = texts(20), texts(10)
+        await submitted(batcher, first)
+        for _ in range(9):
+            await gate.batch()
+            gate.let()
+        await gate.batch()
+        await submitted(batcher, second)
+        gate.let(1000)
+        order = [(await gate.batch()).numbers[0] for _ in range(20)]
+    ours = {number(entry) for entry in first}
+    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
+    assert set(ahead) <= {-1, 0, 1}
+
+
+async def test_a_flow_that_was_idle_is_served_next() -> None:
+    """One model's backlog holds up another's texts, while they are less than its part, by the batch that runs."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        for arrival in range(20):
+            await submitted(batcher, [text(bundle="a@1", arrival=arrival)])
+        for arrival in range(20, 23):
+            await gate.batch()
+            await submitted(batcher, [text(5, bundle="b@1", arrival=arrival)])
+            gate.let()
+            assert (await gate.batch()).bundle == "b@1"
+            gate.let()
+
+
+async def test_flows_that_come_together_are_served_as_they_came() -> None:
+    """Equal charges go by arrival, so no model comes first by its place in a list."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1", "c@1"]) as batcher:
+        await submitted(batcher, [text(bundle="a@1")])
+        for arrival, name in enumerate("cb"):
+            await submitted(batcher, [text(bundle=f"{name}@1", arrival=arrival)])
+        gate.let(100)
+        await gate.batch()
+        assert [(await gate.batch()).bundle[0] for _ in range(2)] == ["c", "b"]
+
+
+async def served(
+    gate: Gate, batcher: Batcher, flows: dict[str, list[Entry]], tokens: int
+) -> Counter[str]:
+    """The tokens that each flow was given of the first so many, all wanting more than they get."""
+    name_of = {number(entry): name for name, entries in flows.items() for entry in entries}
+    await submitted(batcher, [text()])  # so that all wait before any is served
+    await gate.batch()
+    for entries in flows.values():
+        for entry in entries:
+            await submitted(batcher, [entry])
+    size_of = {number(entry): entry.tokens for entries in flows.values() for entry in entries}
+    given: Counter[str] = Counter()
+    while given.total() < tokens:
+        gate.let()
+        for taken in (await gate.batch()).numbers:
+            given[name_of[taken]] += size_of[taken]
+    return given
+
+
+@pytest.mark.parametrize("cost", [LINEAR, FIXED, PADDED], ids=["alone", "batched", "by length"])
+async def test_tenants_share_by_what_they_use(cost: Cost) -> None:
+    """Of two tenants one has ten times the texts, and another length: each gets half."""
+    gate = Gate()
+    async with serving(gate, cost, max_batch_size=8) as batcher:
+        flows = {
+            "many": [text(20, tenant="many") for _ in range(400)],
+            "few": [text(30, tenant="few") for _ in range(80)],
+        }
+        given = await served(gate, batcher, flows, 3000)
+    assert given["few"] / given.total() == pytest.approx(0.5, abs=0.1)
+
+
+async def test_the_classes_share_eight_to_one() -> None:
+    """Bulk is never starved, however many of its tenants there are it gets no more."""
+    gate = Gate()
+    async with serving(gate, FIXED, max_batch_size=4) as batcher:
+        flows = {"interactive": [text(tenant="i") for _ in range(400)]}
+        for tenant in "abc":
+            bulk = [text(tenant=tenant, priority=1) for _ in range(100)]
+            flows[f"bulk {tenant}"] = bulk
+        given = await served(gate, batcher, flows, 3600)
+    assert given["interactive"] / given.total() == pytest.approx(8 / 9, abs=0.03)
+    for tenant in "abc":
+        assert given[f"bulk {tenant}"] / given.total() == pytest.approx(1 / 27, abs=0.02)
+
+
+@pytest.mark.parametrize("crowd", [1, POOL_MOST + 50], ids=["a few", "more than a plan looks at"])
+async def test_nobody_is_passed_over_for_ever(crowd: int) -> None:
+    """A second text gets its seat although new single texts, due before it, keep coming."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        pair = texts(2)
+        await submitted(batcher, pair)
+        for entry in texts(crowd):
+            await submitted(batcher, [entry])
+        seats = []
+        for _ in range(MAX_SKIPPED + 3):
+            await submitted(batcher, texts(1))
+            seats.append((await gate.batch()).numbers[0])
+            gate.let()
+    assert seats.index(number(pair[0])) == 0
+    assert MAX_SKIPPED < seats.index(number(pair[1])) <= MAX_SKIPPED + 2
+
+
+async def test_a_seat_starts_the_count_again() -> None:
+    """Large requests among single texts get a seat every so often, each of them, and no more."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:  # batches of one
+        large = [texts(3), texts(3)]
+        for entries in large:
+            await submitted(batcher, entries)
+        order = []
+        for _ in range(3 * MAX_SKIPPED):
+            await submitted(batcher, texts(1))
+            order.append((await gate.batch()).numbers[0])
+            gate.let()
+    for entries in large:
+        first, second, third = [order.index(number(entry)) for entry in entries]
+        assert MAX_SKIPPED < second - first <= MAX_SKIPPED + 2
+        assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
+
+
+async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
+    """Whose turn comes by waiting may also be in line by its start, and has one seat all the same."""
+    gate = Gate()
+    rng = random.Random(0)
+    tasks, seats = [], []
+    async with serving(gate, FIXED, max_batch_size=4) as batcher:
+        for _ in range(6 * MAX_SKIPPED):
+            for tenant in "ab":
+                for size in rng.choices([1, 5], weights=[3, 1], k=2):
+                    entries = [text(rng.choice([5, 60]), tenant=tenant) for _ in range(size)]
+                    tasks.append(await submitted(batcher, entries))
+            seats += (await asyncio.wait_for(gate.batch(), 5)).numbers
+            gate.let()
+        assert len(seats) == len({*seats})
+        for task in tasks:
+            task.cancel()
+
+
+async def test_two_bundles_take_turns() -> None:
+    """Two models with equal backlogs alternate on one slot, and never share a batch."""
+    gate = Gate()
+    async with serving(gate, bundles=["a@1", "b@1"], max_batch_size=4) as batcher:
+        await submitted(batcher, texts(20, bundle="a@1"))
+        await submitted(batcher, texts(20, bundle="b@1"))
+        gate.let(100)
+        assert [(await gate.batch()).bundle for _ in range(10)] == ["a@1", "b@1"] * 5
+
+
+# Slots
+
+
+async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
+    """What waits is shared between idle slots, so that one request uses both."""
+    gate = Gate()
+    async with serving(gate, slots=2) as batcher:
+        request = await submitted(batcher, texts(6))
+        running = [await gate.batch(), await gate.batch()]
+        assert [batch.width for batch in running] == [1, 1]
+        assert [len(batch.numbers) for batch in running] == [3, 3]
+        assert len({batch.thread for batch in running}) == 2
+        gate.let(2)
+        assert len(await request) == 6
+
+
+async def test_the_thread_that_ran_last_runs_next() -> None:
+    """What a text needs is then in the caches of one core; both threads have been in use before."""
+    gate = Gate()
+    async with serving(gate, slots=2) as batcher:
+        request = await submitted(batcher, texts(2))
+        both = {(await gate.batch()).thread, (await gate.batch()).thread}
+        gate.let(2)
+        await request
+        ran = []
+        for _ in range(4):
+            request = await submitted(batcher, texts(1))
+            ran.append((await gate.batch()).thread)
+            gate.let()
+            await request
+        assert len(both) == 2
+        assert len(set(ran)) == 1
+
+
+async def test_every_slot_has_its_thread_from_the_start() -> None:
+    before = {*threading.enumerate()}
+    async with serving(echo, slots=3):
+        assert len({*threading.enumerate()} - before) == 3
+
+
+@pytest.mark.parametrize(("waiting", "widths"), [(1, [4]), (3, [4]), (4, [1] * 4), (9, [1] * 4)])
+async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int]) -> None:
+    """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=4, wide=4) as batcher:
+        batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=4))
+        request = await submitted(batcher, texts(waiting))
+        running = [await gate.batch() for _ in widths]
+        assert [batch.width for batch in running] == widths
+        assert sum(len(batch.numbers) for batch in running) == waiting
+        gate.let(4)
+        assert len(await request) == waiting
+
+
+async def test_a_wide_batch_needs_every_slot() -> None:
+    """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
+        batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=2))
+        first = await submitted(batcher, texts(2))
+        assert [(await gate.batch()).width, (await gate.batch()).width] == [1, 1]
+        gate.let()
+        later = await submitted(batcher, texts(1))
+        assert (await gate.batch()).width == 1
+        gate.let(2)
+        assert (len(await first), len(await later)) == (2, 1)
+        last = await submitted(batcher, texts(1))
+        assert (await gate.batch()).width == 2
+        held = await submitted(batcher, texts(1))
+        gate.let(2)
+        assert (await gate.batch()).width == 2
+        await asyncio.gather(last, held)
+
+
+@pytest.mark.parametrize(("narrow", "wide", "chosen"), [(8.0, 4.0, 2), (4.0, 8.0, 1)])
+async def test_the_width_is_chosen_by_what_it_costs(
+    narrow: float, wide: float, chosen: int
+) -> None:
+    """A lone text runs where it ends sooner; now and then the other width is tried, and each learns its own cost."""
+    clock, widths = Clock(), []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += wide if width == 2 else narrow
+        widths.append(width)
+        return echo(width, bundle, encodings)
+
+    estimators = costing(FIXED, slots=2)
+    async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        for _ in range(40 * TRIAL_EVERY):
+            await batcher.submit([text(10)])
+    settled = Counter(widths[-10 * TRIAL_EVERY :])
+    assert {chosen: 10 * TRIAL_EVERY - 10, 3 - chosen: 10} == settled
+    assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(narrow, rel=0.05)
+    assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(wide, rel=0.05)
+
+
+async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
+    """What all slots cost was measured in a bad moment: they are tried after a few texts, and taken from then on."""
+    clock, widths = Clock(), []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += FIXED.seconds(10, 1, 10) / (2 if width == 2 else 1)
+        widths.append(width)
+        return echo(width, bundle, encodings)
+
+    shapes = [(10, 1, 10), (100, 1, 100), (80, 8, 10)]
+    estimators = {
+        width: Estimator(Sample(*shape, times * FIXED.seconds(*shape)) for shape in shapes)
+        for width, times in ((1, 1.0), (2, 2.0))
+    }
+    async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        for _ in range(TRIAL_EVERY):
+            await batcher.submit([text(10)])
+    assert [1] * (FIRST_TRIAL - 1) + [2] == widths[:FIRST_TRIAL]
+    assert widths[FIRST_TRIAL:].count(2) > 0.8 * TRIAL_EVERY
+
+
+async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
+    """The busy replica, not a timer, is what makes batches."""
+    gate = Gate()
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        later = texts(5)
+        for entry in later:
+            await submitted(batcher, [entry])
+        assert len((await gate.batch()).numbers) == 1
+        gate.let()
+        assert sorted((await gate.batch()).numbers) == [number(entry) for entry in later]
+
+
+# Waiting for company
+
+
+async def test_max_wait_holds_a_batch_until_it_is_full() -> None:
+    """With a minute to wait, one text waits for its only possible companion."""
+    gate = Gate()
+    async with serving(gate, max_wait_ms=60_000, max_batch_size=2) as batcher:
+        await submitted(batcher, texts(1))
+        assert gate.started == 0
+        await submitted(batcher, texts(1))
+        assert len((await gate.batch()).numbers) == 2
+
+
+async def test_max_wait_ends() -> None:
+    """A text that nobody joins leaves alone, two milliseconds after it came."""
+    clock = asyncio.get_running_loop().time
+    async with serving(echo, max_wait_ms=2, clock=clock) as batcher:
+        (outcome,) = await batcher.submit([text(arrival=clock())])
+    assert outcome.queue_s >= 0.002 - 1e-6
+
+
+async def test_nobody_is_held_beyond_its_deadline() -> None:
+    """A text that could wait a minute for company leaves in time to be answered."""
+    clock = asyncio.get_running_loop().time
+    async with serving(echo, max_wait_ms=60_000, clock=clock) as batcher:
+        (outcome,) = await batcher.submit([text(arrival=clock(), deadline=clock() + 1.5)])
+    assert outcome.queue_s < 1.5
+
+
+async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
+    """A slot does not stand idle for one bundle's company while texts of another wait."""
+    gate = Gate()
+    async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
+        await submitted(batcher, texts(1, bundle="a@1"))
+        assert gate.started == 0
+        await submitted(batcher, texts(1, bundle="b@1"))
+        assert (await gate.batch()).bundle == "a@1"
+
+
+async def test_nobody_is_held_who_is_to_be_alone() -> None:
+    """There is no company to wait for."""
+    async with serving(echo, max_wait_ms=60_000) as batcher:
+        assert len(await asyncio.wait_for(batcher.submit([text(unbatched=True)]), 30)) == 1
+
+
+async def test_draining_does_not_wait_for_company() -> None:
+    """Once no request can come, a held batch leaves."""
+    async with serving(echo, max_wait_ms=60_000) as batcher:
+        held = await submitted(batcher, texts(1))
+        await batcher.stop(30)
+        assert len(await held) == 1
+
+
+async def test_batches_that_run_are_known() -> None:
+    """What is in a thread, and what it is expected to take, until it is out again."""
+    gate = Gate()
+    async with serving(gate) as batcher:
+        asked = await submitted(batcher, texts(2, 10))
+        await gate.batch()
+        (running,) = batcher.running
+        assert ("m@1", 2, 20, FIXED.seconds(20, 2, 10)) == (
+            running.bundle,
+            running.size,
+            running.tokens,
+            running.expected_s,
+        )
+        gate.let()
+        await asked
+        assert not batcher.running
+
+
+# The batch that is set out
+
+
+def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
+    """Whether so many batches start while the event loop stands still."""
+    end = time.monotonic() + seconds
+    while gate.started < started and time.monotonic() < end:
+        time.sleep(0.001)
+    return gate.started >= started
+
+
+async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
+    """One batch is set out: the thread takes it by itself, and no other."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        gate.let(5)
+        assert blocking(gate, 2)
+        assert not blocking(gate, 3, seconds=0.1)
+        answers = await asyncio.gather(*requests)
+        assert [len(answer) for answer in answers] == [1] * 5
+        assert gate.started == 5
+
+
+async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
+    """It counts for who comes, as the rest of the queue does, and no more once it runs."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        assert batcher.load().queue_tokens == 40
+        gate.let()
+        await gate.batch()
+        await settle()
+        assert batcher.load().queue_tokens == 30
+        gate.let(4)
+        await asyncio.gather(*requests)
+
+
+@pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
+async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: bool) -> None:
+    """Where as many as it takes are left behind, those that come could make it no better."""
+    gate = Gate()
+    async with serving(gate, FIXED, max_batch_size=2) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(1 + waiting)]
+        await gate.batch()
+        gate.let(10)
+        assert blocking(gate, 2, seconds=0.1) is set_out
+        await asyncio.gather(*requests)
+
+
+async def test_a_part_of_a_large_request_is_set_out() -> None:
+    """Where nobody else waits, no slot waits for the event loop."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        large = await submitted(batcher, texts(5))
+        await gate.batch()
+        gate.let(10)
+        assert blocking(gate, 2)
+        await large
+
+
+async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> None:
+    """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        many = texts(5)
+        large = await submitted(batcher, many)
+        ran = (await gate.batch()).numbers
+        late = text()
+        single = await submitted(batcher, [late])
+        gate.let()
+        ran += (batch := await gate.batch()).numbers
+        assert number(late) in batch.numbers
+        gate.let(10)
+        await asyncio.gather(large, single)
+        while len(ran) < 6:
+            ran += (await gate.batch()).numbers
+        assert sorted(ran) == sorted(map(number, [*many, late]))
+
+
+async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
+    """Who is owed the slot has it; those that had been set out are next, each once."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        ours = [text(bundle="a@1") for _ in range(4)]
+        requests = [await submitted(batcher, [own]) for own in ours]
+        assert (await gate.batch()).numbers == [number(ours[0])]
+        other = text(bundle="b@1")
+        requests.append(await submitted(batcher, [other]))
+        gate.let(10)
+        ran = [(await gate.batch()).numbers for _ in range(4)]
+        await asyncio.gather(*requests)
+        assert ran == [[number(entry)] for entry in (other, *ours[1:])]
+
+
+async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
+    """Whose turn it is is known: those that come behind others of their flow change nothing of it."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
+        requests = [await submitted(batcher, [entry]) for entry in (*ours, *others)]
+        assert (await gate.batch()).numbers == [number(ours[0])]
+        requests += [await submitted(batcher, [text(bundle=b)]) for b in ("a@1", "b@1")]
+        gate.let(10)
+        assert blocking(gate, 2)
+        assert (await gate.batch()).numbers == [number(others[0])]
+        await asyncio.gather(*requests)
+
+
+async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
+    """Under load no slot would be idle for it."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(4)]
+        await gate.batch()
+        probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
+        await settle()
+        gate.let(10)
+        assert (await gate.batch()).numbers == [77]
+        await asyncio.gather(probe, *requests)
+
+
+async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
+    """The next in line takes its place, while the thread still runs the batch before."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        ours = texts(5)
+        requests = [await submitted(batcher, [own]) for own in ours]
+        await gate.batch()
+        requests[1].cancel()
+        await settle()
+        gate.let(10)
+        assert blocking(gate, 2)
+        assert (await gate.batch()).numbers == [number(ours[2])]
+        ended = await asyncio.gather(*requests, return_exceptions=True)
+        assert [isinstance(end, list) for end in ended] == [True, False, True, True, True]
+        assert gate.started == 4
+
+
+async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
+    """The thread was faster; what waits is counted right all the same."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+        await gate.batch()
+        gate.let()
+        assert blocking(gate, 2)
+        requests[1].cancel()  # before the loop hears that its batch has begun
+        await settle()
+        assert batcher.load().queue_tokens == 30
+        gate.let(10)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
+        assert [isinstance(end, list) for end in ended] == [True, False, True, True, True]
+        assert batcher.load().queue_tokens == 0
+
+
+async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
+    """What is not answered in time is not begun either."""
+    gate = Gate()
+    batcher = Batcher(gate, clock=Clock())
+    batcher.add_bundle("m@1", costing(LINEAR))
+    await batcher.start()
+    requests = [await submitted(batcher, texts(1)) for _ in range(5)]
+    await gate.batch()
+    await batcher.stop(0.01)
+    gate.let(10)
+    ended = await asyncio.gather(*requests, return_exceptions=True)
+    assert {type(end) for end in ended} == {errors.Draining}
+    assert not blocking(gate, 2, seconds=0.1)
+
+
+async def test_a_probe_goes_before_all_that_waits() -> None:
+    """It takes the next slot that is free; nobody is told of it, and it teaches no cost."""
+    gate, seen = Gate(), []
+    async with serving(gate, max_batch_size=1, observe=seen.append) as batcher:
+        asked = await submitted(batcher, texts(3))
+        await gate.batch()
+        probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
+        await settle()
+        gate.let(9)
+        assert [77] == (await gate.batch()).numbers
+        assert 77 == (await probe)["h"][0]
+        await asked
+    assert 3 == len(seen)
+
+
+async def test_probes_take_one_slot_and_many_by_turns() -> None:
+    """Where all are idle; beside a batch that runs, one."""
+    gate = Gate()
+    async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
+        batcher.add_bundle("m@1", costing(SOONER, slots=2))
+        gate.let(4)
+        for width in (1, 2, 1, 2):
+            await batcher.probe("m@1", encoding(5, 1))
+            assert width == (await gate.batch()).width
+        await submitted(batcher, texts(2))
+        probes = [asyncio.create_task(batcher.probe("m@1", encoding(5, 1))) for _ in range(2)]
+        assert [1, 1] == [(await gate.batch()).width for _ in range(2)]
+        await settle()
+        for _ in probes:
+            gate.let()
+            assert 1 == (await gate.batch()).width
+        gate.let(2)
+        await asyncio.gather(*probes)
+
+
+async def test_a_probe_fails_as_the_run_does() -> None:
+    """What is raised is raised; a bundle that is not served is unknown."""
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        raise ZeroDivisionError
+
+    async with serving(run) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            await batcher.probe("m@1", encoding(5, 1))
+        with pytest.raises(errors.UnknownModel):
+            await batcher.probe("other@1", encoding(5, 1))
+
+
+# Admission
+
+
+async def test_a_full_queue_is_overloaded_and_says_when_to_retry() -> None:
+    """900 tokens at 100 a second: come back in 9 seconds. Running tokens do not count."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+        await submitted(batcher, [text(500)])
+        await submitted(batcher, texts(90))
+        with pytest.raises(errors.Overloaded) as refusal:
+            await batcher.submit(texts(11))
+        assert refusal.value.retry_after_s == pytest.approx(9.0)
+        assert batcher.load().queue_tokens == 900
+        assert not (await submitted(batcher, texts(10))).done()
+
+
+@pytest.mark.parametrize(("per_token", "told"), [(1e-6, 1.0), (10.0, 60.0)])
+async def test_the_time_to_retry_is_bounded(per_token: float, told: float) -> None:
+    """At least a second, so that clients spread; at most a minute, so that they come back."""
+    gate = Gate()
+    async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=100) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(10))
+        with pytest.raises(errors.Overloaded) as refusal:
+            await batcher.submit(texts(1))
+        assert refusal.value.retry_after_s == told
+
+
+async def test_a_request_is_refused_whole() -> None:
+    """Of a request that does not fit, no entry is queued, and smaller ones still are."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=100) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(5))
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit(texts(6))
+        assert batcher.load().queue_tokens == 50
+        await submitted(batcher, texts(5))
+        gate.let(100)
+        assert len({(await gate.batch()).numbers[0] for _ in range(11)}) == 11
+
+
+@pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
+async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: float) -> None:
+    """Neither for want of room nor for want of time."""
+    gate = Gate()
+    async with serving(gate, max_queue_tokens=limit) as batcher:
+        for entry in texts(2, 40):
+            await submitted(batcher, [entry])
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(40, deadline=deadline)])
+        again = await submitted(batcher, [text(40, deadline=deadline, unbatched=True)])
+        gate.let(9)
+        assert 1 == len(await again)
+
+
+async def test_what_fits_no_queue_is_too_large() -> None:
+    """Waiting would not help, so it is not asked to retry."""
+    async with serving(echo, max_queue_tokens=100) as batcher:
+        with pytest.raises(errors.TooLarge):
+            await batcher.submit(texts(11))
+        assert len(await batcher.submit(texts(10))) == 10
+
+
+async def test_a_bundle_that_is_not_served_is_unknown() -> None:
+    """Refused by name, before anything is queued."""
+    async with serving(echo) as batcher:
+        with pytest.raises(errors.UnknownModel, match="other@1"):
+            await batcher.submit(texts(1, bundle="other@1"))
+
+
+async def test_a_request_of_two_bundles_is_our_bug() -> None:
+    """A request asks one model."""
+    async with serving(echo, bundles=["a@1", "b@1"]) as batcher:
+        with pytest.raises(ValueError, match="one bundle"):
+            await batcher.submit([text(bundle="a@1"), text(bundle="b@1")])
+
+
+async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None:
+    """Unloading a model leaves nobody hanging, and the other models alone."""
+    gate = Gate()
+    async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
+        running = await submitted(batcher, texts(1, bundle="a@1"))
+        waiting = await submitted(batcher, texts(1, bundle="a@1"))
+        other = await submitted(batcher, texts(1, bundle="b@1"))
+        batcher.remove_bundle("a@1")
+        with pytest.raises(errors.UnknownModel):
+            await batcher.submit(texts(1, bundle="a@1"))
+        with pytest.raises(errors.NotReady, match="a@1"):
+            await waiting
+        assert batcher.load().queue_tokens == 10
+        gate.let(2)
+        assert len(await running) == len(await other) == 1
+
+
+async def test_load_predicts_full_batches_of_what_waits_on_all_slots() -> None:
+    """Two slots, batches of 4 x 10 tokens in 1.4 seconds each: 57 tokens a second."""
+    gate = Gate()
+    async with serving(gate, slots=2, max_batch_size=4) as batcher:
+        for _ in range(3):
+            await submitted(batcher, texts(1))
+        await submitted(batcher, texts(7))
+        load = batcher.load()
+    assert load.queue_tokens == 80
+    assert load.rates == {"m@1": pytest.approx(2 * 40 / 1.4)}
+    assert load.ready
+
+
+async def test_a_device_that_is_slower_than_expected_is_expected_to_be() -> None:
+    """Slots get work of a second every two seconds, though no batch took longer: it drains at half the speed."""
+    clock, gate, estimators = Clock(), Gate(), costing(LINEAR)
+    estimators[1].refine = lambda sample: None  # type: ignore[method-assign]
+    async with serving(gate, clock=clock, bundles=[]) as batcher:
+        batcher.add_bundle("m@1", estimators)
+        await submitted(batcher, [text(100)])
+        for _ in range(50):
+            await submitted(batcher, [text(100)])
+        for _ in range(40):
+            await gate.batch()
+            clock.now += 2.0
+            gate.let()
+        await gate.batch()
+        assert batcher.load().rates["m@1"] == pytest.approx(50.0, rel=0.05)
+
+
+async def test_what_would_come_too_late_is_refused_early() -> None:
+    """900 tokens at 100 a second wait: a text of 10 is answered in 9.1 s, and must have two fifths to spare."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, [text(500)])
+        for _ in range(90):
+            await submitted(batcher, texts(1))
+        with pytest.raises(errors.Overloaded, match=r"9\.1 s, and 10\.0 s") as refusal:
+            await batcher.submit([text(deadline=10.0)])
+        assert refusal.value.retry_after_s == pytest.approx(9.1 - 6.0)
+        assert not (await submitted(batcher, [text(deadline=16.0)])).done()
+
+
+async def test_what_is_expected_never_closes_an_empty_queue() -> None:
+    """An estimate that is too high is corrected only by what runs."""
+    async with serving(echo, Cost(0.0, 1000.0, 0.0)) as batcher:
+        assert len(await batcher.submit([text(deadline=1.0)])) == 1
+
+
+async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
+    """100 s of one request wait, of which a text waits for as much as it brings."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, texts(1000))
+        assert not (await submitted(batcher, [text(deadline=1.0)])).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(100, deadline=1.0)])
+
+
+async def test_a_full_queue_has_room_for_who_has_less_than_a_part() -> None:
+    """One tenant's flood takes from another what it does not use, and nothing else."""
+    gate = Gate()
+    async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+        await submitted(batcher, texts(1))
+        await submitted(batcher, [text(tenant="flood") for _ in range(100)])
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="flood")])
+        assert not (await submitted(batcher, [text(tenant="other") for _ in range(50)])).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="other")])
+        bulk = [text(tenant="other", priority=1) for _ in range(11)]
+        assert not (await submitted(batcher, bulk)).done()
+        with pytest.raises(errors.Overloaded):
+            await batcher.submit([text(tenant="other", priority=1)])
+
+
+async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one() -> None:
+    """Whether the rates were told before or not, a request is refused by the same limits of room and time."""
+    ends: list[list[bool]] = []
+    for told in (False, True):
+        gate = Gate()
+        async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
+            await submitted(batcher, texts(1))
+            await submitted(batcher, texts(40))  # 400 tokens at 100 a second
+            refused = []
+            for asked in (text(10, deadline=60), text(10, deadline=0.1), text(800, deadline=60)):
+                if told:
+                    batcher.load()
+                task = await submitted(batcher, [asked])
+                refused.append(task.done() and isinstance(task.exception(), errors.Overloaded))
+            ends.append(refused)
+    assert ends == [[False, True, True]] * 2
+
+
+# Cancelled and late
+
+
+async def test_a_cancelled_request_leaves_the_queue() -> None:
+    """Its tokens are free at once, and no replica ever sees its texts."""
+    gate = Gate()
+    async with serving(gate, max_queue_tokens=100) as batcher:
+        first = await submitted(batcher, texts(1))
+        gone = await submitted(batcher, texts(10))
+        gone.cancel()
+        await settle()
+        assert batcher.load().queue_tokens == 0
+        after = texts(10)
+        rest = await submitted(batcher, after)
+        gate.let(2)
+        await asyncio.gather(first, rest)
+    await gate.batch()
+    assert (await gate.batch()).numbers == [number(entry) for entry in after]
+    assert gate.started == 2
+
+
+async def test_cancelling_a_running_request_harms_nobody() -> None:
+    """Its companions in the batch are answered, and the rest of it never runs."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=2) as batcher:
+        gone = await submitted(batcher, texts(4))
+        await gate.batch()
+        other = await submitted(batcher, texts(1))
+        gone.cancel()
+        gate.let(2)
+        assert len(await other) == 1
+        assert gate.started == 2
+
+
+async def test_cancelled_texts_do_not_pile_up() -> None:
+    """A client that cancels again and again costs no memory while another waits."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        await submitted(batcher, texts(2 * POOL_MOST))
+        arrays = []
+        for _ in range(3):
+            entries = texts(1000)
+            arrays += [weakref.ref(entry.window.input_ids) for entry in entries]
+            gone = await submitted(batcher, entries)
+            gone.cancel()
+            await settle()
+        del entries, gone
+        await gate.batch()
+        gate.let()
+        await gate.batch()
+        assert sum(array() is not None for array in arrays) < POOL_MOST
+
+
+async def test_an_answered_request_leaves_nothing_behind() -> None:
+    """Inputs and outputs are freed with their last reference; the collector has nothing to do."""
+    kept: list[weakref.ref[NDArray[Any]]] = []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        answers = echo(width, bundle, encodings)
+        kept.extend(weakref.ref(given.input_ids) for given in encodings)
+        kept.extend(weakref.ref(answer["h"]) for answer in answers)
+        return answers
+
+    gc.disable()
+    try:
+        async with serving(run) as batcher:
+            await batcher.submit(texts(3))
+            await batcher.submit(texts(1))
+            assert [ref() is None for ref in kept[:6]] == [True] * 6
+    finally:
+        gc.enable()
+
+
+async def test_a_late_entry_is_never_run() -> None:
+    """Its deadline passed before it came: the replica does not see it."""
+    gate = Gate()
+    clock = Clock()
+    clock.now = 10.0
+    async with serving(gate, clock=clock) as batcher:
+        with pytest.raises(errors.DeadlineExceeded):
+            await batcher.submit([text(deadline=10.0)])
+    assert gate.started == 0
+
+
+async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends() -> None:
+    """Its other texts go with it, and those that still have time are served."""
+    gate = Gate()
+    clock = Clock()
+    async with serving(gate, clock=clock) as batcher:
+        await submitted(batcher, texts(1))
+        late = await submitted(batcher, [text(deadline=9.0), text()])
+        later = await submitted(batcher, [text(deadline=11.0)])
+        clock.now = 10.0
+        gate.let(2)
+        with pytest.raises(errors.DeadlineExceeded):
+            await late
+        assert len(await later) == 1
+        assert batcher.load().queue_tokens == 0
+
+
+# Failures
+
+
+def failure(outcomes: Sequence[EntryOutcome]) -> str:
+    """The message of the first entry that failed."""
+    return next(o.message for o in outcomes if isinstance(o, errors.InferenceFailed))
+
+
+def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        if any(number(given) in bad for given in encodings):
+            raise RuntimeError("poison")
+        return echo(width, bundle, encodings)
+
+    return run
+
+
+async def test_a_bad_input_fails_alone() -> None:
+    """Of eight requests in one batch, the one that breaks the model gets the error, with cause."""
+    bad = text()
+    singles = [*texts(5), bad, *texts(2)]
+    gate = Gate(poisoned(number(bad)))
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        requests = [await submitted(batcher, [entry]) for entry in singles]
+        gate.let(100)
+        answers = [outcome for (outcome,) in await asyncio.gather(*requests)]
+        await gate.batch()
+        assert len((await gate.batch()).numbers) == 8
+    failed = [answer for answer in answers if isinstance(answer, errors.InferenceFailed)]
+    assert failed == [answers[5]]
+    assert gate.started == 1 + 7  # halves, not one by one
+    assert str(failed[0].__cause__) == "poison"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -> None:
+    """The other request in the batch is answered."""
+    bad, good = text(), text()
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        return [
+            {"h": np.array([value if number(given) == number(bad) else 1.0], np.float32)}
+            for given in encodings
+        ]
+
+    gate = Gate(run)
+    async with serving(gate) as batcher:
+        await submitted(batcher, texts(1))
+        failing, fine = await submitted(batcher, [bad]), await submitted(batcher, [good])
+        gate.let(2)
+        assert "not finite" in failure(await failing)
+        assert [outcome.batch_size for outcome in await fine] == [2]
+
+
+async def test_each_entry_has_an_outcome() -> None:
+    """The outcome of an entry that fails is its error, which is reported and counted; the others have outputs."""
+    bad, odd, told, seen = text(), text(), [], []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        answers = poisoned(number(bad))(width, bundle, encodings)
+        return [
+            {"h": np.full(1, math.nan, np.float32)} if number(given) == number(odd) else answer
+            for given, answer in zip(encodings, answers, strict=True)
+        ]
+
+    entries = [*texts(3), bad, *texts(2), odd]
+    async with serving(run, observe=seen.append) as batcher:
+        outcomes = await batcher.submit(entries, lambda *of: told.append(of))
+    failed = {i: o for i, o in enumerate(outcomes) if isinstance(o, errors.InferenceFailed)}
+    assert {3: "the model failed", 6: "not finite"} == {
+        index: next(said for said in ("the model failed", "not finite") if said in error.message)
+        for index, error in failed.items()
+    }
+    good = [0, 1, 2, 4, 5]
+    assert [number(entries[i]) for i in good] == echoed([outcomes[i] for i in good])
+    assert dict(zip(entries, outcomes, strict=True)) == dict(told)
+    assert {bad, odd} == {entry for stats in seen for entry in stats.failed}
+
+
+def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
+        encodings
+    )
+
+
+async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
+    """A head that overflows on this text is no concern of those who ask another."""
+    async with serving(two_heads) as batcher:
+        (outcome,) = await batcher.submit([text(head="h")])
+        assert list(outcome.outputs) == ["h"]
+        for head in ("broken", None):
+            assert "not finite" in failure(await batcher.submit([text(head=head)]))
+        assert "no output 'absent'" in failure(await batcher.submit([text(head="absent")]))
+
+
+async def test_a_wrong_number_of_results_fails_the_batch() -> None:
+    """Whose result is missing cannot be told, so nobody gets a stranger's."""
+    async with serving(
+        lambda width, bundle, encodings: echo(width, bundle, encodings)[1:]
+    ) as batcher:
+        assert "our bug: a batch of 3 gave 2 results" in failure(await batcher.submit(texts(3)))
+
+
+async def test_failures_do_not_teach_the_cost() -> None:
+    """The time of a batch that was halved and run again is not the time of a batch."""
+    clock = Clock()
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        clock.now += 100.0
+        raise RuntimeError
+
+    async with serving(run, clock=clock) as batcher:
+        for _ in range(20):
+            assert failure(await batcher.submit(texts(2)))
+        assert batcher.load().rates == {"m@1": FIXED.tokens_per_second([64] * 64)}
+
+
+async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in a replica's thread fails the requests of its batch, is logged, and ends nothing."""
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Any:
+        return echo(width, bundle, encodings) if len(encodings[0]) > 1 else [None]
+
+    async with serving(run) as batcher:
+        with pytest.raises(errors.InferenceFailed, match="our bug: the batch was lost"):
+            await batcher.submit(texts(1, tokens=1))
+        assert len(await batcher.submit(texts(1, tokens=2))) == 1
+    assert "AttributeError" in caplog.text
+
+
+async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong with metrics is logged, and answers go on."""
+
+    def broken(stats: BatchStats) -> None:
+        raise ZeroDivisionError
+
+    async with serving(echo, observe=broken) as batcher:
+        for _ in range(2):
+            assert len(await batcher.submit(texts(1))) == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in the batcher is loud: nobody hangs, nothing more is accepted or served, it is logged, once."""
+
+    def broken() -> float:
+        raise ZeroDivisionError
+
+    async with serving(echo, clock=broken) as batcher:
+        with pytest.raises(errors.InferenceFailed, match="our bug"):
+            await batcher.submit(texts(1))
+        with pytest.raises(errors.NotReady):
+            await batcher.submit(texts(1))
+        assert not batcher.load().ready
+        batcher.remove_bundle("m@1")  # a message that nobody takes any more
+    assert "ZeroDivisionError" in caplog.text
+    assert 1 == caplog.text.count("the batcher broke")
+
+
+# A life
+
+
+async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
+    """Requests before the start are refused, not kept."""
+    batcher = Batcher(echo)
+    batcher.add_bundle("m@1", {1: Estimator()})
+    assert not batcher.load().ready
+    with pytest.raises(errors.NotReady):
+        await batcher.submit(texts(1))
+    await batcher.stop(0)
+
+
+async def test_stop_answers_everything_that_was_accepted() -> None:
+    """New requests are refused at once, old ones are served to the last, and no thread is left."""
+    gate = Gate()
+    async with serving(gate, max_batch_size=2, slots=2) as batcher:
+        accepted = await submitted(batcher, texts(20))
+        stopping = asyncio.create_task(batcher.stop(30))
+        await settle()
+        with pytest.raises(errors.Draining):
+            await batcher.submit(texts(1))
+        assert not batcher.load().ready
+        gate.let(1000)
+        await stopping
+        assert len(await accepted) == 20
+        assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
+
+
+async def test_stop_fails_what_is_left_when_the_time_is_over() -> None:
+    """A replica that hangs does not keep the server from ending, nor its clients from knowing."""
+    gate = Gate()
+    async with serving(gate, LINEAR) as batcher:
+        running = await submitted(batcher, texts(1))
+        waiting = await submitted(batcher, texts(1))
+        await batcher.stop(0.001)
+        for task in (running, waiting):
+            with pytest.raises(errors.Draining):
+                await task
+
+
+# Everything at once
+
+
+class Arrival(NamedTuple):
+    """A request of a random script."""
+
+    lengths: list[int]
+    tenant: str
+    kind: str  # of its last text: good, poison (breaks the model), nan
+    patience: int | None  # turns of the event loop until it is cancelled
+    pause: int  # turns until the next request comes
+
+
+arrivals = st.builds(
+    Arrival,
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.sampled_from("ab"),
+    st.sampled_from(["good"] * 5 + ["poison", "nan"]),
+    st.none() | st.integers(0, 20),
+    st.integers(0, 6),
+)
+costs = st.sampled_from([FIXED, LINEAR, PADDED])
+
+
+def moody(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    """Echo, but a first token type of 1 breaks the model, and one of 2 the result."""
+    moods = [int(given.token_type_ids[0]) for given in encodings]
+    assert 1 not in moods, "poison"
+    return [
+        {"h": np.array([math.nan if mood == 2 else number(given)], np.float32)}
+        for mood, given in zip(moods, encodings, strict=True)
+    ]
+
+
+async def played(script: list[Arrival], batcher: Batcher, bundles: list[str]) -> None:
+    """Play the script; check that every request got what is its own."""
+    tasks: list[tuple[Arrival, list[Entry], Submitted]] = []
+    for turn, arrival in enumerate(script):
+        bundle = bundles[turn % len(bundles)]
+        entries = [text(n, bundle=bundle, tenant=arrival.tenant) for n in arrival.lengths]
+        mood = ["good", "poison", "nan"].index(arrival.kind)
+        entries[-1].window.token_type_ids[0] = mood
+        tasks.append((arrival, entries, asyncio.create_task(batcher.submit(entries))))
+        if arrival.patience is not None:
+            asyncio.get_running_loop().create_task(impatient(tasks[-1][2], arrival.patience))
+        for _ in range(arrival.pause):
+            await asyncio.sleep(0)
+    for arrival, entries, task in tasks:
+        try:
+            *before, last = await task
+            assert echoed(before) == [number(entry) for entry in entries[:-1]]
+            assert isinstance(last, errors.InferenceFailed) == (arrival.kind != "good")
+            assert arrival.kind != "good" or echoed([last]) == [number(entries[-1])]
+        except asyncio.CancelledError:
+            assert arrival.patience is not None
+    await settle()
+    assert batcher.load().queue_tokens == 0
+
+
+async def impatient(task: Submitted, turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(arrivals, min_size=1, max_size=15),
+    costs,
+    st.integers(1, 3),
+    st.integers(1, 80),
+    st.integers(1, 8),
+)
+def test_every_request_gets_its_own_answer(
+    script: list[Arrival], cost: Cost, slots: int, tokens: int, size: int
+) -> None:
+    """Whatever comes, is cancelled or fails, in any batches: own answers, own errors, none lost."""
+    bundles = ["a@1", "b@1"]
+    options = {"slots": slots, "max_batch_tokens": tokens, "max_batch_size": size}
+
+    async def play() -> None:
+        async with serving(moody, cost, bundles=bundles, **options) as batcher:
+            await asyncio.wait_for(played(script, batcher, bundles), 60)
+
+    asyncio.run(play())

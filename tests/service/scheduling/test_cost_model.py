@@ -1,0 +1,285 @@
+"""The cost of a batch is learnt from few measurements, and stays sane when they are poor."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.scheduling.cost_model import (
+    GUESS,
+    SURPRISE,
+    Cost,
+    Drain,
+    Estimator,
+    Sample,
+    fit,
+    measure,
+)
+
+CPU = Cost(per_run=2e-3, per_token=3e-5, per_slot=4e-9)
+SHAPES = [(1, 16), (1, 128), (8, 32), (1, 512), (8, 128)]
+seconds = st.floats(1e-5, 10)
+
+
+def sample(size: int, length: int, cost: Cost = CPU, factor: float = 1.0) -> Sample:
+    tokens = size * length
+    return Sample(tokens, size, length, factor * cost.seconds(tokens, size, length))
+
+
+def samples(cost: Cost = CPU) -> list[Sample]:
+    return [sample(size, length, cost) for size, length in SHAPES]
+
+
+def test_seconds_adds_run_tokens_and_attention_slots() -> None:
+    """Attention works on B * S * S slots, so one long text makes every companion dear."""
+    assert Cost(1.0, 0.1, 0.01).seconds(tokens=12, size=2, longest=10) == pytest.approx(4.2)
+
+
+def test_a_padded_batch_computes_its_padding() -> None:
+    """Two texts of 2 and 10 tokens are 20 tokens to a graph that takes a rectangle."""
+    cost = Cost(1.0, 0.1, 0.01, padded=True)
+    assert cost.computed(tokens=12, size=2, longest=10) == 20
+    assert cost.seconds(tokens=12, size=2, longest=10) == pytest.approx(5.0)
+    assert cost.tokens_per_second([2, 10]) == pytest.approx(12 / 5.0)
+
+
+def test_tokens_per_second_is_of_the_whole_batch() -> None:
+    """Two texts of 5 and 10 tokens in 1 + 1.5 seconds are 6 tokens a second."""
+    assert Cost(1.0, 0.1, 0.0).tokens_per_second([5, 10]) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [CPU, Cost(1e-3, 1e-6, 0.0), Cost(0.0, 1e-5, 1e-8), Cost(5e-3, 0.0, 0.0)],
+    ids=["cpu", "no attention term", "no fixed term", "only a fixed term"],
+)
+def test_fit_finds_the_line_that_made_the_samples(cost: Cost) -> None:
+    """Five exact samples give back their own line, zero terms included."""
+    fitted = fit(samples(cost))
+    expected = [sample(size, length, cost).seconds for size, length in [(4, 64), (32, 256)]]
+    found = [sample(size, length, fitted).seconds for size, length in [(4, 64), (32, 256)]]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@given(st.lists(seconds, min_size=5, max_size=5))
+def test_fit_never_predicts_a_negative_term(measured: list[float]) -> None:
+    """Whatever was measured, more work never costs less."""
+    odd = [taken._replace(seconds=value) for taken, value in zip(samples(), measured, strict=True)]
+    cost = fit(odd)
+    assert min(cost.per_run, cost.per_token, cost.per_slot) >= 0
+    assert sample(8, 64, cost).seconds > 0
+
+
+def test_fit_agrees_with_an_exhaustive_search() -> None:
+    """No line on a fine grid around the fitted one has a smaller error."""
+    noise = np.random.default_rng(0).normal(1, 0.2, len(SHAPES))
+    noisy = [sample(*shape, factor=f) for shape, f in zip(SHAPES, noise, strict=True)]
+    fitted = fit(noisy)
+
+    def error(cost: Cost) -> float:
+        predicted = [cost.seconds(*taken[:3]) / taken.seconds for taken in noisy]
+        return sum((ratio - 1) ** 2 for ratio in predicted)
+
+    steps = [0.9, 0.99, 1.0, 1.01, 1.1]
+    around = [
+        Cost(fitted.per_run * a, fitted.per_token * b, fitted.per_slot * c)
+        for a in steps
+        for b in steps
+        for c in steps
+    ]
+    assert error(fitted) <= min(map(error, around)) + 1e-6
+
+
+def test_one_sample_is_shared_evenly_by_the_terms() -> None:
+    """What cannot be told apart is split, and the measured batch is still predicted."""
+    cost = fit([Sample(tokens=100, size=2, longest=50, seconds=0.3)])
+    assert cost.per_run == pytest.approx(0.1)
+    assert cost.per_token * 100 == pytest.approx(0.1)
+    assert cost.per_slot * 5000 == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("none", [[], [Sample(10, 1, 10, 0.0)]], ids=["no sample", "no time"])
+def test_without_evidence_the_cost_is_a_guess(none: list[Sample]) -> None:
+    """A clock that did not move says nothing."""
+    assert fit(none) == GUESS
+    assert Estimator(none).cost == GUESS
+
+
+def test_estimator_starts_from_the_warm_up() -> None:
+    """Before any batch ran, the estimate is the fit."""
+    estimator = Estimator(samples())
+    assert estimator.cost == fit(samples())
+    lengths = [32, 64]
+    assert estimator.tokens_per_second(lengths) == estimator.cost.tokens_per_second(lengths)
+
+
+def test_estimator_follows_a_machine_that_became_slower() -> None:
+    """After a few hundred batches at half the speed, predictions are doubled."""
+    estimator = Estimator(samples())
+    for _ in range(50):
+        for size, length in SHAPES:
+            estimator.refine(sample(size, length, factor=2.0))
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(
+        2 * sample(8, 64).seconds, rel=0.1
+    )
+
+
+def test_estimator_recovers_from_a_warm_up_on_a_stalled_machine() -> None:
+    """A warm-up thirty times too slow is soon outweighed by real batches."""
+    estimator = Estimator([sample(*shape, factor=30.0) for shape in SHAPES])
+    for _ in range(50):
+        for size, length in SHAPES:
+            estimator.refine(sample(size, length))
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.1)
+
+
+def test_estimator_shrugs_at_a_stall() -> None:
+    """One batch in eight that takes a hundred times as long moves the line by little."""
+    estimator = Estimator(samples())
+    for _ in range(20):
+        for size, length in SHAPES:
+            for factor in (1, 1, 1, 1, 1, 1, 1, 100):
+                estimator.refine(sample(size, length, factor=factor))
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.15)
+
+
+def test_estimator_shrugs_at_a_batch_that_took_no_time() -> None:
+    """One batch in eight that seems a million times too fast has no more than its one vote."""
+    estimator = Estimator(samples())
+    for _ in range(20):
+        for size, length in SHAPES:
+            for factor in (1, 1, 1, 1, 1, 1, 1, 1e-6):
+                estimator.refine(sample(size, length, factor=factor))
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.2)
+
+
+def test_estimator_of_padded_batches_learns_what_padding_costs() -> None:
+    """Batches of mixed lengths take what their rectangles take, and teach just that."""
+    line = Cost(per_run=2e-3, per_token=6e-5, per_slot=4e-9, padded=True)
+    estimator = Estimator(samples(), padded=True)
+    for _ in range(100):
+        for tokens, size, longest in [(40, 8, 32), (300, 8, 128), (128, 1, 128), (90, 4, 64)]:
+            seconds = line.seconds(tokens, size, longest)
+            estimator.refine(Sample(tokens, size, longest, seconds))
+    assert estimator.cost.padded
+    for shape in [(60, 8, 48), (200, 2, 120)]:
+        assert estimator.cost.seconds(*shape) == pytest.approx(line.seconds(*shape), rel=0.05)
+
+
+def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
+    """Thousands of batches of one shape leave the prediction for the others alone."""
+    estimator = Estimator(samples())
+    for _ in range(2000):
+        estimator.refine(sample(1, 32))
+    for size, length in SHAPES:
+        taken = sample(size, length)
+        assert sample(size, length, estimator.cost).seconds == pytest.approx(
+            taken.seconds, rel=0.02
+        )
+
+
+def test_estimator_ignores_a_batch_without_duration() -> None:
+    """A clock that stands still teaches nothing."""
+    estimator = Estimator(samples())
+    for _ in range(100):
+        estimator.refine(Sample(10, 1, 10, 0.0))
+    assert estimator.cost == fit(samples())
+
+
+class Model:
+    """A model on a clock that moves only while it runs."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.now = 100.0
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, batch: Sequence[list[int]]) -> None:
+        lengths = [len(ids) for ids in batch]
+        self.shapes.append((len(lengths), max(lengths)))
+        self.now += self.cost.seconds(sum(lengths), len(lengths), max(lengths))
+
+    def measure(self, max_length: int = 512, **limits: float) -> list[Sample]:
+        return measure(
+            self,
+            lambda length: [0] * length,
+            max_length=max_length,
+            clock=lambda: self.now,
+            **limits,
+        )
+
+
+def test_measure_times_five_shapes_and_recovers_the_cost() -> None:
+    """On a fast model all five shapes fit, twice each, and their fit is the model's own line."""
+    model = Model(CPU)
+    cost = fit(model.measure())
+    assert len(model.shapes) == 10
+    assert len(set(model.shapes)) == 5
+    assert cost.per_token == pytest.approx(CPU.per_token, rel=1e-3)
+    assert cost.per_slot == pytest.approx(CPU.per_slot, rel=1e-3)
+
+
+@pytest.mark.parametrize("slower", [1, 3, 10, 30, 1000])
+def test_measure_keeps_to_its_time(slower: float) -> None:
+    """A slow model is measured on fewer shapes; only the very first run may pass the limit."""
+    cost = Cost(slower * 1e-3, slower * 4e-5, 0.0)
+    model = Model(cost)
+    measured = model.measure()
+    assert measured
+    assert model.now - 100.0 <= max(0.3, measured[0].seconds)
+
+
+def test_measure_stays_within_the_longest_window() -> None:
+    """A model of 64 positions never sees more, and no shape is measured twice."""
+    model = Model(CPU)
+    measured = model.measure(max_length=64)
+    assert max(taken.longest for taken in measured) == 64
+    assert len({taken[:3] for taken in measured}) == len(measured)
+
+
+def test_measure_stays_within_the_largest_batch() -> None:
+    """What is never batched is measured on lone inputs only."""
+    measured = Model(CPU).measure(max_size=1)
+    assert {taken.size for taken in measured} == {1}
+    assert {taken.longest for taken in measured} == {16, 32, 128, 512}
+
+
+def test_a_surprise_corrects_at_once() -> None:
+    """A cost that was measured in a bad moment, of batches that are seldom seen, does not stay wrong."""
+    wrong = [Sample(tokens, 1, tokens, 1e-3 * tokens) for tokens in (16, 128, 512)]
+    estimator = Estimator(wrong)
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    assert estimator.cost.seconds(200, 1, 200) < 0.15
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    estimator.refine(Sample(200, 1, 200, 0.02))
+    assert estimator.cost.seconds(200, 1, 200) < 0.08
+
+
+@pytest.mark.parametrize("times", [0.5, 0.9, 1.1, 2.0])
+def test_what_is_about_as_expected_waits_for_others(times: float) -> None:
+    """To fit costs as much as a tenth of a lone text's run: eight are learnt from together, unless one surprises."""
+    estimator = Estimator(samples())
+    before = estimator.cost
+    taken = sample(1, 128)
+    refits = []
+    for _ in range(8):
+        estimator.refine(taken._replace(seconds=times * taken.seconds))
+        refits.append(estimator.cost != before)
+    surprised = not 1 / SURPRISE < times < SURPRISE
+    assert refits[0] is surprised
+    assert refits[6] is surprised
+    assert refits[7]
+
+
+def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed() -> None:
+    """Soon, whatever it was before; and as soon back again."""
+    drain = Drain()
+    assert drain.speed == 1.0
+    for _ in range(40):
+        drain.observe(0.1, 0.2)
+    assert drain.speed == pytest.approx(0.5, abs=0.02)
+    for _ in range(80):
+        drain.observe(0.1, 0.1)
+    assert drain.speed == pytest.approx(1.0, abs=0.02)

@@ -1,0 +1,127 @@
+"""How long a request would wait is what the fluid of the fair queue says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.scheduling.load import WEIGHTS, Backlog, Flow, Left, Load, weights
+
+OURS, THEIRS = Flow("m@1", 0, "ours"), Flow("m@1", 0, "theirs")
+BULK = Flow("m@1", 1, "theirs")
+
+
+def singles(*tokens: int) -> Backlog:
+    """What waits are single texts of so many tokens."""
+    return Backlog.of(*[Left(count, 1) for count in tokens])
+
+
+def load(**waiting: Backlog) -> Load:
+    """A device that computes 100 tokens a second of `m@1` and 50 of `slow@1`."""
+    flows = {"ours": OURS, "theirs": THEIRS, "bulk": BULK, "slow": Flow("slow@1")}
+    rates = {"m@1": 100.0, "slow@1": 50.0}
+    return Load(rates, {flows[name]: backlog for name, backlog in waiting.items()})
+
+
+def test_a_class_is_split_over_its_tenants_and_a_tenant_over_its_bundles() -> None:
+    """More tenants of a class get no more together, nor does a tenant that asks several bundles."""
+    flows = [Flow("a", 0, "x"), Flow("b", 0, "x"), Flow("a", 0, "y"), Flow("a", 1, "x")]
+    shares = weights(flows)
+    assert [shares[flow] / WEIGHTS[flow.priority] for flow in flows] == [1 / 4, 1 / 4, 1 / 2, 1]
+
+
+def test_nothing_waits_before_the_first() -> None:
+    """An idle device takes what the work takes."""
+    assert load().wait_s(OURS, 200) == pytest.approx(2.0)
+
+
+def test_a_bundle_of_unknown_speed_is_not_waited_for() -> None:
+    """Whoever is to say how long says nothing, and the request is tried."""
+    assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
+
+
+def test_who_waits_in_the_same_flow_is_waited_for() -> None:
+    """Ten texts of ten tokens are before ours."""
+    assert load(ours=singles(*[10] * 10)).wait_s(OURS, 10) == pytest.approx(1.1)
+
+
+def test_a_larger_request_lets_a_smaller_one_pass() -> None:
+    """Of a thousand texts as many tokens are before ours as it has itself."""
+    waiting = load(ours=Backlog.of(Left(10_000, 100)))
+    assert waiting.wait_s(OURS, 10) == pytest.approx(0.2)
+    assert waiting.wait_s(OURS, 10_000) == pytest.approx(200.0)
+
+
+def test_another_tenant_holds_up_by_its_part() -> None:
+    """Whatever waits of them, one token of theirs goes with each of ours; and no more than they have."""
+    assert load(theirs=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
+    assert load(theirs=singles(30)).wait_s(OURS, 100) == pytest.approx(1.3)
+
+
+def test_bulk_holds_up_little_and_waits_for_much() -> None:
+    """By the weights of the classes."""
+    assert load(bulk=singles(10_000)).wait_s(OURS, 80) == pytest.approx(0.9)
+    assert load(ours=singles(10_000)).wait_s(BULK, 10) == pytest.approx(0.9)
+
+
+def test_a_slow_bundle_is_charged_by_its_time() -> None:
+    """A second of it for each of ours."""
+    assert load(slow=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
+
+
+def test_what_was_sent_since_counts() -> None:
+    """A load told a moment ago does not know of what came after."""
+    told = load()
+    told.add(OURS, Left(50, 1))
+    told.add(OURS, Left(50, 1))
+    assert told.queue_tokens == 100
+    assert told.drain_s == pytest.approx(1.0)
+    assert told.wait_s(OURS, 50) == pytest.approx(1.5)
+
+
+def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
+    """Its speed is not known yet, so nobody can tell how long others wait for it."""
+    told = load(ours=singles(100))
+    told.add(Flow("new"), Left(5000, 1))
+    assert told.wait_s(Flow("new"), 100) == 0.0
+    assert told.drain_s == pytest.approx(1.0)
+    assert told.wait_s(OURS, 100) == pytest.approx(2.0)
+
+
+requests = st.lists(st.integers(1, 5000), max_size=20)
+
+
+@given(requests, requests, requests, st.integers(1, 5000))
+def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(
+    ours: list[int], theirs: list[int], bulk: list[int], tokens: int
+) -> None:
+    """Between an idle device, and one that serves everybody else first."""
+    waiting = load(ours=singles(*ours), theirs=singles(*theirs), bulk=singles(*bulk))
+    wait_s = waiting.wait_s(OURS, tokens)
+    assert tokens / 100 <= wait_s * (1 + 1e-9)
+    assert wait_s <= (waiting.drain_s + tokens / 100) * (1 + 1e-9)
+
+
+def test_a_text_waits_for_every_text_before_it() -> None:
+    """Also for those that are longer, and for the last of many."""
+    waiting = load(ours=Backlog.of(Left(500, 1), Left(200, 1)))
+    assert waiting.wait_s(OURS, 10) == pytest.approx(7.1)
+
+
+lefts = st.builds(Left, st.integers(1, 5000), st.integers(1, 3)) | st.just(Left())
+
+
+@given(st.lists(lefts, max_size=20), st.lists(st.tuples(st.integers(0, 19), lefts), max_size=20))
+def test_a_backlog_is_what_is_left_of_each(
+    sizes: list[Left], changes: list[tuple[int, Left]]
+) -> None:
+    """However requests shrink, what is known is what a fresh count gives."""
+    backlog = Backlog.of(*sizes)
+    left = [*sizes]
+    for at, after in changes:
+        if at < len(left):
+            backlog.change(left[at], after)
+            left[at] = after
+    fresh = Backlog.of(*left)
+    assert backlog.tokens == fresh.tokens == sum(tokens for tokens, _ in left)
+    for tokens in (1, 50, 5000):
+        assert backlog.ahead(tokens) == fresh.ahead(tokens)

@@ -1,0 +1,986 @@
+"""Connections over real sockets, on the loop that serves: what they may send, hold back and leave unread."""
+
+import asyncio
+import json
+import re
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp
+from structlog.typing import EventDict
+from uvicorn.server import ServerState
+
+from service.api.app import create_app
+from service.middleware.request_context import Reception
+from service.observability.metrics import Metrics
+from service.scheduling.load import Backlog, Flow, Left, Load
+from service.server import connection as connection_module
+from service.server.connection import Protocol
+from service.server.flow_control import PIECE, piece_size
+from service.server.server import FEW, connections
+from service.settings import Settings
+from tests.service.fakes import FakeEngine, FakeEngines
+
+BODY = b'{"inputs": "a"}'
+HEAD = b"POST /classify HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
+GET = b"GET /health/live HTTP/1.1\r\nHost: quartet\r\n\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def post(body: bytes = BODY, more: bytes = b"") -> bytes:
+    return HEAD + more + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """Of an error, which has the one shape."""
+        (error,) = json.loads(self.body).values()
+        assert [*error] == ["code", "message", "param"]
+        return error["code"]
+
+    @property
+    def closes(self) -> bool:
+        return self.headers.get("connection") == "close"
+
+
+class Client:
+    """A connection, and what is heard on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, *parts: bytes) -> None:
+        for part in parts:
+            self.writer.write(part)
+
+    async def answer(self) -> Answer:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        headers = {k.lower(): v for k, v in re.findall(r"(\S+): (.*)\r\n", head)}
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return Answer(int(head.split()[1]), headers, body)
+
+    async def ended(self) -> bool:
+        """Once the server has closed: whether it had said all."""
+        return await self.reader.read() == b""
+
+
+@dataclass
+class Listening:
+    """A server's connections, and how to make one more."""
+
+    port: int
+    state: ServerState
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield Client(reader, writer)
+        finally:
+            writer.transport.abort()
+
+
+Listen = Callable[..., AbstractAsyncContextManager[Listening]]
+
+
+def bare() -> Reception:
+    """One for applications that are not ours."""
+    return Reception(metrics=Metrics(), process=SimpleNamespace(draining=False))
+
+
+@asynccontextmanager
+async def listening(
+    app: ASGIApp, settings: Settings, idle_s: float = 75, reception: Reception | None = None
+) -> AsyncIterator[Listening]:
+    config = uvicorn.Config(
+        app,
+        http=connections(settings, reception or bare()),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=idle_s,
+    )
+    config.load()
+    state = ServerState()
+
+    def connect() -> asyncio.Protocol:
+        return config.http_protocol_class(config=config, server_state=state, app_state={})
+
+    server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
+    try:
+        yield Listening(server.sockets[0].getsockname()[1], state)
+    finally:
+        server.close()
+        for task in state.tasks:
+            task.cancel()
+        await until(lambda: not state.connections)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def listen(engines: FakeEngines) -> Listen:
+    """A server of the whole application, over sockets."""
+
+    @asynccontextmanager
+    async def start(idle_s: float = 75, **settings: object) -> AsyncIterator[Listening]:
+        app = create_app(Settings(**settings), engines.open, Metrics())
+        async with (
+            app.router.lifespan_context(app),
+            listening(app, Settings(**settings), idle_s, app.state.reception) as server,
+        ):
+            yield server
+
+    return start
+
+
+async def test_requests_follow_each_other(listen: Listen) -> None:
+    """A connection is kept for the next request."""
+    async with listen() as server, server.client() as client:
+        for _ in range(3):
+            client.send(post())
+            answer = await client.answer()
+            assert (200, False) == (answer.status, answer.closes)
+
+
+OLD = [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"]
+
+
+@pytest.mark.parametrize("more", OLD)
+async def test_lines_for_an_old_client(listen: Listen, more: bytes) -> None:
+    """To HTTP/1.0, a stream of lines is sent without chunk sizes, and ends with its connection."""
+    body = b'{"inputs": ["a", "b", "c"]}'
+    head = b"POST /classify HTTP/1.0\r\nContent-Type: application/json\r\nAccept: application/x-ndjson\r\n"
+    async with listen() as server, server.client() as client:
+        client.send(b"%s%sContent-Length: %d\r\n\r\n%s" % (head, more, len(body), body))
+        head, _, lines = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert 4 == len([json.loads(line) for line in lines.splitlines()])
+
+
+@pytest.mark.parametrize("more", OLD)
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/health/live", 200), ("HEAD", "/health/live", 200), ("GET", "/nothing", 404)],
+)
+async def test_an_old_client_is_answered(
+    listen: Listen, method: str, path: str, status: int, more: bytes
+) -> None:
+    """An answer of known length to HTTP/1.0 has that length, and closes the connection."""
+    async with listen() as server, server.client() as client:
+        client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
+        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert status == int(head.split()[1])
+    length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
+    assert (0 if method == "HEAD" else length) == len(body)
+    assert b"connection: close" in head.lower()
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+async def test_an_answer_of_unknown_length_for_an_old_client(method: bytes) -> None:
+    """Whatever application answers: parts come as they are, also empty ones."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"a", b"", b"bc"):
+            yield part
+
+    app = StreamingResponse(parts())
+    async with listening(app, Settings()) as server, server.client() as client:
+        client.send(method + b" / HTTP/1.0\r\n\r\n")
+        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert (b"" if method == b"HEAD" else b"abc") == body
+
+
+async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
+    """One byte at a time is as good as all at once."""
+    async with listen() as server, server.client() as client:
+        for index in range(len(post())):
+            client.send(post()[index : index + 1])
+            await asyncio.sleep(0)
+        assert 200 == (await client.answer()).status
+
+
+async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
+    """Nobody waits for the log and the metrics."""
+    metrics, heard = Metrics(), []
+    app = create_app(Settings(), engines.open, metrics)
+    async with (
+        app.router.lifespan_context(app),
+        listening(app, Settings(), reception=app.state.reception) as server,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setblocking(False)
+            metrics.observe_request = lambda *_: heard.append(client.recv(1000))  # type: ignore[method-assign]
+            client.send(post())
+            await until(lambda: bool(heard))
+    assert heard[0].startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is sent with its body, or alone where it has none: a client is woken once."""
+    pieces: list[bytes] = []
+    made = Protocol.connection_made
+
+    class Wire:
+        def __init__(self, wire: Any) -> None:
+            self.wire = wire
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.wire, name)
+
+        def write(self, data: bytes) -> None:
+            pieces.append(data)
+            self.wire.write(data)
+
+    def spied(self: Protocol, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        self.wire = Wire(self.wire)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Protocol, "connection_made", spied)
+    async with listen() as server, server.client() as client:
+        for request in (post(), post()):
+            client.send(request)
+            assert 200 == (await client.answer()).status
+        client.send(b"HEAD /health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert (await client.reader.read()).startswith(b"HTTP/1.1 200")
+    assert 3 == len(pieces)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + b"X: %s\r\n\r\n" % (b"a" * 70_000),
+        HEAD + b"X: " + b"a" * 400_000,
+        b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * 8192),
+        b"GET /" + b"a" * 400_000,
+        HEAD + b"".join(b"X%d: a\r\n" % n for n in range(200)) + b"\r\n",
+        CHUNKED + b"1\r\n[\r\n0\r\n" + b"X: a\r\n" * 20_000,
+        CHUNKED + b"1\r\n[\r\n0\r\nX: " + b"a" * 1_000_000,
+        CHUNKED + b"1;" + b"a" * 1_000_000,
+    ],
+    ids=[
+        "header",
+        "endless-header",
+        "path",
+        "endless-path",
+        "many-headers",
+        "behind-the-body",
+        "endless-behind-the-body",
+        "endless-extension",
+    ],
+)
+async def test_a_large_head_is_refused(listen: Listen, lines: list[EventDict], head: bytes) -> None:
+    """Too many headers, or bytes of them, are refused by name as soon as they are too many; the log says so."""
+    async with listen() as server, server.client() as client:
+        client.send(head)
+        answer = await client.answer()
+        assert (431, "headers_too_large", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+    assert (431, "headers_too_large") == (lines[-1]["status"], lines[-1]["code"])
+    assert answer.headers["x-request-id"] == lines[-1]["request_id"]
+
+
+async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
+    """What is allowed is answered, in pieces and behind a body, too."""
+    large = post(more=b"X: %s\r\n" % (b"a" * 65_000))
+    async with listen() as server, server.client() as client:
+        for _ in range(3):
+            client.send(large[:200])
+            await asyncio.sleep(0.01)
+            client.send(large[200:40_000])
+            await asyncio.sleep(0.01)
+            client.send(large[40_000:])
+            assert 200 == (await client.answer()).status
+
+
+async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
+    """A chunked body may have headers behind it, which nobody asked for."""
+    behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * connection_module.HEADERS))
+    async with listen() as server, server.client() as client:
+        for _ in range(2):
+            client.send(CHUNKED + b"f\r\n%s\r\n0\r\n%s\r\n" % (BODY, behind))
+            assert 200 == (await client.answer()).status
+
+
+async def test_a_slow_head_is_given_up(listen: Listen) -> None:
+    """Who drips headers is told, and closed, however steadily it drips."""
+    async with listen(header_timeout_s=0.2) as server, server.client() as client:
+
+        async def drip() -> None:
+            client.send(b"GET / HTTP/1.1\r\nX: ")
+            while True:
+                client.send(b"a")
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        answer = await client.answer()
+        assert (408, "slow_headers", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+        dripping.cancel()
+
+
+@pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "blank-lines"])
+async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
+    """Who connects and asks nothing is closed without a word."""
+    async with listen(idle_s=0.2) as server, server.client() as client:
+
+        async def drip() -> None:
+            while said:
+                client.send(said)
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        with suppress(ConnectionResetError):  # of a line that was on its way when it was closed
+            assert await client.ended()
+        dripping.cancel()
+
+
+async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngine) -> None:
+    """Neither one that waits for its answer nor one whose next request is on its way is closed."""
+    engine.hold = asyncio.Event()
+    async with listen(idle_s=0.1) as server, server.client() as client:
+        client.send(post(), GET[:20])
+        await asyncio.sleep(0.3)
+        engine.hold.set()
+        assert 200 == (await client.answer()).status
+        await asyncio.sleep(0.3)
+        client.send(GET[20:])
+        assert 200 == (await client.answer()).status
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"hello\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /classify HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        CHUNKED + b"not a length\r\n",
+    ],
+    ids=["tls", "words", "negative-length", "two-lengths", "no-address", "http2", "bad-chunk"],
+)
+async def test_what_is_not_http_is_refused(
+    listen: Listen, lines: list[EventDict], engine: FakeEngine, said: bytes
+) -> None:
+    """In the one shape, and logged like a request."""
+    async with listen() as server, server.client() as client:
+        client.send(said)
+        answer = await client.answer()
+        assert (400, "bad_request", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+    assert (400, "bad_request") == (lines[-1]["status"], lines[-1]["code"])
+    assert {} == engine.asked
+
+
+async def test_a_refusal_waits_its_turn(listen: Listen, engine: FakeEngine) -> None:
+    """What came whole before it is answered first."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post(), post(), b"and then nonsense\r\n\r\n")
+        await engine.reached.wait()
+        engine.hold.set()
+        assert [200, 200, 400] == [(await client.answer()).status for _ in range(3)]
+        assert await client.ended()
+
+
+async def test_a_broken_body_that_waits_its_turn(listen: Listen, engine: FakeEngine) -> None:
+    """A request that breaks off behind another is refused where its answer would have been."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post(), CHUNKED + b"not a length\r\n")
+        await engine.reached.wait()
+        engine.hold.set()
+        assert [200, 400] == [(await client.answer()).status for _ in range(2)]
+        assert await client.ended()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 15\r\n\r\n" + BODY,
+        b"Transfer-Encoding: chunked\r\n\r\nf\r\n%s\r\n0\r\n\r\n" % BODY,
+    ],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("pause_s", [0, 0.02], ids=["at-once", "head-first"])
+async def test_another_protocol_is_not_taken_up(
+    listen: Listen, body: bytes, pause_s: float
+) -> None:
+    """A request that offers HTTP/2 on the way, as Java's client does, is answered in HTTP/1.1, body and all."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    framing, _, rest = body.partition(b"\r\n\r\n")
+    async with listen() as server, server.client() as client:
+        for _ in range(2):
+            client.send(HEAD + offer + framing + b"\r\n\r\n")
+            await asyncio.sleep(pause_s)
+            client.send(rest)
+            assert 200 == (await client.answer()).status
+        client.send(GET.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost"))
+        assert 200 == (await client.answer()).status
+
+
+@pytest.mark.parametrize("body", [BODY, b""], ids=["body", "none"])
+async def test_what_comes_behind_an_offer_is_answered(listen: Listen, body: bytes) -> None:
+    """In the same piece, be it another offer or not."""
+    offer = post(body, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
+    status = 200 if body else 400
+    async with listen() as server, server.client() as client:
+        client.send(offer + GET + offer + offer + post() + b"and then nonsense\r\n\r\n")
+        answers = [await client.answer() for _ in range(6)]
+        assert [status, 200, status, status, 200, 400] == [answer.status for answer in answers]
+        assert await client.ended()
+
+
+async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
+    """Some are answered in order, and a flood only as far as the limit, whose last answer says so."""
+    async with listen() as server, server.client() as client:
+        client.send(GET * 20)
+        assert [200] * 20 == [(await client.answer()).status for _ in range(20)]
+        client.send(GET * 5_000)
+        answers = [await client.answer()]
+        while not answers[-1].closes:
+            answers.append(await client.answer())
+        assert connection_module.PIPELINED + 1 == len(answers)
+        assert await client.ended()
+
+
+async def test_who_sent_ahead_and_hangs_up_is_not_answered(
+    listen: Listen, engine: FakeEngine
+) -> None:
+    """The request that is worked on is given up, though another was the last to come."""
+    engine.hold = asyncio.Event()
+    async with listen() as server, server.client() as client:
+        client.send(post() + post())
+        await engine.reached.wait()
+        client.writer.transport.abort()
+        await asyncio.wait_for(engine.cancelled.wait(), 30)
+        await until(lambda: not server.state.tasks)
+
+
+# -- refusals that have to reach those who still send -----------------------------------------------
+
+
+async def test_a_refused_body_is_heard_out(listen: Listen, engine: FakeEngine) -> None:
+    """A client that sends all of a large body before it listens hears why it was refused, and may ask again."""
+    async with listen(max_body_bytes=1000) as server, server.client() as client:
+        client.send(post(b"x" * 20_000_000))
+        await client.writer.drain()
+        answer = await client.answer()
+        assert (413, "too_large", False) == (answer.status, answer.code, answer.closes)
+        client.send(post())
+        assert 200 == (await client.answer()).status
+
+
+async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
+    """Once the last of it has come, the connection may be idle for as long as any."""
+    body = post(b"x" * 5000)
+    async with listen(max_body_bytes=1000) as server, server.client() as client:
+        client.send(body[:2000])
+        assert 413 == (await client.answer()).status
+        (connection,) = server.state.connections
+        timer = connection.timeout_keep_alive_task
+        client.send(body[2000:])
+        await until(lambda: connection.timeout_keep_alive_task is not timer)
+
+
+async def test_a_refused_body_without_end_is_not(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that was refused and goes on for ever is cut off in the end."""
+    monkeypatch.setattr(connection_module, "HEARING_S", 0.2)
+    async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
+
+        async def go_on() -> None:
+            client.send(CHUNKED)
+            while True:
+                client.send(b"400\r\n%s\r\n" % (b"x" * 1024))
+                await client.writer.drain()
+                await asyncio.sleep(0.001)
+
+        with pytest.raises(ConnectionError):
+            await go_on()
+
+
+async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> None:
+    """An answer that ends the connection is not taken away from a client that listens only afterwards."""
+    async with listen(body_timeout_s=0.05) as server, server.client() as client:
+        client.send(HEAD + b"Content-Length: 10000000\r\n\r\n")
+        await asyncio.sleep(0.2)
+        client.send(b"x" * 10_000_000)
+        await client.writer.drain()
+        answer = await client.answer()
+        assert (408, "slow_body", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+
+
+# -- answers that nobody reads -----------------------------------------------------------------------
+
+LARGE = b"x" * 50_000_000  # more than the system keeps for a connection
+
+
+@pytest.fixture
+def large() -> ASGIApp:
+    """An application whose every answer is large."""
+    return Response(LARGE)
+
+
+async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
+    """Who is being answered before it has said all, and then says nonsense, is cut off."""
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await until(lambda: server.state.total_requests == 1)
+        client.send(b"not a length\r\n")
+        _, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+        assert LARGE == body
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
+async def test_an_answer_that_nobody_reads_is_dropped(
+    large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
+) -> None:
+    """A client that reads none of a large answer is cut off, and nothing of it is kept."""
+    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n%s\r\n" % more)
+        await until(lambda: len(server.state.connections) == 1)
+        await until(lambda: not server.state.connections)
+        assert 1 == server.state.total_requests
+
+
+async def test_a_short_answer_that_nobody_reads_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is what is too short to make the server wait, when its connection has been idle for long."""
+    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    socket_full = Response(b"x" * 60_000)
+    async with listening(socket_full, Settings(), 0.3) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n\r\n" * 99)
+        await until(lambda: server.state.total_requests > 10)
+        await until(lambda: not server.state.connections)
+
+
+async def test_an_answer_to_who_said_all_and_reads_nothing_is_dropped(
+    large: ASGIApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it kept for a client that has closed its side, and left the other open."""
+    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET / HTTP/1.1\r\n\r\n")
+        await until(lambda: server.state.total_requests == 1)
+        client.writer.write_eof()
+        await until(lambda: not server.state.connections)
+
+
+async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly, but steadily, gets all of it, though the server is to close."""
+    monkeypatch.setattr(connection_module, "STALLED_S", 0.2)
+    async with listening(large, Settings()) as server, server.client() as client:
+        client.send(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        heard = 0
+        while chunk := await client.reader.read(500_000):
+            heard += len(chunk)
+            await asyncio.sleep(0.01)
+    assert heard > len(LARGE)
+
+
+# -- how many connections there may be ---------------------------------------------------------------
+
+
+async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
+    """It is answered, told to come back, counted in the log, and closed; those that are there go on."""
+    async with listen(max_connections=2) as server, server.client() as first:
+        async with server.client() as second:
+            await until(lambda: len(server.state.connections) == 2)
+            async with server.client() as third:
+                third.send(post(b"x" * 5_000_000), GET)
+                answer = await third.answer()
+                assert (503, True) == (answer.status, answer.closes)
+                assert "too_many_connections" == answer.code == lines[-1]["code"]
+                assert int(answer.headers["retry-after"]) >= 1
+                assert await third.ended()
+            for client in (first, second):
+                client.send(post())
+                assert 200 == (await client.answer()).status
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as fourth:
+            fourth.send(post())
+            answer = await fourth.answer()
+            assert (200, False) == (answer.status, answer.closes)
+
+
+@pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/metrics"])
+async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) -> None:
+    """Whoever looks after the service hears of it, however many connections there are."""
+    async with listen(max_connections=1) as server, server.client():
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as prober:
+            prober.send(GET.replace(b"/health/live", path))
+            answer = await prober.answer()
+            assert (200, True) == (answer.status, answer.closes)
+
+
+async def test_a_connection_too_many_is_not_waited_for(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has little time to ask."""
+    monkeypatch.setattr(connection_module, "CROWDED_S", 0.1)
+    async with listen(max_connections=1) as server, server.client():
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as silent, server.client() as dripping:
+            dripping.send(GET[:20])
+            async with asyncio.timeout(10):
+                assert await silent.ended()
+                assert "slow_headers" == (await dripping.answer()).code
+
+
+async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
+    """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
+    async with listen(max_connections=1) as server, AsyncExitStack() as flood:
+        for _ in range(1 + FEW + 20):
+            await flood.enter_async_context(server.client())
+        await until(lambda: len(server.state.connections) == 1 + FEW)
+        async with server.client() as prober:
+            prober.send(GET)
+            assert 200 == (await prober.answer()).status
+
+
+async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
+    """When there is room again, the next is welcome, though one that was too many is still there."""
+    async with listen(max_connections=1) as server:
+        async with server.client():
+            await until(lambda: len(server.state.connections) == 1)
+            crowded = await asyncio.open_connection("127.0.0.1", server.port)
+            await until(lambda: len(server.state.connections) == 2)
+        await until(lambda: len(server.state.connections) == 1)
+        async with server.client() as client:
+            client.send(post())
+            assert 200 == (await client.answer()).status
+        crowded[1].transport.abort()
+
+
+# Refused at a bad time
+
+BUSY = Load(
+    rates={"tiny@1": 100.0},
+    waiting={Flow("tiny@1"): Backlog.of(*[Left(10, 1)] * 1000)},
+)
+EMBED = b'{"inputs": "a text"}'
+
+
+def embed(length: int = len(EMBED), headers: str = "") -> bytes:
+    head = f"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
+
+
+@pytest.fixture
+def busy(engines: FakeEngines) -> None:
+    """More waits than can be answered in time."""
+    engines.told = BUSY
+
+
+async def test_an_overloaded_service_answers_like_the_application(
+    listen: Listen, busy: None, lines: list[EventDict]
+) -> None:
+    """The refusal that never reaches the application says what the application's would, and is recorded."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(headers="X-Request-Id: mine\r\n") + EMBED)
+        early = await client.answer()
+        client.writer.write(embed(headers="X-Request-Id: mine\r\nOrigin: http://a\r\n") + EMBED)
+        full = await client.answer()
+    assert early.status == full.status == 429
+    assert json.loads(early.body)["error"]["code"] == "overloaded"
+    assert {*early.headers} == {*full.headers}
+    for name in ("retry-after", "x-request-id", "x-content-type-options", "content-type"):
+        assert early.headers[name] == full.headers[name]
+    told = [line for line in lines if line.get("event") == "request"]
+    assert [(line["status"], line["request_id"], line["code"]) for line in told] == [
+        (429, "mine", "overloaded")
+    ] * 2
+
+
+async def test_a_refused_body_is_dropped_and_the_connection_stays(
+    listen: Listen, busy: None, engines: FakeEngines
+) -> None:
+    """What is still sent of a large body does no harm, and the next request on the connection is answered."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(3_000_000) + b"a" * 1_000_000)
+        assert (await client.answer()).status == 429
+        client.writer.write(b"a" * 2_000_000)
+        engines.told = None
+        client.writer.write(embed() + EMBED)
+        assert (await client.answer()).status == 200
+
+
+async def test_requests_sent_ahead_are_refused_in_their_order(
+    listen: Listen, busy: None, engines: FakeEngines
+) -> None:
+    """Ten at once, with a page between them that is never refused."""
+    async with listen() as server, server.client() as client:
+        page = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+        client.writer.write((embed() + EMBED) * 5 + page + (embed() + EMBED) * 4)
+        statuses = [(await client.answer()).status for _ in range(10)]
+    assert statuses == [429] * 5 + [200] + [429] * 4
+
+
+async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: None) -> None:
+    """With the header that says so."""
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed(headers="Connection: close\r\n") + EMBED)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (429, "close")
+        assert await client.ended()
+
+
+async def test_who_goes_while_held_back_leaves_nothing(
+    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal is written to nobody, and recorded as of one that went."""
+    monkeypatch.setattr("service.middleware.refusal_throttle.REFUSALS_PER_S", 1)
+    async with listen() as server:
+        for _ in range(3):
+            async with server.client() as client:
+                client.writer.write(embed() + EMBED)
+                await asyncio.sleep(0.05)
+        await until(lambda: not server.state.connections)
+        async with server.client() as client:
+            client.writer.write(embed() + EMBED)
+            assert (await client.answer()).status == 429
+
+
+def broken(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "middleware.early_rejection.Admission.__call__",
+        "server.connection.Protocol.on_message_complete",
+        "server.connection.Protocol.on_body",
+        "middleware.request_context.new_exchange",
+    ],
+)
+async def test_our_bug_is_never_a_bad_request(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict], place: str
+) -> None:
+    """The client gets 500, and the log a traceback; the connection is not left without an answer."""
+    monkeypatch.setattr(f"service.{place}", broken)
+    async with listen() as server, server.client() as client:
+        client.writer.write(embed() + EMBED)
+        assert (await client.answer()).status == 500
+    assert "unexpected error" in [line["event"] for line in lines]
+
+
+@pytest.mark.parametrize("place", ["metrics.Metrics.observe_request", "exchange.log_request"])
+@pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
+async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
+    listen: Listen,
+    engines: FakeEngines,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    load: Load | None,
+) -> None:
+    """A failure after the answer changes nothing: the connection stays open for the next request."""
+    engines.told = load
+    status = 200 if load is None else 429
+    monkeypatch.setattr(f"service.{place}", broken)
+    async with asyncio.timeout(10), listen() as server, server.client() as client:
+        for _ in range(3):
+            client.writer.write(embed() + EMBED)
+            answer = await client.answer()
+            assert (status, False) == (answer.status, answer.closes)
+
+
+async def test_a_flood_of_pipelined_refusals_is_answered(
+    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request gets 429, on more connections than there may be held refusals; so does a single request."""
+    monkeypatch.setattr(
+        "service.middleware.refusal_throttle.Pace.__init__.__defaults__", (200, 1.0, 16)
+    )
+    async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(server.client()) for _ in range(64)]
+        for client in clients:
+            client.writer.write((embed() + EMBED) * 50)
+        async with server.client() as control:
+            control.writer.write(embed() + EMBED)
+            assert (await control.answer()).status == 429
+        for client in clients:
+            assert [429] * 50 == [(await client.answer()).status for _ in range(50)]
+
+
+async def test_an_address_without_a_path_is_refused(listen: Listen, lines: list[EventDict]) -> None:
+    """The client gets 400, and the log no traceback."""
+    async with listen() as server, server.client() as client:
+        client.send(b"GET http://quartet HTTP/1.1\r\nHost: quartet\r\n\r\n")
+        assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
+    assert "unexpected error" not in [line["event"] for line in lines]
+
+
+# -- what is sent ahead of answers ---------------------------------------------------------------------
+
+AHEAD = 3_000_000  # bytes, more than the system keeps for a connection that is not read
+
+
+def unread(server: Listening) -> int:
+    """Bytes that the server's connections keep and no application has read."""
+    kept = 0
+    for connection in server.state.connections:
+        for cycle, _ in connection.pipeline:
+            kept += len(
+                cycle.packed if isinstance(cycle, connection_module.Waiting) else cycle.body
+            )
+        if connection.running is not None:
+            kept += len(connection.running.body)
+    return kept
+
+
+@pytest.mark.parametrize("before", [1, 99])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_a_body_behind_a_request_is_not_read_ahead(
+    listen: Listen, engine: FakeEngine, before: int, framing: str
+) -> None:
+    """No more than a piece of it is kept until its turn, whatever is answered before; then it is read whole."""
+    engine.hold = asyncio.Event()
+    body = b'{"inputs": "a"}' + b" " * AHEAD
+    last = post(body)
+    if framing == "chunks":
+        last = CHUNKED + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with asyncio.timeout(30), listen() as server, server.client() as client:
+        client.send(GET * (before - 1) + post() + post() + last)
+        await engine.reached.wait()
+        await asyncio.sleep(0.2)
+        assert unread(server) <= 2 * PIECE
+        (connection,) = server.state.connections
+        assert connection.flow.read_paused
+        engine.hold.set()
+        answers = [await client.answer() for _ in range(before + 2)]
+        assert [200] * (before + 2) == [answer.status for answer in answers]
+        await until(lambda: not connection.flow.read_paused)
+        assert 0 == unread(server)
+
+
+async def test_refused_requests_let_no_body_in(listen: Listen) -> None:
+    """What follows them is read a piece at a time, however many clients send it and need no key."""
+    refused = b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+    attack = refused * 99 + HEAD + b"Content-Length: %d\r\n\r\n" % 10**12
+    most = 0
+    async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(server.client()) for _ in range(16)]
+        for client in clients:
+            client.send(attack, b"x" * AHEAD)
+        while server.state.total_requests < 16 * 100:
+            most = max(most, unread(server))
+            await asyncio.sleep(0)
+    assert 0 < most <= 16 * 3 * PIECE
+
+
+async def test_requests_that_wait_take_little_memory(listen: Listen, engine: FakeEngine) -> None:
+    """A hundred of them with a hundred headers each take about what was sent, and are answered as if sent singly."""
+    engine.hold = asyncio.Event()
+    many = post(more=b"".join(b"a%d:\r\n" % n for n in range(90)))
+    async with asyncio.timeout(30), listen() as server, server.client() as client:
+        client.send(post() + many * 50)
+        await engine.reached.wait()
+        await asyncio.sleep(0.1)
+        (connection,) = server.state.connections
+        sizes = [
+            len(cycle.packed)
+            for cycle, _ in connection.pipeline
+            if isinstance(cycle, connection_module.Waiting)
+        ]
+        assert len(sizes) >= len(connection.pipeline) - 1 > 40
+        assert max(sizes) < 4 * len(many)
+        engine.hold.set()
+        assert [200] * 51 == [(await client.answer()).status for _ in range(51)]
+
+
+async def test_a_head_behind_requests_that_wait_may_come_later(
+    listen: Listen, engine: FakeEngine
+) -> None:
+    """Its time begins when it is read; the connection goes on with it as with a first one."""
+    engine.hold = asyncio.Event()
+    async with (
+        asyncio.timeout(30),
+        listen(header_timeout_s=0.2) as server,
+        server.client() as client,
+    ):
+        client.send(post() + post() + GET[:20])
+        await engine.reached.wait()
+        await asyncio.sleep(0.4)
+        engine.hold.set()
+        assert [200, 200] == [(await client.answer()).status for _ in range(2)]
+        client.send(GET[20:])
+        assert 200 == (await client.answer()).status
+        client.send(GET[:20])
+        assert "slow_headers" == (await client.answer()).code
+
+
+@pytest.mark.parametrize("way", ["closes", "half-closes", "resets"])
+@pytest.mark.parametrize(
+    "behind",
+    [b"", b" " * 200_000, post(b"x" * 100_000)],
+    ids=["small-body", "large-body", "pipelined"],
+)
+async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(
+    listen: Listen, engine: FakeEngine, way: str, behind: bytes
+) -> None:
+    """Its work is cancelled at once. Of what it has sent, the system keeps what is not read."""
+    engine.hold = asyncio.Event()
+    pipelined = behind.startswith(b"POST")
+    request = post() + behind if pipelined else post(BODY + behind)
+    async with asyncio.timeout(30), listen() as server:
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setblocking(False)
+            sending = asyncio.create_task(loop.sock_sendall(client, request))
+            await engine.reached.wait()
+            await asyncio.sleep(0.1)
+            assert not engine.cancelled.is_set()
+            sending.cancel()
+            await asyncio.wait([sending])
+            if way == "resets":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if way == "half-closes":
+                client.shutdown(socket.SHUT_WR)
+            else:
+                client.close()
+            await asyncio.wait_for(engine.cancelled.wait(), 5)
+            await until(lambda: not server.state.connections)
+            await until(lambda: not server.state.tasks)
+
+
+@pytest.mark.parametrize(
+    ("memory", "connections", "size"),
+    [(80 << 20, 1000, 65_536), (80 << 20, 4000, 20_971), (1, 1, 4096)],
+)
+def test_pieces_fit_the_memory_of_bodies(memory: int, connections: int, size: int) -> None:
+    """One for each connection, within bounds."""
+    assert size == piece_size(memory, connections)
