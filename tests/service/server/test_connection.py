@@ -798,7 +798,13 @@ async def test_our_bug_is_never_a_bad_request(
     assert "unexpected error" in [line["event"] for line in lines]
 
 
-@pytest.mark.parametrize("place", ["metrics.Metrics.observe_request", "exchange.log_request"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "observability.metrics.Metrics.observe_request",
+        "middleware.request_context.log_request",
+    ],
+)
 @pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
 async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
     listen: Listen,
