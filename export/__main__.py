@@ -31,7 +31,7 @@ from model.checkpoints.unread import unread_settings
 from service.core import bundle
 from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
 from service.core.encode import Encoder
-from service.core.session import RUNTIME, Outputs
+from service.core.session import RUNTIME, BatchOutputs
 
 PORTABLE = "fp32.portable.onnx"
 TOKENIZER = "tokenizer.json"
@@ -48,7 +48,7 @@ EXPECTED_ERRORS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What the command line asks for; a graph that is there already has the precision that it has."""
 
     checkpoint: str
@@ -89,7 +89,7 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def read_request(argv: Sequence[str] | None) -> Request:
+def read_request(argv: Sequence[str] | None) -> ExportRequest:
     parser = argparse.ArgumentParser("python -m export", description=__doc__)
     parser.add_argument(
         "checkpoint", help="a local directory, or a hub name: NAME or NAME@REVISION"
@@ -137,7 +137,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
     evaluations = dict(part.split("=", 1) for part in given.eval if "=" in part)
     if len(evaluations) != len(given.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
-    return Request(
+    return ExportRequest(
         checkpoint=join_name(given.checkpoint, given.revision),
         onnx=given.onnx,
         out=given.out,
@@ -153,7 +153,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
     )
 
 
-def export(asked: Request) -> None:
+def export(asked: ExportRequest) -> None:
     """Read, trace, quantise, check, measure, write. Raises what EXPECTED_ERRORS lists."""
     if asked.out.exists() and not asked.replace:
         raise FileExistsError(f"{asked.out} exists; use --replace, or give another name")
@@ -171,7 +171,7 @@ def export(asked: Request) -> None:
     summarise(asked.out, finished)
 
 
-def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
+def from_checkpoint(asked: ExportRequest, folder: Path) -> tuple[Encoder, Bundle, "ExportReport"]:
     """Trace, quantise and check: the full bundle of a model that is written here."""
     source = read_source(asked.checkpoint, asked.task)
     told = provenance.with_commit(asked.told, asked.checkpoint, source.folder)
@@ -197,7 +197,7 @@ def from_checkpoint(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Rep
     return encoder, draft, check(draft, source, encoder)
 
 
-def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]:
+def from_graph(asked: ExportRequest, folder: Path) -> tuple[Encoder, Bundle, "ExportReport"]:
     """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
     given = onnx_source.read_foreign(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
@@ -225,7 +225,9 @@ def from_graph(asked: Request, folder: Path) -> tuple[Encoder, Bundle, "Report"]
     return encoder, *check_given(draft, expected, encoder)
 
 
-def announce(asked: Request, folder: Path, heads: Mapping[str, Head], encoder: Encoder) -> None:
+def announce(
+    asked: ExportRequest, folder: Path, heads: Mapping[str, Head], encoder: Encoder
+) -> None:
     """Say what is exported. Raises ValueError where --eval names what is not there."""
     named = ", ".join(f"{name} ({head.task})" for name, head in heads.items())
     print(f"{folder}: {named}; inputs of up to {encoder.max_length} tokens")
@@ -234,7 +236,7 @@ def announce(asked: Request, folder: Path, heads: Mapping[str, Head], encoder: E
         raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
 
 
-def check_words(asked: Request) -> None:
+def check_words(asked: ExportRequest) -> None:
     """Refuse early what the manifest would refuse late. Raises ValueError."""
     for flag, word in (("--name", asked.name), ("--version", asked.version)):
         if not re.fullmatch(bundle.NAME, word):
@@ -243,7 +245,7 @@ def check_words(asked: Request) -> None:
     Provenance.model_validate(asked.told.get("provenance", {}))
 
 
-def _max_length(asked: Request, longest: int | None) -> int:
+def _max_length(asked: ExportRequest, longest: int | None) -> int:
     chosen = asked.max_length or longest
     if chosen is None:
         raise ValueError("--max-length: the checkpoint does not say how long its inputs may be")
@@ -273,7 +275,7 @@ def write_graphs(source: Source, folder: Path, precisions: Sequence[str]) -> Non
 
 
 def _describe(
-    asked: Request, encoder: Encoder, rows: int, golden: Golden, folder: Path, **found: Any
+    asked: ExportRequest, encoder: Encoder, rows: int, golden: Golden, folder: Path, **found: Any
 ) -> Bundle:
     """The full bundle before it is checked: with goldens, without tolerances and metrics.
 
@@ -341,14 +343,14 @@ def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExportReport:
     """What checking found: lines for people by graph, and what the goldens are to demand of each precision."""
 
     lines: dict[str, str]
     tolerance: dict[str, dict[str, Any]]
 
 
-def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
+def check(draft: Bundle, source: Source, encoder: Encoder) -> ExportReport:
     """Every graph against PyTorch, and alone against in company. Raises ParityError."""
     encodings = goldens.golden_encodings(encoder)
     expected = [
@@ -376,12 +378,12 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> Report:
         company = verify.check_company(run, encodings, what)
         lines[what] += f"; alone and in a batch by {company:.1e}"
         print(f"{what}: {lines[what]}")
-    return Report(lines, tolerance)
+    return ExportReport(lines, tolerance)
 
 
 def check_given(
-    draft: Bundle, expected: Sequence[Outputs], encoder: Encoder
-) -> tuple[Bundle, Report]:
+    draft: Bundle, expected: Sequence[BatchOutputs], encoder: Encoder
+) -> tuple[Bundle, ExportReport]:
     """A given graph with its head against the same graph without, and alone against in company.
 
     Where company changes an answer, or a batch cannot be computed, the graph's layout is `alone`. Raises ParityError.
@@ -410,11 +412,13 @@ def check_given(
     what = f"{record.precision} {record.layout}"
     print(f"{what}: {line}")
     manifest = draft.manifest.model_copy(update={"graphs": (record,)})
-    return replace(draft, manifest=manifest), Report({what: line}, {record.precision: tolerance})
+    return replace(draft, manifest=manifest), ExportReport(
+        {what: line}, {record.precision: tolerance}
+    )
 
 
 def agreement(
-    manifest: Manifest, expected: Sequence[Outputs], found: Sequence[Outputs], digits: int
+    manifest: Manifest, expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs], digits: int
 ) -> str:
     parts = []
     for name, head in manifest.heads.items():
@@ -427,10 +431,10 @@ def agreement(
 
 
 def measure(
-    draft: Bundle, encoder: Encoder, asked: Request
+    draft: Bundle, encoder: Encoder, asked: ExportRequest
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Each evaluated head's metrics per precision. Raises QualityError when int8 loses too much."""
-    runs: dict[str, verify.Run] = {
+    runs: dict[str, verify.RunGraph] = {
         record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
         for record in draft.manifest.graphs
         if record.layout != "portable" and record.provider != "cuda"  # emulated, it takes too long
@@ -442,7 +446,9 @@ def measure(
     return metrics
 
 
-def finish(draft: Bundle, report: Report, metrics: Mapping[str, Any], asked: Request) -> Manifest:
+def finish(
+    draft: Bundle, report: ExportReport, metrics: Mapping[str, Any], asked: ExportRequest
+) -> Manifest:
     """The manifest of what is kept: the asked precisions, with tolerances and metrics."""
     record = draft.manifest.model_dump()
     precisions = asked.precisions or draft.manifest.precisions

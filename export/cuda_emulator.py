@@ -19,16 +19,16 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from service.core.packing import Packed
-from service.core.session import Outputs, packed_feeds
+from service.core.session import BatchOutputs, packed_feeds
 
 Array = NDArray[Any]
 
 
-def emulated(path: Path) -> Callable[[Packed], Outputs]:
+def emulated(path: Path) -> Callable[[Packed], BatchOutputs]:
     """Run the graph in a file on packed batches, as `Session.run` would on the device."""
     graph = evaluator(path)
 
-    def run(packed: Packed) -> Outputs:
+    def run(packed: Packed) -> BatchOutputs:
         feeds = packed_feeds(packed, graph.input_names)
         with np.errstate(over="ignore", invalid="ignore"):  # infinities are for the checks to find
             found = graph.run(None, feeds)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from export.verify import Run
+from export.verify import RunGraph
 from model.evaluate import Evaluation, judge
 from service.core.bundle import Head
 from service.core.encode import Encoder
@@ -20,7 +20,7 @@ def measure_head(
     head: Head,
     file: Path,
     encoder: Encoder,
-    runs: Mapping[str, Run],
+    runs: Mapping[str, RunGraph],
     max_changed: float,
 ) -> dict[str, dict[str, float]]:
     """The metrics of one head on one file by precision, in points (shares and correlations times 100).

@@ -10,7 +10,7 @@ from model.heads import Model
 from service.core.bundle import Golden
 from service.core.encode import Encoder, Encoding
 from service.core.packing import Packed, pack, split
-from service.core.session import Outputs
+from service.core.session import BatchOutputs
 
 TEXTS = (
     "The ferry to the island was late again, but nobody on the quay seemed to mind.",
@@ -34,7 +34,7 @@ def golden_encodings(encoder: Encoder) -> list[Encoding]:
     return [item.windows[0] for item in encoded]
 
 
-def torch_outputs(model: Model, packed: Packed) -> Outputs:
+def torch_outputs(model: Model, packed: Packed) -> BatchOutputs:
     """Every head's output, computed by PyTorch in fp32: what the graphs must agree with."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def torch_outputs(model: Model, packed: Packed) -> Outputs:
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
-def join_golden(encodings: Sequence[Encoding], outputs: Sequence[Outputs]) -> Golden:
+def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) -> Golden:
     """Goldens of what each encoding gives, rows per token or one each."""
     packed = pack(encodings)
     joined = {
@@ -60,7 +60,7 @@ def make_golden(model: Model, encodings: Sequence[Encoding]) -> Golden:
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
-def run_torch(model: Model, encodings: Sequence[Encoding]) -> list[Outputs]:
+def run_torch(model: Model, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
     """Each encoding's own outputs."""
     packed = pack(encodings)
     per_token = {name for name, head in model.described.items() if head.per_token}

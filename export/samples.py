@@ -16,7 +16,7 @@ from scipy import stats
 
 from export import verify
 from model.data import examples
-from model.data.labelled_rows import Question, Sentence, Similar, Text
+from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, judge, run_sorted
 from service.core import decode
 from service.core.bundle import Bundle, BundleError, Head, load
@@ -41,7 +41,7 @@ class Result:
     right: bool | None
 
 
-def cpu_run(bundle: Bundle) -> verify.Run:
+def cpu_run(bundle: Bundle) -> verify.RunGraph:
     """Run the graph that a CPU serves by default."""
     for precision in bundle.manifest.precisions:
         for graph in bundle.manifest.graphs:
@@ -52,7 +52,7 @@ def cpu_run(bundle: Bundle) -> verify.Run:
 
 
 def judge_rows(
-    run: verify.Run, encoder: Encoder, name: str, head: Head, file: Path
+    run: verify.RunGraph, encoder: Encoder, name: str, head: Head, file: Path
 ) -> tuple[dict[str, float], list[Result]]:
     """Score a head on a file, and compare the result of each row.
 
@@ -108,7 +108,7 @@ def _entities(words: Sequence[str], tags: Sequence[str]) -> str:
     return ", ".join(f"{text} ({kind})" for text, kind in entities) or "none"
 
 
-def _compare_questions(found: Sequence[Question], evaluation: Evaluation) -> list[Result]:
+def _compare_questions(found: Sequence[QuestionRow], evaluation: Evaluation) -> list[Result]:
     golds = [[text for text, _ in row.answers] for row in found]
     return [
         Result(
@@ -121,7 +121,7 @@ def _compare_questions(found: Sequence[Question], evaluation: Evaluation) -> lis
     ]
 
 
-def _near(row: Question, reach: int = 60) -> str:
+def _near(row: QuestionRow, reach: int = 60) -> str:
     """Cut the context around the first answer, or its beginning where there is none."""
     start = row.answers[0][1] if row.answers else 0
     end = start + len(row.answers[0][0]) if row.answers else 0
@@ -131,7 +131,7 @@ def _near(row: Question, reach: int = 60) -> str:
 
 
 def _compare_pairs(
-    found: Sequence[Similar], run: verify.Run, encoder: Encoder, name: str, head: Head
+    found: Sequence[Similar], run: verify.RunGraph, encoder: Encoder, name: str, head: Head
 ) -> list[Result]:
     """Compare each pair's rank by cosine with its rank by score; pairs without scores have none."""
     if found[0].score is None:

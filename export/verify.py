@@ -9,9 +9,9 @@ from export.cuda_emulator import emulated
 from service.core.bundle import Bundle, Graph, Head, cosine, deviation
 from service.core.encode import Encoding
 from service.core.packing import Packed, pack, split
-from service.core.session import CPU, CUDA, Outputs, Session, SessionOptions, cuda_problem
+from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, cuda_problem
 
-Run = Callable[[Sequence[Encoding]], list[Outputs]]
+RunGraph = Callable[[Sequence[Encoding]], list[BatchOutputs]]
 
 FP32_TOLERANCE = 1e-4  # PyTorch and ONNX Runtime sum in different orders
 COMPANY_TOLERANCE = (
@@ -38,22 +38,22 @@ class Agreement:
     same: float  # the share of decisions (labels, tags, span ends) that are equal
 
 
-def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> Run:
+def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> RunGraph:
     """Run a bundle's graph on the CPU, as serving does; one that only CUDA can run is emulated."""
     if graph.provider == "cuda":
         return _runner(bundle, emulated(bundle.file(graph.file)))
     return _runner(bundle, Session(bundle, graph, CPU, SessionOptions(threads)).run)
 
 
-def gpu_runner(bundle: Bundle, graph: Graph) -> Run:
+def gpu_runner(bundle: Bundle, graph: Graph) -> RunGraph:
     """Run a bundle's graph on the GPU, as serving does. Raises what the runtime does where it cannot."""
     return _runner(bundle, Session(bundle, graph, CUDA, SessionOptions(threads=1)).run)
 
 
-def _runner(bundle: Bundle, run_packed: Callable[[Packed], Outputs]) -> Run:
+def _runner(bundle: Bundle, run_packed: Callable[[Packed], BatchOutputs]) -> RunGraph:
     per_token = {name for name, head in bundle.manifest.heads.items() if head.per_token}
 
-    def run(encodings: Sequence[Encoding]) -> list[Outputs]:
+    def run(encodings: Sequence[Encoding]) -> list[BatchOutputs]:
         packed = pack(encodings)
         return split(run_packed(packed), packed.layout, per_token)
 
@@ -61,8 +61,8 @@ def _runner(bundle: Bundle, run_packed: Callable[[Packed], Outputs]) -> Run:
 
 
 def check_parity(
-    expected: Sequence[Outputs],
-    run: Run,
+    expected: Sequence[BatchOutputs],
+    run: RunGraph,
     encodings: Sequence[Encoding],
     what: str,
     reference: str = "PyTorch",
@@ -82,7 +82,7 @@ def check_parity(
 
 
 def check_half(
-    expected: Sequence[Outputs], found: Sequence[Outputs], what: str
+    expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs], what: str
 ) -> dict[str, float]:
     """The cosine with PyTorch that the goldens are to demand of each head. Raises ParityError where it is not met."""
     _check_cosines(expected, found, FP16_COSINE, what)
@@ -90,8 +90,8 @@ def check_half(
 
 
 def check_int8(
-    expected: Sequence[Outputs],
-    found: Sequence[Outputs],
+    expected: Sequence[BatchOutputs],
+    found: Sequence[BatchOutputs],
     what: str,
     reference: str = "PyTorch",
 ) -> dict[str, float]:
@@ -104,7 +104,7 @@ def check_int8(
 
 
 def check_on_gpu(
-    bundle: Bundle, graph: Graph, expected: Sequence[Outputs], encodings: Sequence[Encoding]
+    bundle: Bundle, graph: Graph, expected: Sequence[BatchOutputs], encodings: Sequence[Encoding]
 ) -> str:
     """Hold what was emulated to PyTorch on the device, where there is one; what came of it. Raises ParityError."""
     problem = cuda_problem()
@@ -119,7 +119,7 @@ def check_on_gpu(
     return f"emulated, not run on a GPU ({problem})"
 
 
-def check_company(run: Run, encodings: Sequence[Encoding], what: str) -> float:
+def check_company(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
     """The largest difference between answers alone and in one batch. Raises ParityError beyond 1e-5."""
     alone = [run([encoding])[0] for encoding in encodings]
     together = run(encodings)
@@ -133,7 +133,7 @@ def check_company(run: Run, encodings: Sequence[Encoding], what: str) -> float:
 
 
 def compare(
-    name: str, head: Head | None, expected: Sequence[Outputs], found: Sequence[Outputs]
+    name: str, head: Head | None, expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs]
 ) -> Agreement:
     """Agreement of one head's outputs, input by input; decisions are compared when the head is given."""
     pairs = [(a[name], b[name]) for a, b in zip(expected, found, strict=True)]
@@ -158,8 +158,8 @@ def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _check_cosines(
-    expected: Sequence[Outputs],
-    found: Sequence[Outputs],
+    expected: Sequence[BatchOutputs],
+    found: Sequence[BatchOutputs],
     least: float,
     what: str,
     reference: str = "PyTorch",
@@ -174,7 +174,7 @@ def _check_cosines(
 
 
 def _whole_cosines(
-    heads: Sequence[str], expected: Sequence[Outputs], found: Sequence[Outputs]
+    heads: Sequence[str], expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs]
 ) -> dict[str, float]:
     """Of each head's outputs for all inputs as one vector, as the goldens are compared."""
     stacked = {

@@ -77,7 +77,7 @@ ASKING = {
 
 
 @dataclass(frozen=True)
-class Question:
+class GeneratedQuestion:
     context: str
     question: str
     answer: str
@@ -206,7 +206,7 @@ def passages(paragraphs: Iterable[str]) -> Iterator[str]:
 
 def questions(
     passage: str, rng: random.Random, count: int = 2, share_named: float = NAMED, lost: float = LOST
-) -> list[Question]:
+) -> list[GeneratedQuestion]:
     """Make at most `count` questions of a passage.
 
     share_named: of the answers that are names or numbers, where a sentence has any
@@ -214,7 +214,7 @@ def questions(
     """
     parts = sentences(passage)
     context = " ".join(parts)
-    made: list[Question] = []
+    made: list[GeneratedQuestion] = []
     if not parts or not PASSAGE[0] <= words(context) <= PASSAGE[1]:
         return made
     for _ in range(3 * count):
@@ -225,7 +225,9 @@ def questions(
         found = rng.choice(named) if named and rng.random() < share_named else phrase(sentence, rng)
         question = make_question(sentence, *found, rng, lost) if found else None
         if found and question:
-            made.append(Question(context, question, found[1], context.index(sentence) + found[0]))
+            made.append(
+                GeneratedQuestion(context, question, found[1], context.index(sentence) + found[0])
+            )
         if len(made) == count:
             break
     return made
@@ -237,7 +239,7 @@ def make(
     seed: int = 1,
     share_named: float = NAMED,
     lost: float = LOST,
-) -> Iterator[Question]:
+) -> Iterator[GeneratedQuestion]:
     """Make at most `count` questions, in the order of the text; see `questions`."""
     rng = random.Random(seed)
     made = (
@@ -249,7 +251,7 @@ def make(
     return itertools.islice(made, count)
 
 
-def as_squad(made: Iterable[Question]) -> dict[str, Any]:
+def as_squad(made: Iterable[GeneratedQuestion]) -> dict[str, Any]:
     """In SQuAD's form: a paragraph for each question, whose context is its own."""
     paragraphs = [
         {

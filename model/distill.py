@@ -39,7 +39,7 @@ OF_LOSSES = {
 
 
 @dataclass
-class Settings(finetune.Settings):
+class DistillSettings(finetune.FinetuneSettings):
     heads: dict[str, Any] = field(default_factory=dict)  # as in fine-tuning; rows are optional
     teacher: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
     losses: dict[str, float] = field(default_factory=dict)  # how much each of teach.LOSSES counts
@@ -78,7 +78,7 @@ class Settings(finetune.Settings):
         if not any(self.losses.values()):
             raise ValueError(f"losses: none of {', '.join(distillation.LOSSES)} counts")
         for name, loss in OF_LOSSES.items():
-            if getattr(self, name) != getattr(Settings, name, []) and not self.counts(loss):
+            if getattr(self, name) != getattr(DistillSettings, name, []) and not self.counts(loss):
                 raise ValueError(f"{name}: losses.{loss} counts nothing")
         if not (self.heads or self.corpus):
             raise ValueError("missing: heads with rows, or a corpus")
@@ -122,7 +122,7 @@ class Begin(NamedTuple):
     whole: Teacher | None = None
 
 
-def begin(s: Settings, teachers: Mapping[str, Teacher]) -> Begin:
+def begin(s: DistillSettings, teachers: Mapping[str, Teacher]) -> Begin:
     """Raises ValueError for layers that there are not, and where a family's special tokens are missing."""
     if s.preset:
         teacher = checkpoint.locate(s.teacher)
@@ -139,7 +139,7 @@ def begin(s: Settings, teachers: Mapping[str, Teacher]) -> Begin:
     return Begin(shape.keeping(layers), whole.tokenizer, file, layers, whole)
 
 
-def choose_layers(s: Settings, depth: int) -> list[int]:
+def choose_layers(s: DistillSettings, depth: int) -> list[int]:
     """Which of `depth` layers are kept. Raises ValueError for such as there are not."""
     count = s.num_layers or (depth + 1) // 2
     if not 0 < count <= depth:
@@ -183,7 +183,7 @@ def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Texts:
+class PlainTexts:
     """A stream of plain text, for no head: sentences, passages, or blocks of running text from the `sampler`."""
 
     corpus: Corpus
@@ -244,7 +244,7 @@ class Texts:
 
 
 def read_texts(
-    s: Settings,
+    s: DistillSettings,
     shape: config.BertConfig,
     encoder: Encoder,
     file: Path,
@@ -259,14 +259,14 @@ def read_texts(
     by_token = s.unit != "sentences"
     what = f"a corpus in {s.unit}" if by_token else "a corpus"
 
-    def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> Texts:
+    def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> PlainTexts:
         text = corpus.load(pretrain.corpus_files(s.corpus), file, Path(s.cache))
         specials = Specials.of(tokenizer, family_of(shape))
         sampler = Sampler(text, specials, None) if s.unit == "blocks" else None
-        return Texts(text, specials, s.corpus_batch_size, s.max_length, s.unit, sampler)
+        return PlainTexts(text, specials, s.corpus_batch_size, s.max_length, s.unit, sampler)
 
     lesson = Lesson(read(file, encoder.tokenizer, shape), answers, trunk)
-    twins: dict[str, Texts] = {}
+    twins: dict[str, PlainTexts] = {}
     for teacher in lesson.teachers:
         if distillation.read_alike(teacher, encoder, what, by_token):
             its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
@@ -277,7 +277,7 @@ def read_texts(
 # -- what is taught ---------------------------------------------------------------------------------------------------
 
 
-def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]) -> None:
+def check_taught(s: DistillSettings, lessons: Sequence[Lesson], answers: dict[str, Any]) -> None:
     """Raises ValueError for a loss that nothing is there for, and for a head that nothing teaches."""
     embeddings = [name for name, h in s.heads.items() if h.task == "embedding"]
     labelled = [lesson for lesson in lessons if lesson.stream.head]
@@ -304,7 +304,7 @@ def check_taught(s: Settings, lessons: Sequence[Lesson], answers: dict[str, Any]
             raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
 
 
-def hidden_pairs(s: Settings, ours: int, theirs: int) -> list[tuple[int, int]]:
+def hidden_pairs(s: DistillSettings, ours: int, theirs: int) -> list[tuple[int, int]]:
     """Which hidden states are compared: those after every student's layer with as many teacher's, spread evenly.
 
     Raises ValueError for such as there are not.
@@ -319,7 +319,7 @@ def hidden_pairs(s: Settings, ours: int, theirs: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def relation_heads(s: Settings, ours: config.BertConfig, theirs: config.BertConfig) -> int:
+def relation_heads(s: DistillSettings, ours: config.BertConfig, theirs: config.BertConfig) -> int:
     """Raises ValueError for a number of them that does not divide both widths, and for a layer that there is not."""
     heads = s.relation_heads or theirs.num_attention_heads
     if heads < 1 or ours.hidden_size % heads or theirs.hidden_size % heads:
@@ -332,7 +332,7 @@ def relation_heads(s: Settings, ours: config.BertConfig, theirs: config.BertConf
     return heads
 
 
-def distill(s: Settings) -> dict[str, Any]:
+def distill(s: DistillSettings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev, or else the last, is in `<output>/checkpoint`."""
     device = optim.pick_device()
 
@@ -390,7 +390,7 @@ def distill(s: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    command(Settings, __doc__ or "", distill)
+    command(DistillSettings, __doc__ or "", distill)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def word_tags(
 
 
 def judge_questions(
-    found: Sequence[labelled_rows.Question], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.QuestionRow], texts: Outputs, head: bundle.Head
 ) -> Evaluation:
     """Exact match and F1 as SQuAD counts them.
 
@@ -234,7 +234,7 @@ def judge_questions(
     that reaches it on this data.
     """
 
-    def answers_of(threshold: float, top_k: int = 1) -> list[list[decode.Answer]]:
+    def answers_of(threshold: float, top_k: int = 1) -> list[list[decode.AnswerSpan]]:
         return [
             decode.qa(
                 text.windows,
@@ -267,7 +267,7 @@ def judge_questions(
     return Evaluation(metrics, answers)
 
 
-def null_margin(both: Sequence[decode.Answer]) -> float:
+def null_margin(both: Sequence[decode.AnswerSpan]) -> float:
     """By how much the logarithm of the null answer's score exceeds that of the best answer's."""
     null, span = both[0].score, both[1].score if len(both) > 1 else 0.0
     least = sys.float_info.min  # a score may be too small for a float

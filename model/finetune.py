@@ -27,13 +27,13 @@ from model.heads import Model
 from model.training import distillation, optim
 from model.training.distillation import Answers, Lesson, Teacher, Teaching
 from model.training.token_matching_init import begin_matching
-from model.training.training_run import Run, command
+from model.training.training_run import TrainingRun, command
 from service.core import bundle
 from service.core.encode import Encoder, load_tokenizer
 
 
 @dataclass
-class Settings:
+class FinetuneSettings:
     output: str
     heads: dict[str, Any]  # a table for each, in the manifest's order: see tasks.HeadSettings
     only: str = ""  # one of them alone
@@ -114,7 +114,11 @@ def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
 
 
 def evaluate_heads(
-    model: Model, s: Settings, encoders: dict[str, Encoder], dtype: torch.dtype, limit: int = 0
+    model: Model,
+    s: FinetuneSettings,
+    encoders: dict[str, Encoder],
+    dtype: torch.dtype,
+    limit: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Metrics of every head that has a dev file, by the settings' names.
 
@@ -143,7 +147,7 @@ def evaluate_heads(
 
 
 def judge_teachers(
-    teaching: Teaching, s: Settings, encoders: Mapping[str, Encoder]
+    teaching: Teaching, s: FinetuneSettings, encoders: Mapping[str, Encoder]
 ) -> dict[str, dict[str, Any]]:
     """Of each teacher its size, and its own metrics on the dev files of the heads that it answers for."""
     found = {
@@ -196,7 +200,7 @@ def check_fits(
 
 
 def read_lessons(
-    s: Settings,
+    s: FinetuneSettings,
     encoders: Mapping[str, Encoder],
     hidden_size: int,
     teacher_of: Mapping[str, Teacher],
@@ -226,7 +230,7 @@ def read_lessons(
     return described, answers, lessons
 
 
-def with_rates(s: Settings, shape: config.BertConfig) -> config.BertConfig:
+def with_rates(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConfig:
     """With the rates of dropout that are given."""
     rates = {
         "hidden_dropout_prob": s.dropout,
@@ -236,7 +240,7 @@ def with_rates(s: Settings, shape: config.BertConfig) -> config.BertConfig:
     return dataclasses.replace(shape, **given)
 
 
-def finetune(s: Settings) -> dict[str, Any]:
+def finetune(s: FinetuneSettings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
     # data
     source = checkpoint.locate(s.init_from) if s.init_from else None
@@ -271,7 +275,7 @@ def finetune(s: Settings) -> dict[str, Any]:
 
 
 def train(
-    s: Settings,
+    s: FinetuneSettings,
     model: Model,
     teaching: Teaching,
     encoders: dict[str, Encoder],
@@ -313,7 +317,7 @@ def train(
     learnt, trunk = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
-    with Run.open(s.output, steps, s) as run:
+    with TrainingRun.open(s.output, steps, s) as run:
         for lesson in lessons:
             run.say(f"{lesson.stream.name}: {lesson.stream.size:,} examples")
         if kept is not None and model.described:
@@ -391,7 +395,7 @@ def train(
 
 
 def main() -> None:
-    command(Settings, __doc__ or "", finetune)
+    command(FinetuneSettings, __doc__ or "", finetune)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from model.checkpoints import checkpoint
 from model.checkpoints.source import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
 from model.data import corpus, pretraining_batches
-from model.data.pretraining_batches import Batch, Sampler, Samples, Specials
+from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials
 from model.families.bert_names import BERT
 from model.families.registry import FAMILIES, family_of
 from model.families.spec import Family
@@ -32,12 +32,12 @@ from model.heads import make_pretraining
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.token_matching_init import begin_matching
-from model.training.training_run import Run, command
+from model.training.training_run import TrainingRun, command
 from service.core.encode import load_tokenizer
 
 
 @dataclass
-class Settings:
+class PretrainSettings:
     output: str
     corpus: list[str]  # files or folders of .txt, .gz, .xz
     tokenizer: str  # a tokenizer.json
@@ -105,7 +105,7 @@ class Phase(NamedTuple):
         return max(1, self.batch_tokens // self.length)
 
 
-def phases_of(s: Settings) -> list[Phase]:
+def phases_of(s: PretrainSettings) -> list[Phase]:
     """Raises ValueError for what is no list of phases."""
     found = []
     for given in s.phases or [[0.9, 128], [0.1, 512]]:
@@ -131,7 +131,7 @@ def rate_at(step: int, steps: int, first: float, last: float) -> float:
 
 
 def losses(
-    model: nn.Module, batch: Batch, shares: Mapping[str, float] | None = None
+    model: nn.Module, batch: PretrainingBatch, shares: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
     """The mean loss of everything that the model is taught, and as `loss` their weighted sum.
 
@@ -150,13 +150,13 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, shares: Mapping[str, float]) -> dict[str, Tensor]:
+    def forward(self, batch: PretrainingBatch, shares: Mapping[str, float]) -> dict[str, Tensor]:
         return losses(self.model, batch, shares)
 
 
 def in_pieces(
     whole: Samples, tokens: int, counted: Mapping[str, int]
-) -> Iterator[tuple[Batch, dict[str, float]]]:
+) -> Iterator[tuple[PretrainingBatch, dict[str, float]]]:
     """Samples as batches of so many tokens (0: all at once), with what each is of what is `counted`, by loss."""
     pieces = math.ceil(whole.tokens / (tokens or whole.tokens))
     pieces = min(pieces, len(whole))  # of a sample at least
@@ -192,7 +192,9 @@ def corpus_files(paths: list[str]) -> list[Path]:
     return found
 
 
-def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, config.BertConfig]:
+def read_shape(
+    s: PretrainSettings, tokenizer: tokenizers.Tokenizer
+) -> tuple[Family, config.BertConfig]:
     """Of the encoder: a checkpoint's, or a preset's with what is given beside it.
 
     Raises ValueError for fields that the family does not have, and for a checkpoint of another one, or of other tokens.
@@ -225,7 +227,7 @@ def read_shape(s: Settings, tokenizer: tokenizers.Tokenizer) -> tuple[Family, co
 class Trainer:
     """A model with its optimiser, which takes one step after the other."""
 
-    def __init__(self, s: Settings, shape: config.BertConfig, in_pairs: bool, ranks: Ranks):
+    def __init__(self, s: PretrainSettings, shape: config.BertConfig, in_pairs: bool, ranks: Ranks):
         self.s, self.ranks = s, ranks
         self.dtype = optim.precision(s.precision, ranks.device)
         torch.manual_seed(s.seed)
@@ -270,7 +272,10 @@ class Trainer:
 
 
 def plan_steps(
-    s: Settings, phases: list[Phase], make: Callable[[], Trainer], draw: Callable[..., Samples]
+    s: PretrainSettings,
+    phases: list[Phase],
+    make: Callable[[], Trainer],
+    draw: Callable[..., Samples],
 ) -> int:
     """How many steps there is time for: measured where a run begins, and kept in `<output>/plan.json` for it.
 
@@ -295,16 +300,16 @@ def plan_steps(
 
 
 def main() -> None:
-    command(Settings, __doc__ or "", pretrain)
+    command(PretrainSettings, __doc__ or "", pretrain)
 
 
-def pretrain(s: Settings) -> None:
+def pretrain(s: PretrainSettings) -> None:
     """Train, and leave the last checkpoint in `<output>/checkpoint`."""
     with Ranks.join() as ranks:
         _pretrain(s, ranks)
 
 
-def _pretrain(s: Settings, ranks: Ranks) -> None:
+def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     phases = phases_of(s)
 
     # data
@@ -355,7 +360,7 @@ def _pretrain(s: Settings, ranks: Ranks) -> None:
     # loop
     trainer = make()
     model, optimizer = trainer.model, trainer.optimizer
-    with Run.open(s.output, steps, s, ranks.leads, work=work) as run:
+    with TrainingRun.open(s.output, steps, s, ranks.leads, work=work) as run:
         run.say(
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"

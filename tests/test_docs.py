@@ -186,8 +186,8 @@ def test_training_examples_are_settings(tmp_path):
     """The settings and the provenance that are shown are read as they stand."""
     from export.provenance import read_told
     from model.data.examples import is_graded
-    from model.distill import Settings as Distilling
-    from model.finetune import Settings as Finetuning
+    from model.distill import DistillSettings as Distilling
+    from model.finetune import FinetuneSettings as Finetuning
 
     *settings, provenance = examples(read("training.md"), "toml")
     single, joint, graded, half, general = map(tomllib.loads, settings)

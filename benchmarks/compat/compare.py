@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.compat import pipelines
 from benchmarks.compat.pipelines import Names
-from service.core.decode import AGGREGATION_STRATEGIES, Answer, Entity, Label
+from service.core.decode import AGGREGATION_STRATEGIES, AnswerSpan, EntitySpan, LabelScore
 
 # Path, columns of the body that have a value for each input, the other fields -> results.
 Ask = Callable[[str, Mapping[str, Sequence[Any]], Mapping[str, Any]], list[Any]]
-Answers = Sequence[Label | Entity | Answer]
+Answers = Sequence[LabelScore | EntitySpan | AnswerSpan]
 Read = Callable[[Names], Answers]
 
 TOLERANCE = 1e-4  # of a score, by its size, and a little more where it is small: another runtime sums in another order
@@ -84,8 +84,8 @@ def classify(
         yield tally
 
 
-def labels(said: list[dict[str, Any]]) -> list[Label]:
-    return [Label(one["label"], one["score"]) for one in said]
+def labels(said: list[dict[str, Any]]) -> list[LabelScore]:
+    return [LabelScore(one["label"], one["score"]) for one in said]
 
 
 # -- entities -------------------------------------------------------------------------------------
@@ -108,9 +108,11 @@ def ner(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterat
             yield tally
 
 
-def entities(said: list[dict[str, Any]]) -> list[Entity]:
+def entities(said: list[dict[str, Any]]) -> list[EntitySpan]:
     return [
-        Entity(one.get("entity_group") or one["entity"], *(one[k] for k in Entity._fields[1:]))
+        EntitySpan(
+            one.get("entity_group") or one["entity"], *(one[k] for k in EntitySpan._fields[1:])
+        )
         for one in said
     ]
 
@@ -150,5 +152,5 @@ def qa(
         yield tally
 
 
-def answers(said: list[dict[str, Any]]) -> list[Answer]:
-    return [Answer(*(one[name] for name in Answer._fields)) for one in said]
+def answers(said: list[dict[str, Any]]) -> list[AnswerSpan]:
+    return [AnswerSpan(*(one[name] for name in AnswerSpan._fields)) for one in said]

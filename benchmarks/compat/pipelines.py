@@ -18,7 +18,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers.pipelines.token_classification import AggregationStrategy
 
-from service.core.decode import Answer, Entity
+from service.core.decode import AnswerSpan, EntitySpan
 from service.core.words import Places
 
 Floats = NDArray[np.float64]
@@ -115,7 +115,7 @@ def gather(pipeline: Any, text: str, output: dict[str, Any]) -> list[dict[str, A
     )
 
 
-def entities(pipeline: Any, tagged: Tagged, strategy: str) -> list[Entity]:
+def entities(pipeline: Any, tagged: Tagged, strategy: str) -> list[EntitySpan]:
     """What the pipeline answers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it tells of tokenizers whose words it has to guess
@@ -123,7 +123,9 @@ def entities(pipeline: Any, tagged: Tagged, strategy: str) -> list[Entity]:
     return plain(tagged.text, found)
 
 
-def read_entities(pipeline: Any, tagged: Tagged, strategy: str, differences: Names) -> list[Entity]:
+def read_entities(
+    pipeline: Any, tagged: Tagged, strategy: str, differences: Names
+) -> list[EntitySpan]:
     """The same, by the pipeline's own parts, with these differences."""
     windows = tagged.tokens
     if CONTEXT in differences:
@@ -177,11 +179,11 @@ def label_of(entity: dict[str, Any]) -> str:
     return entity["entity_group"] if "entity_group" in entity else entity["entity"]
 
 
-def plain(text: str, found: list[dict[str, Any]]) -> list[Entity]:
+def plain(text: str, found: list[dict[str, Any]]) -> list[EntitySpan]:
     """In Quartet's words: what an entity is called is the text where it stands."""
     places = [(entity["start"], entity["end"]) for entity in found]
     return [
-        Entity(label_of(entity), float(entity["score"]), text[start:end], start, end)
+        EntitySpan(label_of(entity), float(entity["score"]), text[start:end], start, end)
         for entity, (start, end) in zip(found, places, strict=True)
     ]
 
@@ -267,7 +269,7 @@ def read_answers(
     top_k: int = 1,
     handle_impossible_answer: bool = False,
     max_answer_len: int = 15,
-) -> list[Answer]:
+) -> list[AnswerSpan]:
     """What the pipeline (as of 5.2) makes of the logits, with these differences."""
     if EDGES in differences:
         windows = [w._replace(offsets=w.whole) for w in windows]
@@ -295,14 +297,14 @@ def read_answers(
         ]
     if ONE_SOFTMAX in differences:
         spans = once(spans)[:count]
-    found: dict[str, Answer] = {}
+    found: dict[str, AnswerSpan] = {}
     for score, _, start, end in spans:
         text = context[start:end]
-        held = found.get(text.lower(), Answer(text, 0.0, start, end))
+        held = found.get(text.lower(), AnswerSpan(text, 0.0, start, end))
         found[text.lower()] = held._replace(score=held.score + score)
     answers = [*found.values()]
     if handle_impossible_answer:
-        answers.append(Answer("", min(nulls), 0, 0))
+        answers.append(AnswerSpan("", min(nulls), 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)[:top_k]
 
 

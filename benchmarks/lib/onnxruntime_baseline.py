@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.lib import servers, traffic
 from benchmarks.lib.servers import WINDOW, Call, Server
-from export.verify import Run, graph_runner
+from export.verify import RunGraph, graph_runner
 from service.core import bundle
 from service.core.encode import Encoder, Encoding
 from service.engines.engine import STRIDE
@@ -142,7 +142,7 @@ class Bare:
     def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, float]:
         runs = self.runs[layout.sessions]
         batches = self.batches[layout.size]
-        ended: list[Run] = []
+        ended: list[RunGraph] = []
         with ThreadPoolExecutor(len(runs)) as threads:
             parts = [
                 threads.submit(in_turn, run, batches, seconds, warm_s, ended, len(runs))
@@ -174,11 +174,11 @@ class Part(NamedTuple):
 
 
 def in_turn(
-    run: Run,
+    run: RunGraph,
     batches: Iterator[Batch],
     seconds: float,
     warm_s: float,
-    ended: list[Run],
+    ended: list[RunGraph],
     sessions: int = 1,
 ) -> Part:
     """Run batches for a window after `warm_s`, and on, uncounted, until the other sessions' windows have ended, too."""

@@ -82,7 +82,7 @@ def measure(name: str, seed: int, tokens: int, data: Path, scratch: Path) -> dic
     family = FAMILIES[own["family"]]
     words = vocabulary(family, data, scratch)
     out = scratch / f"{name}-{tokens}-{seed}"
-    settings = pretrain.Settings(
+    settings = pretrain.PretrainSettings(
         output=str(out / "pretrain"),
         corpus=[str(data / "pretrain/wiki_en_00.txt.xz")],
         tokenizer=str(words),
@@ -137,7 +137,7 @@ def vocabulary(family: Family, data: Path, scratch: Path) -> Path:
     return path
 
 
-def save_fresh(folder: Path, settings: pretrain.Settings) -> None:
+def save_fresh(folder: Path, settings: pretrain.PretrainSettings) -> None:
     """The encoder as it was before the first step."""
     words = tokenizers.Tokenizer.from_file(settings.tokenizer)
     family, shape = pretrain.read_shape(settings, words)
@@ -178,7 +178,7 @@ def accuracy(task: str, start: Path, out: Path, seed: int, data: Path) -> float:
             "batch_size": 32,
         }
         result = finetune.finetune(
-            finetune.Settings(
+            finetune.FinetuneSettings(
                 output=str(out),
                 heads={task: head},
                 init_from=str(start),

@@ -30,7 +30,7 @@ from model.data.corpus import Corpus, Ints
 from model.data.pretraining_batches import Sampler, Samples, Specials
 from model.families.bert_names import BERT
 from model.heads import Model
-from model.pretrain import Settings, Trainer
+from model.pretrain import PretrainSettings, Trainer
 from model.training import optim
 from model.training.data_parallel import Ranks
 from service.core import bundle
@@ -169,7 +169,7 @@ def flops(shape: config.BertConfig, lengths: Ints, guesses: int) -> float:
 
 
 def pretraining(case: Case, precision: str, device: torch.device) -> tuple[Step, Step]:
-    settings = Settings("", [], "", dropout=0.0, precision=precision)
+    settings = PretrainSettings("", [], "", dropout=0.0, precision=precision)
     trainer = Trainer(settings, case.shape, True, Ranks(0, 1, device))
     sampler = Sampler(made_up(), SPECIALS, "nsp", device)
 
@@ -213,7 +213,7 @@ def made_up() -> Corpus:
 
 
 def with_optimizer(
-    peer: nn.Module, settings: Settings, device: torch.device
+    peer: nn.Module, settings: PretrainSettings, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     peer.to(device).train()
     betas = (0.9, settings.beta2)
@@ -237,7 +237,7 @@ def their_step(
 
 
 def finetuning(case: Case, precision: str, device: torch.device) -> tuple[Step, Step]:
-    settings = Settings("", [], "", precision=precision)
+    settings = PretrainSettings("", [], "", precision=precision)
     labels = ("one", "two", "three", "four")
     model = Model(case.shape, {"topic": bundle.Head(task="classification", labels=labels)})
     model.to(device).train()

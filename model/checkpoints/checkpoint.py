@@ -24,7 +24,7 @@ from model.checkpoints.hub_download import download
 from model.checkpoints.hub_names import (
     CheckpointError,
     Names,
-    State,
+    Tensors,
     from_hub,
     joint_names,
     modern_names,
@@ -117,7 +117,7 @@ def config_file(folder: Path) -> Path:
     return encoder_folder(folder) / "config.json"
 
 
-def read_weights(folder: Path) -> State:
+def read_weights(folder: Path) -> Tensors:
     """Return a checkpoint's tensors under the names of today. Raises CheckpointError naming the file."""
     return modern_names(read_tensors(encoder_folder(folder)))
 
@@ -248,7 +248,7 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> Model:
 
 
 def _check_unused(
-    weights: State, module: nn.Module, names: Names, folder: Path, heads: bool = True
+    weights: Tensors, module: nn.Module, names: Names, folder: Path, heads: bool = True
 ) -> None:
     """Raise CheckpointError for a tensor that is neither in the module nor known to be without effect.
 
@@ -266,7 +266,7 @@ def model_names(model: Model, folder: Path) -> Names:
     return single_names(family, head.task)
 
 
-def fill(module: nn.Module, weights: State, names: Names, folder: Path) -> None:
+def fill(module: nn.Module, weights: Tensors, names: Names, folder: Path) -> None:
     """Fill a module that has a `config`, or a part of one, from a checkpoint's weights. Raises CheckpointError."""
     from_hub(module, weights, names, str(folder), family_of(read_config(folder)).prefix)
 
@@ -323,7 +323,7 @@ def init_pretraining(model: nn.Module, source: str | Path) -> None:
     _fill_parts({place: (part, read_weights(place)) for place, part in places})
 
 
-def _fill_parts(parts: Mapping[Path, tuple[nn.Module, State]]) -> None:
+def _fill_parts(parts: Mapping[Path, tuple[nn.Module, Tensors]]) -> None:
     """Fill the parts of a model, by the folder that each is read from, with what was read there."""
     for folder, (part, weights) in parts.items():
         for name, child in part.named_children():
@@ -338,7 +338,7 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, State]]) -> None:
         _check_tied(part, weights, folder)
 
 
-def _check_tied(part: nn.Module, weights: State, folder: Path) -> None:
+def _check_tied(part: nn.Module, weights: Tensors, folder: Path) -> None:
     """Raises CheckpointError for a table of words, or an output matrix, of another's own."""
     family = family_of(part.config)
     words = pretraining_names(family)("encoder.embeddings.word.weight")
@@ -446,7 +446,7 @@ def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
 def _write(
     folder: Path,
     shape: BertConfig,
-    state: State,
+    state: Tensors,
     tokenizer: Path,
     architecture: str,
     files: Mapping[str, Any] | None = None,

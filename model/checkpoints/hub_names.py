@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.families.spec import Family
 
-State = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # all are read as float32
 Names = Callable[[str], list[str]]
 
@@ -81,7 +81,7 @@ def pooler_names(family: Family) -> Names:
     return within(trunk_names(family), "pooler")
 
 
-def to_hub(module: nn.Module, names: Names) -> State:
+def to_hub(module: nn.Module, names: Names) -> Tensors:
     """A module's parameters under the hub's names."""
     hub = {}
     for ours, tensor in module.state_dict().items():
@@ -139,7 +139,7 @@ def check_numbers(name: str, tensor: Tensor, where: str) -> None:
         raise CheckpointError(f"{where}: {name} has numbers that are not finite (NaN or infinity)")
 
 
-def modern_names(state: Mapping[str, Tensor]) -> State:
+def modern_names(state: Mapping[str, Tensor]) -> Tensors:
     """Old files say `gamma` and `beta` for a norm's weight and bias."""
     new = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     return {

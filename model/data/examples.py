@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import Layout
-from model.data.labelled_rows import DataError, Question, Sentence, Text
+from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
 from model.settings_checks import check_choice, check_counts, check_types
@@ -378,7 +378,7 @@ def candidates(window: Encoding) -> Bools:
     return may
 
 
-def answer_tokens(question: Question, windows: Sequence[Encoding]) -> list[Ints]:
+def answer_tokens(question: QuestionRow, windows: Sequence[Encoding]) -> list[Ints]:
     """First and last token of the first answer in each window; (0, 0) where it is not whole."""
     null = np.zeros(2, dtype=np.int64)
     if not question.answers:

@@ -61,7 +61,7 @@ class Sentence:
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionRow:
     """A question and its right answers, each with its start in the context; none if there is none."""
 
     where: str
@@ -227,14 +227,14 @@ def to_bio(tags: Sequence[str]) -> list[str]:
     ]
 
 
-def _questions(path: Path) -> Iterator[Question]:
+def _questions(path: Path) -> Iterator[QuestionRow]:
     document = _json(str(path), "".join(line for _, line in _lines(path)))
     for article in _get(str(path), document, "data", kind=list):
         for paragraph in article.get("paragraphs", []):
             for asked in paragraph.get("qas", []):
                 where = f"{path}: question {asked.get('id')!r}"
                 right = [] if asked.get("is_impossible") else asked.get("answers", [])
-                yield Question(
+                yield QuestionRow(
                     where,
                     _get(where, asked, "question"),
                     _get(where, paragraph, "context"),
@@ -242,7 +242,7 @@ def _questions(path: Path) -> Iterator[Question]:
                 )
 
 
-def _asked(where: str, row: dict[str, Any]) -> Question:
+def _asked(where: str, row: dict[str, Any]) -> QuestionRow:
     """Answers are a list of objects, or an object of lists."""
     answers = _get(where, row, "answers", kind=dict | list)
     if isinstance(answers, dict):
@@ -250,7 +250,7 @@ def _asked(where: str, row: dict[str, Any]) -> Question:
         if len(texts) != len(starts):
             raise DataError(f"{where}: {len(texts)} answers and {len(starts)} starts")
         answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
-    return Question(
+    return QuestionRow(
         where,
         _get(where, row, "question"),
         _get(where, row, "context"),

@@ -187,7 +187,7 @@ def _elsewhere(corpus: Corpus, sentence: int, rng: np.random.Generator) -> Ints:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PretrainingBatch:
     """Packed samples, as a model's `losses` takes them.
 
     inputs: ids, segments and positions [T], and the layout
@@ -238,13 +238,15 @@ class Samples:
         rows = slice(number * len(self) // parts, (number + 1) * len(self) // parts)
         return type(self)(*(value[rows] for value in vars(self).values()))
 
-    def pack(self) -> Batch:
+    def pack(self) -> PretrainingBatch:
         device = self.input_ids.device
         layout, positions, real = _frame_of(self.lengths, self.input_ids.shape[1], device)
         grids = (self.input_ids, self.token_type_ids, self.original_ids, self.hidden)
         ids, types, original, hidden = (grid.flatten()[real] for grid in grids)
         masked = torch.nonzero_static(hidden, size=sum(self.guesses)).squeeze(1)
-        return Batch((ids, types, positions, layout), masked, original[masked], self.is_next)
+        return PretrainingBatch(
+            (ids, types, positions, layout), masked, original[masked], self.is_next
+        )
 
 
 @functools.lru_cache(maxsize=8)  # blocks have the same in every step

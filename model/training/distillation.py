@@ -278,7 +278,7 @@ def read_alike(teacher: Teacher, encoder: Encoder, what: str, by_token: bool) ->
 # -- losses -----------------------------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class CapturedBatch(NamedTuple):
     """What a model makes of a batch.
 
     outputs: of heads by name, in full precision
@@ -298,7 +298,7 @@ def look(
     heads: Sequence[str],
     dtype: torch.dtype = torch.float32,
     relations: bool = False,
-) -> Seen:
+) -> CapturedBatch:
     """Pass a batch through a model on its own device, computing in `dtype`."""
     device = next(model.parameters()).device
     inputs = examples.pack(encodings, device)
@@ -308,7 +308,7 @@ def look(
     ):
         outputs = model(*inputs, heads=list(heads))
     full = {name: output.float() for name, output in outputs.items()}
-    return Seen(full, captured.hidden_states, captured.projections, inputs[-1])
+    return CapturedBatch(full, captured.hidden_states, captured.projections, inputs[-1])
 
 
 def divergence(ours: Tensor, theirs: Tensor, temperature: float, dim: int = -1) -> Tensor:
@@ -470,7 +470,7 @@ class Teaching(nn.Module):
         """
         relations = bool(self.weights["relations"] and lesson.trunk)
         ours = look(model, batch.encodings, [*lesson.answers], dtype, relations)
-        theirs: dict[str, Seen] = {}
+        theirs: dict[str, CapturedBatch] = {}
         with torch.no_grad():
             for teacher in lesson.teachers:
                 asked = [a.head for a in lesson.answers.values() if a and a.teacher is teacher]
@@ -487,8 +487,8 @@ class Teaching(nn.Module):
         model: Model,
         lesson: Lesson,
         batch: Batch,
-        ours: Seen,
-        theirs: Mapping[str, Seen],
+        ours: CapturedBatch,
+        theirs: Mapping[str, CapturedBatch],
         progress: float,
     ) -> dict[str, Part]:
         stream, found = lesson.stream, {}
@@ -520,7 +520,9 @@ class Teaching(nn.Module):
                 found[f"{stream.name}/{part}"] = (self.weights[kind] * share, loss)
         return found
 
-    def _trunk(self, lesson: Lesson, ours: Seen, theirs: Seen, relations: bool) -> dict[str, Part]:
+    def _trunk(
+        self, lesson: Lesson, ours: CapturedBatch, theirs: CapturedBatch, relations: bool
+    ) -> dict[str, Part]:
         name, found = lesson.stream.name, {}
         if self.pairs:
             errors = [

@@ -111,7 +111,7 @@ def command(kind: type[Settings], description: str, work: Callable[[Settings], o
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Where a run writes, and how it tells of itself."""
 
     output: Path

@@ -27,7 +27,7 @@ from service.api.schemas import (
     QaRequest,
     QaResponse,
 )
-from service.core.decode import Answer, Entity, Label
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.observability.metrics import CONTENT_TYPE
 
 T = TypeVar("T")
@@ -133,11 +133,11 @@ def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
     return lambda found: [*map(show, found)]
 
 
-def label(found: Label) -> dict[str, object]:
+def label(found: LabelScore) -> dict[str, object]:
     return {"label": found.label, "score": found.score}
 
 
-def entity(key: str, found: Entity) -> dict[str, object]:
+def entity(key: str, found: EntitySpan) -> dict[str, object]:
     return {
         key: found.entity,
         "score": found.score,
@@ -147,7 +147,7 @@ def entity(key: str, found: Entity) -> dict[str, object]:
     }
 
 
-def answer(found: Answer) -> dict[str, object]:
+def answer(found: AnswerSpan) -> dict[str, object]:
     return {
         "answer": found.answer,
         "score": found.score,

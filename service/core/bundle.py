@@ -234,7 +234,7 @@ class Golden:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class BundleTexts:
     """What of a bundle those need who read its texts and answers and leave computing to others.
 
     sha256: of the manifest, which pins all else; tokenizer: the file's bytes
@@ -258,7 +258,7 @@ class Bundle:
         return self.path / name
 
 
-def read_texts(bundle: Bundle) -> Texts:
+def read_texts(bundle: Bundle) -> BundleTexts:
     """Read what of a bundle others need. Raises BundleError when it was changed since it was loaded."""
     vocabulary = bundle.manifest.vocabulary
     try:
@@ -268,7 +268,7 @@ def read_texts(bundle: Bundle) -> Texts:
         raise BundleError(bundle.path, reason) from None
     if hashlib.sha256(tokenizer).hexdigest() != vocabulary.sha256:
         raise BundleError(bundle.path, f"{vocabulary.file} was changed while it was being opened")
-    return Texts(bundle.manifest, bundle.sha256, tokenizer)
+    return BundleTexts(bundle.manifest, bundle.sha256, tokenizer)
 
 
 def load(path: Path | str) -> Bundle:

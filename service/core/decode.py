@@ -23,12 +23,12 @@ Ints = NDArray[np.int64]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
 
-class Label(NamedTuple):
+class LabelScore(NamedTuple):
     label: str
     score: float
 
 
-class Entity(NamedTuple):
+class EntitySpan(NamedTuple):
     """`word` is `text[start:end]`; `entity` a type ("PER"), or a token's own label ("B-PER")."""
 
     entity: str
@@ -38,7 +38,7 @@ class Entity(NamedTuple):
     end: int
 
 
-class Answer(NamedTuple):
+class AnswerSpan(NamedTuple):
     """`answer` is `context[start:end]`; the null answer is "", 0, 0."""
 
     answer: str
@@ -80,14 +80,14 @@ def classify(
     labels: Sequence[str],
     problem_type: str | None,
     top_k: int | None,
-) -> list[Label]:
+) -> list[LabelScore]:
     """The `top_k` labels (None: all) by falling score, equals in label order.
 
     windows: logits `[C]` of each window; their mean, weighted by `lengths` in tokens, is activated.
     """
     scores = activate(_weighted_mean(windows, lengths).astype(np.float32), problem_type)
     order = np.argsort(-scores, kind="stable")[:top_k]
-    return [Label(labels[index], float(scores[index])) for index in order]
+    return [LabelScore(labels[index], float(scores[index])) for index in order]
 
 
 def embed(
@@ -121,7 +121,7 @@ def ner(
     *,
     labels: Sequence[str],
     aggregation_strategy: str,
-) -> list[Entity]:
+) -> list[EntitySpan]:
     """The entities of `text`, in text order; what is labelled "O" is none.
 
     logits: `[n, C]` of each window. aggregation_strategy:
@@ -149,10 +149,10 @@ def ner(
     return _entities(text, types, runs.mean(peaks), runs.span(offsets))
 
 
-def _entities(text: str, names: list[str], scores: Floats, offsets: Ints) -> list[Entity]:
+def _entities(text: str, names: list[str], scores: Floats, offsets: Ints) -> list[EntitySpan]:
     found = zip(names, scores.tolist(), offsets.tolist(), strict=True)
     return [
-        Entity(name, score, text[start:end], start, end)
+        EntitySpan(name, score, text[start:end], start, end)
         for name, score, (start, end) in found
         if name != tags.OUTSIDE
     ]
@@ -253,7 +253,7 @@ def qa(
     handle_impossible_answer: bool,
     null_threshold: float,
     max_answer_tokens: int,
-) -> list[Answer]:
+) -> list[AnswerSpan]:
     """The `top_k` answers of `context` by falling score, equals by start and end; [] if it is empty.
 
     logits: `[n, 2]` of each window, for starts and for ends. Each is one softmax over the context's
@@ -283,7 +283,7 @@ def qa(
         null = min(float(part[0].sum()) for part, *_ in by_window)
         ranked.insert(_null_rank(ranked, null, null_threshold), (null, 0, 0))
     return [
-        Answer(context[start:end], math.exp(score) / partition, start, end)
+        AnswerSpan(context[start:end], math.exp(score) / partition, start, end)
         for score, start, end in ranked[:top_k]
     ]
 

@@ -28,7 +28,7 @@ import onnxruntime  # noqa: E402
 ort = onnxruntime
 
 Provider = Literal["auto", "cpu", "cuda"]
-Outputs = dict[str, NDArray[np.float32]]
+BatchOutputs = dict[str, NDArray[np.float32]]
 Feeds = dict[str, NDArray[Any]]
 
 CPU = "CPUExecutionProvider"
@@ -93,7 +93,7 @@ class Session:
         fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
         return self.provider == CUDA and not fused
 
-    def run(self, packed: Packed) -> Outputs:
+    def run(self, packed: Packed) -> BatchOutputs:
         """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
         if self.graph.layout == "packed":
             return self._run(packed_feeds(packed, self._inputs))
@@ -101,12 +101,12 @@ class Session:
             return self._run_each(packed)
         return self._run_padded(packed)
 
-    def _run_each(self, packed: Packed) -> Outputs:
+    def _run_each(self, packed: Packed) -> BatchOutputs:
         """One run for each sequence, for what shares a batch would change the answers."""
         parts = [self._run_padded(own) for own in each(packed)]
         return {name: np.concatenate([part[name] for part in parts]) for name in self._outputs}
 
-    def _run_padded(self, packed: Packed) -> Outputs:
+    def _run_padded(self, packed: Packed) -> BatchOutputs:
         slots = packed.layout.unpack.size
         return {
             name: value.reshape(slots, -1)[packed.layout.pack]
@@ -115,7 +115,7 @@ class Session:
             for name, value in self._run(padded_feeds(packed)).items()
         }
 
-    def _run(self, feeds: Feeds) -> Outputs:
+    def _run(self, feeds: Feeds) -> BatchOutputs:
         # A graph of a model without segments, say, has dropped the inputs that it does not need.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
         values = self._session.run(self._outputs, needed)
@@ -125,12 +125,12 @@ class Session:
         """Recompute the goldens here. Raises BundleError when they disagree."""
         check_goldens(bundle, self.graph.precision, self._recompute(bundle.golden), RUNTIME)
 
-    def _recompute(self, golden: Golden) -> Outputs:
+    def _recompute(self, golden: Golden) -> BatchOutputs:
         """The longest apart from the others: together, each would have its slots, and a process keeps that memory."""
         lengths = golden.lengths
         sequence = np.repeat(np.arange(len(lengths)), lengths)  # [T]
         longest = np.arange(len(lengths)) == lengths.argmax()
-        outputs: Outputs = {}
+        outputs: BatchOutputs = {}
         for rows in (longest, ~longest):
             if not rows.any():
                 continue

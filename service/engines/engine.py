@@ -12,10 +12,10 @@ from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from service.core import decode
-from service.core.bundle import Head, Manifest, Task, Texts
+from service.core.bundle import BundleTexts, Head, Manifest, Task
 from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
 from service.engines.device import Device, RunsOn
-from service.engines.model_state import Model
+from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
     Complete,
     Decode,
@@ -62,7 +62,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """tokens: of all windows, special ones included; truncated: inputs that lost text."""
 
     tokens: int
@@ -88,7 +88,7 @@ class Reply(Generic[T]):
 
     head: str
     results: list[T | None]
-    usage: Usage
+    usage: TokenUsage
     timing: Timing
     errors: Errors = field(default_factory=dict)
 
@@ -114,7 +114,9 @@ def copied(task: Method[P, T]) -> Method[P, T]:
 class Engine:
     """A bundle in front of the device that computes it; `model` tells how it is served just now."""
 
-    def __init__(self, texts: Texts, encoder: Encoder, model: Model, device: Device) -> None:
+    def __init__(
+        self, texts: BundleTexts, encoder: Encoder, model: ServedModel, device: Device
+    ) -> None:
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
         self.sha256 = texts.sha256
@@ -139,8 +141,8 @@ class Engine:
         top_k: int | None,
         truncate: Truncate,
         stride: int | None,
-        on_result: OnResult[list[decode.Label]] | None = None,
-    ) -> Reply[list[decode.Label]]:
+        on_result: OnResult[list[decode.LabelScore]] | None = None,
+    ) -> Reply[list[decode.LabelScore]]:
         """Labels per text, or per text with its pair, best first."""
         name, described = self._head("classification", head)
         shared = self._stride(stride)
@@ -152,7 +154,7 @@ class Engine:
                 raise InvalidInput("pairs have no windows: say true or false", param="truncate")
             return self.encoder.pairs(texts[part], pairs[part], truncate=truncate)
 
-        def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.Label]:
+        def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.LabelScore]:
             return decode.classify(
                 outputs,
                 cut.lengths,
@@ -174,13 +176,13 @@ class Engine:
         aggregation_strategy: str,
         truncate: Truncate,
         stride: int | None,
-        on_result: OnResult[list[decode.Entity]] | None = None,
-    ) -> Reply[list[decode.Entity]]:
+        on_result: OnResult[list[decode.EntitySpan]] | None = None,
+    ) -> Reply[list[decode.EntitySpan]]:
         """Entities per text, in text order."""
         name, described = self._head("ner", head)
         shared = self._stride(stride)
 
-        def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Entity]:
+        def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.EntitySpan]:
             return decode.ner(
                 text.windows,
                 outputs,
@@ -206,8 +208,8 @@ class Engine:
         handle_impossible_answer: bool,
         truncate: Truncate,
         stride: int | None,
-        on_result: OnResult[list[decode.Answer]] | None = None,
-    ) -> Reply[list[decode.Answer]]:
+        on_result: OnResult[list[decode.AnswerSpan]] | None = None,
+    ) -> Reply[list[decode.AnswerSpan]]:
         """Spans of each context that answer its question, best first."""
         name, described = self._head("qa", head)
         shared = self._stride(stride)
@@ -221,7 +223,7 @@ class Engine:
                 max_query_tokens=described.max_query_tokens,
             )
 
-        def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.Answer]:
+        def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.AnswerSpan]:
             return decode.qa(
                 text.windows,
                 outputs,
@@ -494,7 +496,7 @@ def _without(
     return encoded
 
 
-def _usage(encoded: Sequence[Cut | None]) -> Usage:
+def _usage(encoded: Sequence[Cut | None]) -> TokenUsage:
     tokens = count = 0
     truncated = []
     for index, item in enumerate(encoded):
@@ -503,7 +505,7 @@ def _usage(encoded: Sequence[Cut | None]) -> Usage:
             count += len(item.windows)
             if item.truncated:
                 truncated.append(index)
-    return Usage(tokens, count, truncated)
+    return TokenUsage(tokens, count, truncated)
 
 
 def _timing(outcomes: Sequence[EntryOutcome], encode_s: float, decode_s: float) -> Timing:

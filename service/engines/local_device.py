@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import structlog
 
-from service.core.bundle import Bundle, BundleError, Texts, read_texts
+from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cuda import find_gpu
 from service.core.encode import Window
 from service.core.packing import CUDA_MULTIPLE, pack, split
@@ -138,7 +138,7 @@ def fingerprint(window: Window) -> str:
 class Opened:
     """A bundle whose goldens agree here, and of whose batches is known what they cost."""
 
-    texts: Texts
+    texts: BundleTexts
     runner: Runner
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
@@ -172,7 +172,7 @@ class LocalDevice:
     def __init__(
         self, settings: Settings, slots: Slots, metrics: Metrics, on_cpu: bool = True
     ) -> None:
-        self.texts: dict[str, Texts] = {}
+        self.texts: dict[str, BundleTexts] = {}
         self.runs_on: dict[str, RunsOn] = {}
         self._settings = settings
         self._slots = slots

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from service.core.bundle import cosine
-from service.core.decode import Answer, Entity, Label
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.engine import INLINE_TOKENS, Engine, Method, Reply, Ticket
 from service.errors import Overloaded, QuartetError
 from service.priority import CLASSES
@@ -118,12 +118,12 @@ def alike(one: Any, other: Any) -> bool:
     return essence(one) == essence(other)
 
 
-def essence(answer: Sequence[Label | Entity | Answer]) -> object:
+def essence(answer: Sequence[LabelScore | EntitySpan | AnswerSpan]) -> object:
     """What an answer says, but for how sure it is."""
     match answer:
-        case [Label(label, _), *_]:
+        case [LabelScore(label, _), *_]:
             return label
-        case [Answer(text, _, start, end), *_]:
+        case [AnswerSpan(text, _, start, end), *_]:
             return text, start, end
         case _:
             return [one._replace(score=0.0) for one in answer]

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from service.core.bundle import Texts
+from service.core.bundle import BundleTexts
 from service.engines.device import RunsOn
 
-State = Literal["current", "previous", "pinned"]
+ServingState = Literal["current", "previous", "pinned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Kept:
     id: str
     path: str
     sha256: str
-    state: State
+    state: ServingState
     since: float
     shadow: float = field(default=0.0, kw_only=True)
 
@@ -32,21 +32,21 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Model(Kept):
+class ServedModel(Kept):
     """A bundle that is served."""
 
     runs_on: RunsOn
 
 
 Models = tuple[
-    Model, ...
+    ServedModel, ...
 ]  # the first is the default, or would be if its name's current one were not there
 
 
 class Follower(Protocol):
     """Whoever sends requests where the catalogue says, in this process or in others."""
 
-    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Send new requests there from now on. Raises ValueError, and sends them where they went before.
 
         texts: by id, at least of bundles that were not in the last one
@@ -56,17 +56,17 @@ class Follower(Protocol):
         """Wait until no request is with a bundle any more that was in the last one and is in this one no longer."""
 
 
-def current(models: Models, name: str) -> Model | None:
+def current(models: Models, name: str) -> ServedModel | None:
     """Who answers for a name."""
     return next((m for m in models if m.name == name and m.state == "current"), None)
 
 
-def previous(models: Models, name: str) -> Model | None:
+def previous(models: Models, name: str) -> ServedModel | None:
     """Who would answer for it after a step back."""
     return next((m for m in models if m.name == name and m.state == "previous"), None)
 
 
-def settled(models: Sequence[Model], now: float) -> Models:
+def settled(models: Sequence[ServedModel], now: float) -> Models:
     """Let somebody answer for every name: where nobody does the previous one, else the first."""
     found = tuple(models)
     for name in dict.fromkeys(model.name for model in models):
@@ -78,7 +78,7 @@ def settled(models: Sequence[Model], now: float) -> Models:
 
 def introduced(
     models: Models,
-    new: Model,
+    new: ServedModel,
     now: float,
     *,
     keep_old: bool = True,
@@ -100,7 +100,7 @@ def introduced(
     return tuple(rest)
 
 
-def added(models: Models, new: Model, now: float) -> Models:
+def added(models: Models, new: ServedModel, now: float) -> Models:
     """Let a bundle answer who names it in full, and for its name if nobody does; one of a name gets copies."""
     alone = new.shadow > 0
     rest = [replace(m, shadow=0.0) if alone and m.name == new.name else m for m in models]
@@ -120,5 +120,5 @@ def without(models: Models, model_id: str, now: float) -> Models:
     return tuple(heir if model is gone else model for model in others)
 
 
-def _turned(model: Model, state: State, now: float) -> Model:
+def _turned(model: ServedModel, state: ServingState, now: float) -> ServedModel:
     return model if model.state == state else replace(model, state=state, since=now, shadow=0.0)

@@ -6,16 +6,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from service.core.bundle import Texts
+from service.core.bundle import BundleTexts
 from service.core.encode import Encoder, parse_tokenizer
 from service.engines.commands import Command
 from service.engines.device import Device
 from service.engines.engine import Engine
 from service.engines.mirroring import Compared, Shadow
-from service.engines.model_state import Model, Models, current
+from service.engines.model_state import Models, ServedModel, current
 from service.errors import UnknownModel
 
-Execute = Callable[[Command], Awaitable[Mapping[str, Any]]]
+ExecuteCommand = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
 
 class Engines:
@@ -24,7 +24,7 @@ class Engines:
     execute: as `Curator.execute`; compared: is told of answers to copies
     """
 
-    def __init__(self, device: Device, execute: Execute, compared: Compared) -> None:
+    def __init__(self, device: Device, execute: ExecuteCommand, compared: Compared) -> None:
         self.load = device.load
         self.alive = device.alive
         self.execute = execute
@@ -37,7 +37,7 @@ class Engines:
         self._by_name: dict[str | None, Engine] = {}  # names, ids, and None for the default
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
 
-    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Answer for these from now on, all at once; those of others end when their requests have.
 
         texts: by id, at least of those that are new here. Raises ValueError for a tokenizer that cannot be read or
@@ -63,11 +63,11 @@ class Engines:
             model.id for model in models if model.state != "previous" and not model.shadow
         ]
 
-    def _known(self, model: Model) -> Engine | None:
+    def _known(self, model: ServedModel) -> Engine | None:
         engine = self._by_id.get(model.id)
         return engine if engine is not None and engine.sha256 == model.sha256 else None
 
-    async def _open(self, texts: Texts, model: Model) -> Engine:
+    async def _open(self, texts: BundleTexts, model: ServedModel) -> Engine:
         tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)

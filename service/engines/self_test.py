@@ -22,7 +22,7 @@ EVERY_S = 0.75  # without a sign that all is well; so readiness says no within a
 LOOK_S = 0.1
 LAST = 3  # failures in a row, after which only a restart can help
 
-Probe = Callable[[str, Window], Awaitable[Outputs]]
+ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
 
 def smallest(golden: Golden) -> Window:
@@ -63,7 +63,7 @@ class Canary:
 class Canaries:
     """The canaries of a device, which `probe` computes; `observe` is told of each try, and whether it went well."""
 
-    def __init__(self, probe: Probe, observe: Callable[[str, bool], None]) -> None:
+    def __init__(self, probe: ComputeProbe, observe: Callable[[str, bool], None]) -> None:
         self._probe = probe
         self._observe = observe
         self._of: dict[str, Canary] = {}

@@ -76,7 +76,7 @@ async def tracing() -> AsyncIterator[Trace | None]:
             return
         log.info("tracing", exporters=names)
         try:
-            yield Spans(provider.get_tracer("quartet", __version__, schema_url=SCHEMA))
+            yield RequestSpans(provider.get_tracer("quartet", __version__, schema_url=SCHEMA))
         finally:
             ending = Thread(target=provider.shutdown, daemon=True)  # a collector may be away
             ending.start()
@@ -148,7 +148,7 @@ def complaints() -> Iterator[Complaints]:
         loggers.propagate = before
 
 
-class Spans:
+class RequestSpans:
     """Makes a request's spans with a tracer, and never fails."""
 
     def __init__(self, tracer: Tracer) -> None:

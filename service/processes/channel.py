@@ -15,10 +15,10 @@ from typing import Any, cast, get_args
 import orjson
 from numpy.typing import NDArray
 
-from service.core.bundle import Manifest, Texts
+from service.core.bundle import BundleTexts, Manifest
 from service.engines.commands import COMMANDS, Command
 from service.engines.device import RunsOn
-from service.engines.model_state import Model, Models
+from service.engines.model_state import Models, ServedModel
 from service.scheduling.load import Backlog, Flow, Load
 
 LENGTHS = struct.Struct("<II")
@@ -125,7 +125,9 @@ class Catalogue:
     texts: list[tuple[str, str, Any, int]]
 
     @classmethod
-    def of(cls, number: int, models: Models, texts: Sequence[Texts]) -> tuple["Catalogue", bytes]:
+    def of(
+        cls, number: int, models: Models, texts: Sequence[BundleTexts]
+    ) -> tuple["Catalogue", bytes]:
         """The message, and its arrays."""
         told = [
             (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
@@ -136,16 +138,16 @@ class Catalogue:
     @property
     def served(self) -> Models:
         return tuple(
-            Model(**{**model, "runs_on": RunsOn(**model["runs_on"])}) for model in self.models
+            ServedModel(**{**model, "runs_on": RunsOn(**model["runs_on"])}) for model in self.models
         )
 
-    def read(self, arrays: bytes) -> dict[str, Texts]:
+    def read(self, arrays: bytes) -> dict[str, BundleTexts]:
         """The texts, by id."""
-        found: dict[str, Texts] = {}
+        found: dict[str, BundleTexts] = {}
         start = 0
         for name, sha256, manifest, size in self.texts:
             tokenizer = arrays[start : start + size]
-            found[name] = Texts(Manifest.model_validate(manifest), sha256, tokenizer)
+            found[name] = BundleTexts(Manifest.model_validate(manifest), sha256, tokenizer)
             start += size
         return found
 

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from service import errors
-from service.core.bundle import Texts
+from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.engines.device import Device
 from service.engines.local_device import open_device
@@ -61,7 +61,9 @@ class Front:
     async def connect(self, end: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=end)
 
-    async def adopt(self, number: int, models: Models, texts: Mapping[str, Texts]) -> str | None:
+    async def adopt(
+        self, number: int, models: Models, texts: Mapping[str, BundleTexts]
+    ) -> str | None:
         """Wait until its requests go where this catalogue says, or it is gone; returns why they do not, if so."""
         if not self.channel.open:
             return None
@@ -235,7 +237,7 @@ class Fronts:
         self._there: set[Front] = set()
         self._news = asyncio.Event()
         self._catalogues = itertools.count()
-        self._served: tuple[Models, Mapping[str, Texts]] = ((), {})
+        self._served: tuple[Models, Mapping[str, BundleTexts]] = ((), {})
         self._greeting: set[asyncio.Task[None]] = set()
 
     async def welcome(self, end: socket.socket) -> None:
@@ -252,7 +254,7 @@ class Fronts:
             log.error("an HTTP process cannot answer for what is served", problem=problem)
         front.tell(self._device.load())
 
-    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Let all requests go where this catalogue says. Raises ValueError when one process cannot."""
         self._served = models, texts
         number = next(self._catalogues)

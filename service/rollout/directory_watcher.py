@@ -17,7 +17,7 @@ import structlog
 
 from service.core.bundle import MANIFEST
 from service.engines.commands import LoadModel, UnloadModel
-from service.engines.model_state import Model
+from service.engines.model_state import ServedModel
 from service.errors import Conflict, QuartetError
 from service.rollout.manager import Curator
 from service.settings import Settings
@@ -28,7 +28,7 @@ BY = "models_dir"  # who asks, for the log
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenBundle:
     """A bundle as it lies there.
 
     files: name, size and time of change of each; sha256: of the manifest; name: the model's, if it can be read;
@@ -41,15 +41,15 @@ class Seen:
     came: int
 
 
-Look = Mapping[Path, Seen | None]
+Look = Mapping[Path, SeenBundle | None]
 
 
-def look(root: Path) -> dict[Path, Seen | None]:
+def look(root: Path) -> dict[Path, SeenBundle | None]:
     """All that lies there and has a manifest, but for links and what is hidden. Raises OSError.
 
     What is there and cannot be read just now is None.
     """
-    found: dict[Path, Seen | None] = {}
+    found: dict[Path, SeenBundle | None] = {}
     for folder in root.iterdir():
         if not folder.name.startswith(".") and not folder.is_symlink():
             try:
@@ -61,13 +61,13 @@ def look(root: Path) -> dict[Path, Seen | None]:
     return found
 
 
-def examine(folder: Path) -> Seen:
+def examine(folder: Path) -> SeenBundle:
     manifest = folder / MANIFEST
     text = manifest.read_bytes()
     came = max(path.stat().st_ctime_ns for path in (manifest, folder))
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    return Seen(files, hashlib.sha256(text).hexdigest(), read_name(text), came)
+    return SeenBundle(files, hashlib.sha256(text).hexdigest(), read_name(text), came)
 
 
 def read_name(manifest: bytes) -> str | None:
@@ -83,7 +83,7 @@ class Watcher:
         self._root = root.absolute()
         self._curator = curator
         self._last: Look = {}
-        self._known: dict[Path, Seen] = {}  # what was loaded, or refused, as it was then
+        self._known: dict[Path, SeenBundle] = {}  # what was loaded, or refused, as it was then
         self._stuck: dict[
             Path, object
         ] = {}  # how things stood when others stood in these ones' way
@@ -119,7 +119,7 @@ class Watcher:
         for folder in gone:
             await self._unload(folder)
 
-    async def _load(self, folder: Path, seen: Seen, bundles: Iterable[Seen]) -> None:
+    async def _load(self, folder: Path, seen: SeenBundle, bundles: Iterable[SeenBundle]) -> None:
         """Let it answer for its name, if no other of that name came later."""
         self._stuck.pop(folder, None)
         if any(model.sha256 == seen.sha256 for model in self._curator.models):
@@ -153,7 +153,7 @@ class Watcher:
         """Whether something was in its way that may be there no longer."""
         return folder in self._stuck and self._stuck[folder] != self._curator.standing
 
-    def _of(self, folder: Path) -> Sequence[Model]:
+    def _of(self, folder: Path) -> Sequence[ServedModel]:
         return [model for model in self._curator.models if Path(model.path).absolute() == folder]
 
     def _tell(self, error: OSError) -> None:

@@ -29,7 +29,7 @@ from service.engines.commands import (
     UnloadModel,
 )
 from service.engines.local_device import LocalDevice, Opened, trim
-from service.engines.model_state import Follower, Kept, Model, Models
+from service.engines.model_state import Follower, Kept, Models, ServedModel
 from service.errors import (
     BadBundle,
     ChangedAnswers,
@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-Answer = Mapping[str, Any]
+CommandResult = Mapping[str, Any]
 Resume = Mapping[str, Any]  # what one process leaves the next, as JSON
 
 
@@ -70,11 +70,11 @@ class Curator:
         self._report = report
         self._follower: Follower | None = None
         self._coming: dict[Path, float] = {}  # since when
-        self._going: dict[str, tuple[Model, asyncio.Task[None]]] = {}
+        self._going: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
         self._deciding = asyncio.Lock()
         self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
-        self._commands: set[asyncio.Task[Answer]] = set()
+        self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
         metrics.watch(device.load, self.facts)
 
@@ -92,15 +92,15 @@ class Curator:
             opened = self._open_again([Kept(**kept) for kept in resume["models"]])
         self.models = model_state.settled(opened, time.time())
 
-    def _open(self, path: Path) -> Model:
+    def _open(self, path: Path) -> ServedModel:
         bundle = bundles.load(path)
         if bundle.manifest.id in self._device.texts:
             reason = f"{bundle.manifest.id} is served already; give one of them another version"
             raise BundleError(path, reason)
         return self._add(path, self._device.open(bundle))
 
-    def _open_again(self, former: Iterable[Kept]) -> list[Model]:
-        opened: list[Model] = []
+    def _open_again(self, former: Iterable[Kept]) -> list[ServedModel]:
+        opened: list[ServedModel] = []
         problems: list[Exception] = []
         for kept in former:
             try:
@@ -118,11 +118,13 @@ class Curator:
             raise problems[0]
         return opened
 
-    def _add(self, path: Path, opened: Opened) -> Model:
+    def _add(self, path: Path, opened: Opened) -> ServedModel:
         """Let the device compute for a bundle that nobody asks for yet."""
         self._device.add(opened)
         name, sha256 = opened.texts.manifest.id, opened.texts.sha256
-        return Model(name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name])
+        return ServedModel(
+            name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name]
+        )
 
     async def follow(self, follower: Follower) -> None:
         """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
@@ -131,7 +133,7 @@ class Curator:
 
     # -- commands ---------------------------------------------------------------------------------
 
-    async def execute(self, command: Command) -> Answer:
+    async def execute(self, command: Command) -> CommandResult:
         """Execute a command to its end, even if the caller is cancelled.
 
         Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then nothing has changed.
@@ -141,7 +143,7 @@ class Curator:
         task.add_done_callback(partial(self._executed, command))
         return await asyncio.shield(task)
 
-    async def _run(self, command: Command) -> Answer:
+    async def _run(self, command: Command) -> CommandResult:
         match command:
             case ListModels():
                 return self._list()
@@ -154,7 +156,7 @@ class Curator:
             case UnloadModel():
                 return await self._unload(command)
 
-    def _executed(self, command: Command, task: asyncio.Task[Answer]) -> None:
+    def _executed(self, command: Command, task: asyncio.Task[CommandResult]) -> None:
         self._commands.discard(task)
         error = None if task.cancelled() else task.exception()
         if command.name in ORDERS:
@@ -162,7 +164,7 @@ class Curator:
         if error:
             log.warning("refused", order=command.name, **asdict(command), reason=str(error))
 
-    def _list(self) -> Answer:
+    def _list(self) -> CommandResult:
         """Return every model that is served, loading or draining."""
         unknown = {"id": None, "sha256": None, "embedding_space": None}
         idle = {"requests": 0, "shadow": 0.0, "compared": {}}
@@ -173,7 +175,7 @@ class Curator:
         going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]
         return {"models": [*map(self._told, self.models), *going, *coming]}
 
-    async def _load(self, command: LoadModel) -> Answer:
+    async def _load(self, command: LoadModel) -> CommandResult:
         """Load a bundle of the operator's directory, and promote it unless the command excludes that."""
         promote = command.promote and not command.shadow
         allowed = command.allow_new_embedding_space or not promote
@@ -191,7 +193,7 @@ class Curator:
                     return await self._introduce("load", new, command.by, command.keep_old)
                 return await self._stand_by(new, command.shadow, command.by)
 
-    async def _promote(self, command: PromoteModel) -> Answer:
+    async def _promote(self, command: PromoteModel) -> CommandResult:
         """Make a loaded version the current one of its name."""
         async with self._deciding:
             new = self._find(command.model)
@@ -201,7 +203,7 @@ class Curator:
             self._check_space(self._manifest(new), command.allow_new_embedding_space)
             return await self._introduce("promote", new, command.by, command.keep_old)
 
-    async def _roll_back(self, command: RollBackModel) -> Answer:
+    async def _roll_back(self, command: RollBackModel) -> CommandResult:
         """Make the previous version the current one."""
         name = command.model
         async with self._deciding:
@@ -212,7 +214,7 @@ class Curator:
                 raise self._unknown(name)
             raise Conflict(f"nothing that answered for {name} before is there")
 
-    async def _unload(self, command: UnloadModel) -> Answer:
+    async def _unload(self, command: UnloadModel) -> CommandResult:
         """Unload a version; return when its memory is free."""
         async with self._deciding:
             leaving = self._find(command.model)
@@ -240,7 +242,9 @@ class Curator:
 
     # -- how they are done ------------------------------------------------------------------------
 
-    async def _introduce(self, what: str, new: Model, by: str, keep_old: bool = True) -> Answer:
+    async def _introduce(
+        self, what: str, new: ServedModel, by: str, keep_old: bool = True
+    ) -> CommandResult:
         old = model_state.current(self.models, new.name)
         if new is not old:
             now, resident = time.time(), self.resident
@@ -252,7 +256,7 @@ class Curator:
             log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
         return self._introduced(new)
 
-    async def _stand_by(self, new: Model, shadow: float, by: str) -> Answer:
+    async def _stand_by(self, new: ServedModel, shadow: float, by: str) -> CommandResult:
         """Let a bundle answer who names it in full, and copies of requests for its name."""
         if new.state == "current" and shadow:
             raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
@@ -262,7 +266,7 @@ class Curator:
             log.info("load", model=new.id, sha256=new.sha256, shadow=shadow, by=by)
         return self._introduced(new)
 
-    def _introduced(self, new: Model) -> Answer:
+    def _introduced(self, new: ServedModel) -> CommandResult:
         kept = model_state.previous(self.models, new.name)
         return {
             "model": self._told(self._find(new.id)),
@@ -284,7 +288,7 @@ class Curator:
             self._let_go_of({model.id: model for model in (*before, *models)})
         await self._report({"resume": {"models": [*map(kept_of, models)]}})
 
-    def _let_go_of(self, models: Mapping[str, Model]) -> None:
+    def _let_go_of(self, models: Mapping[str, ServedModel]) -> None:
         """Let go of those that are not served."""
         for name in models.keys() - {model.id for model in self.models} - self._going.keys():
             self._going[name] = models[name], asyncio.create_task(self._let_go(name))
@@ -300,7 +304,7 @@ class Curator:
 
     # -- what they need ---------------------------------------------------------------------------
 
-    def _find(self, model_id: str) -> Model:
+    def _find(self, model_id: str) -> ServedModel:
         for model in self.models:
             if model.id == model_id:
                 return model
@@ -320,7 +324,7 @@ class Curator:
             raise Conflict(f"{name} is served with other contents: give these another version")
         return served is not None
 
-    def _manifest(self, model: Model) -> Manifest:
+    def _manifest(self, model: ServedModel) -> Manifest:
         return self._device.texts[model.id].manifest
 
     def _check_space(self, new: Manifest, allowed: bool) -> None:
@@ -344,7 +348,7 @@ class Curator:
         finally:
             del self._coming[folder]
 
-    def _told(self, model: Model) -> dict[str, Any]:
+    def _told(self, model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.id,
             "path": model.path,
@@ -357,7 +361,7 @@ class Curator:
             "compared": self._compared(model),
         }
 
-    def _compared(self, model: Model) -> Counts:
+    def _compared(self, model: ServedModel) -> Counts:
         return self._metrics.compared.get(model.id, {})
 
 
@@ -420,7 +424,7 @@ def locate(models_dir: Path | None, path: str) -> Path:
     return folders[-1]
 
 
-def kept_of(model: Model) -> dict[str, Any]:
+def kept_of(model: ServedModel) -> dict[str, Any]:
     return {field.name: getattr(model, field.name) for field in fields(Kept)}
 
 

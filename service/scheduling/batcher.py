@@ -24,7 +24,16 @@ from service.core.encode import Window
 from service.scheduling.admission_control import AdmissionControl
 from service.scheduling.cost_model import Estimator, Sample
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
-from service.scheduling.executor import BatchStats, Job, Probe, Result, Run, Running, Threads, work
+from service.scheduling.executor import (
+    BatchStats,
+    Job,
+    Probe,
+    Result,
+    RunBatch,
+    Running,
+    Threads,
+    work,
+)
 from service.scheduling.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
 from service.scheduling.planner import Budget, Planned, Planner
@@ -57,7 +66,7 @@ class Batcher:
 
     def __init__(
         self,
-        run: Run,
+        run: RunBatch,
         *,
         slots: int = 1,
         wide: int = 1,

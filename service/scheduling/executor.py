@@ -15,7 +15,7 @@ from service import errors
 from service.core.encode import Window
 from service.scheduling.entries import Entry, Outputs
 
-Run = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
+RunBatch = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
 Result = Outputs | errors.InferenceFailed
 
 
@@ -165,7 +165,7 @@ class BatchStats:
 
 
 def work(
-    run: Run, width: int, batch: Sequence[Entry], clock: Callable[[], float]
+    run: RunBatch, width: int, batch: Sequence[Entry], clock: Callable[[], float]
 ) -> tuple[list[Result], BatchStats]:
     """Run a batch; return each entry's result, and the batch's statistics."""
     began = clock()
@@ -186,7 +186,7 @@ def work(
     return results, stats
 
 
-def attempt(run: Run, width: int, batch: Sequence[Entry]) -> list[Result]:
+def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[Result]:
     """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
         outputs = run(width, batch[0].bundle, [entry.window for entry in batch])

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.compat import pipelines, texts
 from benchmarks.compat.compare import Tally, distance
 from benchmarks.compat.pipelines import EMPTY, OF_NER, OF_QA, ONE_SOFTMAX, Window, read_answers
-from service.core.decode import Answer, Label
+from service.core.decode import AnswerSpan, LabelScore
 
 PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
-RIGHT, OTHER, THIRD = ([Label(name, 0.5)] for name in "abc")
+RIGHT, OTHER, THIRD = ([LabelScore(name, 0.5)] for name in "abc")
 
 
-def read(differences: Collection[str]) -> list[Label]:
+def read(differences: Collection[str]) -> list[LabelScore]:
     """A pipeline that says b where it differs by both."""
     return OTHER if set(differences) == {"x", "y"} else RIGHT
 
@@ -24,7 +24,7 @@ def read(differences: Collection[str]) -> list[Label]:
 @pytest.mark.parametrize(
     ("found", "counted"), [(RIGHT, {(): 1}), (OTHER, {("x", "y"): 1}), (THIRD, {})]
 )
-def test_tally(found: list[Label], counted: dict[tuple[str, ...], int]) -> None:
+def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> None:
     """By the fewest names that explain an answer; by none, it is told."""
     tally = Tally("anything")
     tally.add("text", found, RIGHT, read, ("x", "y"))
@@ -43,9 +43,9 @@ def test_a_wrong_reading_is_told() -> None:
 
 def test_distance() -> None:
     """Scores may differ by rounding, by their size; all else is equal or not."""
-    assert distance([Label("a", 0.5)], [Label("a", 0.50001)]) == pytest.approx(1e-5)
-    assert distance([Label("a", 0.5)], [Label("a", 0.5002)]) is None
-    assert distance([Label("a", -2000)], [Label("a", -2000.1)]) == pytest.approx(0.1)
+    assert distance([LabelScore("a", 0.5)], [LabelScore("a", 0.50001)]) == pytest.approx(1e-5)
+    assert distance([LabelScore("a", 0.5)], [LabelScore("a", 0.5002)]) is None
+    assert distance([LabelScore("a", -2000)], [LabelScore("a", -2000.1)]) == pytest.approx(0.1)
     assert distance(RIGHT, OTHER) is None
     assert distance(RIGHT, RIGHT + RIGHT) is None
     assert distance([], []) == 0
@@ -66,7 +66,7 @@ def test_answers_by_hand() -> None:
     apart = read_answers(both, context, (), max_answer_len=1, handle_impossible_answer=True)
     joined = read_answers(both, context, [ONE_SOFTMAX], max_answer_len=1, top_k=3)
 
-    assert apart == [Answer("b", pytest.approx(4 / 16 + 4 / 49), 2, 3)]
+    assert apart == [AnswerSpan("b", pytest.approx(4 / 16 + 4 / 49), 2, 3)]
     assert [found.answer for found in joined] == ["c", "b", "a"]
     assert [found.score for found in joined] == pytest.approx([16 / 121, 4 / 121, 1 / 121])
 

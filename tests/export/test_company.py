@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import pytest
 
-from export.verify import COMPANY_TOLERANCE, Run, graph_runner
+from export.verify import COMPANY_TOLERANCE, RunGraph, graph_runner
 from service.core import bundle, packing
 from service.core.bundle import Bundle
 from service.core.encode import Encoder, Encoding
-from service.core.session import CPU, Outputs, Session, SessionOptions
+from service.core.session import CPU, BatchOutputs, Session, SessionOptions
 from tests import samples
 
 SERVED = [
@@ -37,12 +37,12 @@ HOSTILE = {
 class Served:
     """A packed graph with texts, and what it answers to each of them alone."""
 
-    run: Run
+    run: RunGraph
     encoder: Encoder
     encodings: Sequence[Encoding]
-    alone: Sequence[Outputs]
+    alone: Sequence[BatchOutputs]
 
-    def worst(self, found: Sequence[Outputs]) -> float:
+    def worst(self, found: Sequence[BatchOutputs]) -> float:
         """The largest difference of the first texts' answers from those that were given alone."""
         pairs = zip(self.alone[: len(found)], found, strict=True)
         return float(np.max([np.abs(a[name] - b[name]).max() for a, b in pairs for name in a]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded
 from model.config import BertConfig
-from model.training.training_run import Run
+from model.training.training_run import TrainingRun
 from service.core import packing
 from service.core.packing import Packed
 
@@ -112,14 +112,14 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[set[float]], list
 @contextlib.contextmanager
 def interrupted(at: int) -> Iterator[None]:
     """A training run within is interrupted in this step, before anything of the step is kept."""
-    record = Run.step
+    record = TrainingRun.step
 
-    def step(run: Run, step: int, *rest: Any) -> None:
+    def step(run: TrainingRun, step: int, *rest: Any) -> None:
         if step == at:
             raise KeyboardInterrupt
         record(run, step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "step", step)
+        patch.setattr(TrainingRun, "step", step)
         with pytest.raises(KeyboardInterrupt):
             yield

@@ -19,7 +19,7 @@ HARBOUR = (
 )
 
 
-def made(passage: str, seeds: int = 50) -> list[cloze.Question]:
+def made(passage: str, seeds: int = 50) -> list[cloze.GeneratedQuestion]:
     return [one for seed in range(seeds) for one in cloze.questions(passage, random.Random(seed))]
 
 

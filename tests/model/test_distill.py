@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, normalizers
 from model import distill, evaluate, finetune, tokenizer
 from model.bert import Bert
 from model.checkpoints import checkpoint
-from model.distill import Settings
+from model.distill import DistillSettings
 from model.families.registry import FAMILIES
 from model.heads import Model
 from model.training import distillation
@@ -103,7 +103,7 @@ def taught(
     )
     checkpoint.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
     finetune.finetune(
-        finetune.Settings(
+        finetune.FinetuneSettings(
             output=str(folder / "run"),
             heads={
                 "names": {
@@ -140,7 +140,7 @@ def start(tmp_path: Path) -> Start:
             **QUICK,
             **settings,
         }
-        return distill.distill(Settings(teacher=str(teacher), losses=losses, **given))
+        return distill.distill(DistillSettings(teacher=str(teacher), losses=losses, **given))
 
     return run
 
@@ -275,13 +275,13 @@ def test_a_layer_stays_local_or_global() -> None:
 )
 def test_which_layers(given: dict[str, Any], depth: int, expected: list[int]) -> None:
     """Those that are said, or every second one."""
-    s = Settings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"], **given)
+    s = DistillSettings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"], **given)
     assert distill.choose_layers(s, depth) == expected
 
 
 def test_which_hidden_states() -> None:
     """The last goes with the last, and the others are spread evenly; or those that are said."""
-    s = Settings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"])
+    s = DistillSettings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"])
     assert distill.hidden_pairs(s, 3, 6) == [(1, 2), (2, 4), (3, 6)]
     assert distill.hidden_pairs(s, 4, 4) == [(1, 1), (2, 2), (3, 3), (4, 4)]
     s.hidden_layers = [[0, 0], [3, 5]]
@@ -423,7 +423,9 @@ def test_what_a_text_is(
     known = load_tokenizer(tokenizer_file)
     teacher = distillation.load(str(joint), torch.device("cpu"))
     for unit in distill.UNITS:
-        s = Settings(output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text)
+        s = DistillSettings(
+            output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text
+        )
         lesson = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
         assert lesson.twins == {}
         stream = lesson.stream
@@ -495,7 +497,7 @@ def test_both_read_the_same_texts(
     read: list[list[list[int]]] = []
     look = distillation.look
 
-    def watched(model: Model, encodings: Any, *rest: Any) -> distillation.Seen:
+    def watched(model: Model, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
@@ -521,7 +523,7 @@ def test_both_read_the_same_sentences(
     """Whatever they are cut into."""
     teacher = distillation.load(str(joint), torch.device("cpu"))
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
-    s = Settings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
+    s = DistillSettings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
     known = load_tokenizer(other)
     asked = {"vectors": distillation.Answers(teacher, "vectors")}
     lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
@@ -598,7 +600,7 @@ def test_passages_of_a_step_are_of_one_length(
 ) -> None:
     """Short in some steps and long in others, with as many tokens in each, of whole sentences where they fit."""
     known = load_tokenizer(tokenizer_file)
-    s = Settings(
+    s = DistillSettings(
         output="x",
         teacher=str(joint),
         losses={"hidden": 1.0},
@@ -641,7 +643,7 @@ def test_single_teachers_of_a_joint_student(
     """BAM: each head learns from its own teacher, and in the end from the labels; one has none."""
     heads = tables(data, "names", "entities")
     heads["names"] |= {"teacher": str(taught), "dev": data["names dev"], "batch_size": 16}
-    s = finetune.Settings(
+    s = finetune.FinetuneSettings(
         output=str(tmp_path / "joint"),
         heads=heads,
         init_from=str(taught),
@@ -678,7 +680,7 @@ def test_annealing_ends_with_the_labels(
     heads = tables(data, "names")
     heads["names"]["teacher"] = str(taught)
     finetune.finetune(
-        finetune.Settings(
+        finetune.FinetuneSettings(
             output=str(tmp_path / "run"),
             heads=heads,
             init_from=str(taught),
@@ -695,7 +697,9 @@ def test_a_head_needs_a_teacher_that_has_it(
     """Else it is said what there is."""
     heads = tables(data, "entities")
     heads["entities"]["teacher"] = str(taught)
-    s = finetune.Settings(output=str(tmp_path / "run"), heads=heads, init_from=str(taught), **QUICK)
+    s = finetune.FinetuneSettings(
+        output=str(tmp_path / "run"), heads=heads, init_from=str(taught), **QUICK
+    )
     with pytest.raises(
         ValueError, match=r"heads\.entities: .* no such head: it has classification"
     ):
@@ -807,7 +811,7 @@ def test_teachers_are_not_forgotten(
     start(taught, {"logits": 1.0}, heads=heads)
 
     tuned = {"output": str(tmp_path / "tuned"), "init_from": student, **QUICK}
-    result = finetune.finetune(finetune.Settings(heads=tables(data, "entities"), **tuned))
+    result = finetune.finetune(finetune.FinetuneSettings(heads=tables(data, "entities"), **tuned))
     assert teachers_of(tmp_path / "tuned") == [str(taught)]
     assert "teachers" not in result
 
@@ -878,7 +882,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
     """Are refused at once."""
     given = {"output": "x", "teacher": "t", "losses": {"hidden": 1.0}, "corpus": ["c"], **settings}
     with pytest.raises(ValueError, match=message):
-        Settings(**given)
+        DistillSettings(**given)
 
 
 @pytest.mark.parametrize(
@@ -967,8 +971,8 @@ def test_the_shipped_settings_are_read() -> None:
     half, whole = (
         read_config(configs / f"{name}.toml") for name in ("minilm-sst2-half", "minilm-sst2")
     )
-    s = Settings(**half)
-    assert s.teacher == f"{finetune.Settings(**whole).output}/checkpoint"
+    s = DistillSettings(**half)
+    assert s.teacher == f"{finetune.FinetuneSettings(**whole).output}/checkpoint"
     assert distill.choose_layers(s, 6) == [0, 2, 4]
     assert s.heads["sentiment"].dev == whole["heads"]["sentiment"]["dev"]
 
@@ -977,7 +981,7 @@ def test_the_distilled_default_is_a_chain_of_shipped_settings() -> None:
     """Each stage begins from the one before, and each head's teacher is what another configuration trains."""
     configs = Path(finetune.__file__).parent / "configs"
     general, questions, joint = (
-        Settings(**read_config(configs / f"distilled-{name}.toml"))
+        DistillSettings(**read_config(configs / f"distilled-{name}.toml"))
         for name in ("general", "questions", "joint")
     )
     trained = {

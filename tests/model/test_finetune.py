@@ -18,7 +18,7 @@ from model.checkpoints import checkpoint
 from model.config import preset
 from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
-from model.finetune import Settings
+from model.finetune import FinetuneSettings
 from model.heads import Model
 from model.training import optim
 from model.training.distillation import Lesson
@@ -120,7 +120,7 @@ def start(source: Path, tmp_path: Path) -> Start:
             "attention_dropout": 0.0,
             **settings,
         }
-        return finetune.finetune(Settings(heads=heads, **given))
+        return finetune.finetune(FinetuneSettings(heads=heads, **given))
 
     return run
 
@@ -481,7 +481,7 @@ def test_the_recipe_is_followed(
 def test_a_run_tells_what_was_asked_and_what_came_out(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """Settings, metrics and a picture of the loss."""
+    """FinetuneSettings, metrics and a picture of the loss."""
     table = {**heads(data)["names"], "dev": data["names"]}
     result = start({"names": table}, steps=2)
     asked = json.loads((tmp_path / "run/settings.json").read_text())
@@ -592,7 +592,7 @@ def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) 
         start({"entities": tables["entities"]}, steps=1, init_from=first, keep_heads=True)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="keep_heads: there is no checkpoint"):
-        Settings(output="x", tokenizer="t", heads={}, keep_heads=True)
+        FinetuneSettings(output="x", tokenizer="t", heads={}, keep_heads=True)
 
 
 def test_training_starts_from_an_installed_package(minilm: Path) -> None:
@@ -638,13 +638,13 @@ def test_unknown_settings_of_a_head_are_named() -> None:
     """A misspelt one must not be silently the default."""
     table = {"task": "ner", "train": [], "batchsize": 3}
     with pytest.raises(ValueError, match=r"heads\.entities: unknown setting 'batchsize'"):
-        Settings(output="x", tokenizer="t", heads={"entities": table})
+        FinetuneSettings(output="x", tokenizer="t", heads={"entities": table})
 
 
 def test_a_fresh_encoder_needs_a_tokenizer() -> None:
     """There is no other place to take one from."""
     with pytest.raises(ValueError, match="init_from, or the tokenizer"):
-        Settings(output="x", heads={})
+        FinetuneSettings(output="x", heads={})
 
 
 def test_case_is_kept_where_the_configuration_says_so(
@@ -662,7 +662,7 @@ def test_case_is_kept_where_the_configuration_says_so(
 def test_a_checkpoint_has_its_tokenizer() -> None:
     """Another would give its rows other meanings."""
     with pytest.raises(ValueError, match="tokenizer: what it begins from has its own"):
-        Settings(output="x", init_from="c", tokenizer="t", heads={})
+        FinetuneSettings(output="x", init_from="c", tokenizer="t", heads={})
 
 
 def test_windows_must_fit_the_positions(data: Mapping[str, str], start: Start) -> None:
@@ -728,7 +728,7 @@ def test_a_dev_file_of_other_labels_is_found_before_training(
 def test_unknown_choices_are_named(settings: dict[str, Any], message: str) -> None:
     """With what there is to choose from."""
     with pytest.raises(ValueError, match=message):
-        Settings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
+        FinetuneSettings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
 
 
 @pytest.mark.parametrize(
@@ -743,7 +743,7 @@ def test_unknown_choices_are_named(settings: dict[str, Any], message: str) -> No
 def test_settings_of_another_kind_are_named(settings: dict[str, Any], message: str) -> None:
     """Before anything is read."""
     with pytest.raises(ValueError, match=f"^{message}$"):
-        Settings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
+        FinetuneSettings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
 
 
 @pytest.mark.parametrize(
@@ -767,7 +767,7 @@ def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) 
     """Before anything is read; the head and the setting are named."""
     table = {"task": "classification", "train": ["f"], **settings}
     with pytest.raises(ValueError, match=rf"^heads\.a: {message}$"):
-        Settings(output="x", tokenizer="t", heads={"a": table})
+        FinetuneSettings(output="x", tokenizer="t", heads={"a": table})
 
 
 @pytest.mark.parametrize("name", ["lengths", "cu_seqlens", "my head", "-a", ""])
@@ -775,7 +775,7 @@ def test_names_that_no_bundle_can_have(name: str) -> None:
     """Known before training, not at export."""
     table = {"task": "classification", "train": ["f"]}
     with pytest.raises(ValueError, match=f"^heads: '{name}' "):
-        Settings(output="x", tokenizer="t", heads={name: table})
+        FinetuneSettings(output="x", tokenizer="t", heads={name: table})
 
 
 @pytest.mark.parametrize("name", ["type", "keys", "a.b"])

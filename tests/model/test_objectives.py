@@ -22,7 +22,7 @@ from torch import nn
 from model import pretrain, tokenizer
 from model.checkpoints import checkpoint
 from model.data import corpus
-from model.data.pretraining_batches import Batch, Sampler, Samples, Specials
+from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials
 from model.families.registry import FAMILIES
 from model.heads import make_pretraining
 
@@ -53,8 +53,10 @@ def tokenizer_files(topics_file: Path, tmp_path_factory: pytest.TempPathFactory)
     return {name: folder / f"{name}.json" for name in FAMILIES}
 
 
-def settings(name: str, words: Path, text: Path, out: Path, **more: Any) -> pretrain.Settings:
-    return pretrain.Settings(
+def settings(
+    name: str, words: Path, text: Path, out: Path, **more: Any
+) -> pretrain.PretrainSettings:
+    return pretrain.PretrainSettings(
         **{
             "output": str(out),
             "corpus": [str(text)],
@@ -123,7 +125,7 @@ class Learnt:
     words_alone: float
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[PretrainingBatch]:
         return [samples.pack() for samples in self.held]
 
 

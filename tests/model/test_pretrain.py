@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from model import pretrain
 from model.data import corpus, pretraining_batches
-from model.data.pretraining_batches import Batch, Sampler, Specials
+from model.data.pretraining_batches import PretrainingBatch, Sampler, Specials
 from model.families.bert_names import BERT
 from model.heads import Pretraining
 from model.training import optim
@@ -51,7 +51,7 @@ def held(corpus_file: Path, small_tokenizer: Tokenizer) -> pretraining_batches.S
 
 
 @pytest.fixture
-def drawn(held: pretraining_batches.Samples) -> Batch:
+def drawn(held: pretraining_batches.Samples) -> PretrainingBatch:
     """The same as a batch."""
     return held.pack()
 
@@ -64,7 +64,7 @@ def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
     return model
 
 
-def test_losses(drawn: Batch, small_tokenizer: Tokenizer) -> None:
+def test_losses(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
     """The losses are the mean over masked tokens, the mean over pairs, and their sum."""
     model = model_for(small_tokenizer)
 
@@ -79,7 +79,7 @@ def test_losses(drawn: Batch, small_tokenizer: Tokenizer) -> None:
     torch.testing.assert_close(found, {"loss": mlm + nsp, "mlm": mlm, "nsp": nsp}, **TOLERANCE)
 
 
-def test_loss_at_masked_positions_only(drawn: Batch, small_tokenizer: Tokenizer) -> None:
+def test_loss_at_masked_positions_only(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
     """The loss says nothing about a token's state, or its id as a target, unless it is masked."""
     model = model_for(small_tokenizer, next_sentence=False)
     states = []
@@ -205,7 +205,10 @@ def test_dropout_is_on(
 
 
 def test_what_a_run_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], drawn: Batch
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    drawn: PretrainingBatch,
 ) -> None:
     """A run leaves its metrics, and a checkpoint that transformers reads and that can go on, with who taught it."""
     run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
@@ -365,7 +368,7 @@ def test_the_recipe_is_followed(
     rates, norms = watch_steps(monkeypatch)
     masked, losses = [], pretrain.losses
 
-    def counted(model: Any, batch: Batch, *shares: Any) -> Any:
+    def counted(model: Any, batch: PretrainingBatch, *shares: Any) -> Any:
         masked.append(len(batch.masked) / len(batch.inputs[0]))
         return losses(model, batch, *shares)
 
@@ -407,7 +410,7 @@ def test_fewer_and_fewer_are_hidden(
 @pytest.mark.parametrize("rates", [{"mask_rate": 0.0}, {"final_mask_rate": 1.0}])
 def test_a_rate_that_is_no_share(rates: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"^(final_)?mask_rate: [01]\.0 is not between 0 and 1$"):
-        pretrain.Settings(output="", corpus=[], tokenizer="", **rates)  # type: ignore[arg-type]
+        pretrain.PretrainSettings(output="", corpus=[], tokenizer="", **rates)  # type: ignore[arg-type]
 
 
 def test_minutes(
@@ -489,7 +492,7 @@ def test_compiling(
     monkeypatch.setattr(pretrain.Objective, "compile", lambda self: done.append(True))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     monkeypatch.setattr(optim, "precision", lambda *_: torch.float32)
-    settings = pretrain.Settings("", [], "", compile=asked)
+    settings = pretrain.PretrainSettings("", [], "", compile=asked)
 
     pretrain.Trainer(settings, shape(), False, pretrain.Ranks(0, 1, torch.device(device)))
 

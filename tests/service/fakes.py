@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from service.core.decode import Answer, Entity, Label
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.commands import Command
-from service.engines.engine import Reply, Ticket, Timing, Usage
+from service.engines.engine import Reply, Ticket, Timing, TokenUsage
 from service.errors import QuartetError, UnknownModel
 from service.scheduling.load import Load
 from service.settings import Settings
@@ -41,17 +41,17 @@ class FakeEngine:
         self.users -= 1
 
     async def classify(self, texts: list[str], pairs: list[str] | None, ticket: Ticket, **options):
-        labels = [Label("good", 0.75), Label("bad", 0.25)][: options["top_k"]]
+        labels = [LabelScore("good", 0.75), LabelScore("bad", 0.25)][: options["top_k"]]
         asked = {"texts": texts, "pairs": pairs, **options}
         return await self.reply("sentiment", [labels] * len(texts), ticket, asked)
 
     async def ner(self, texts: list[str], ticket: Ticket, **options):
         name = "B-LOC" if options["aggregation_strategy"] == "none" else "LOC"
-        found = [[Entity(name, 0.5, "Oslo", 3, 7)]] * len(texts)
+        found = [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(texts)
         return await self.reply("entities", found, ticket, {"texts": texts, **options})
 
     async def qa(self, questions: list[str], contexts: list[str], ticket: Ticket, **options):
-        found = [[Answer("six", 0.5, 4, 7)]] * len(questions)
+        found = [[AnswerSpan("six", 0.5, 4, 7)]] * len(questions)
         asked = {"questions": questions, "contexts": contexts, **options}
         return await self.reply("answers", found, ticket, asked)
 
@@ -80,7 +80,7 @@ class FakeEngine:
             raise
         if self.error:
             raise self.error
-        usage = Usage(tokens=TOKENS, windows=1, truncated=[])
+        usage = TokenUsage(tokens=TOKENS, windows=1, truncated=[])
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
         return Reply(head, results, usage, timing, self.bad)
 

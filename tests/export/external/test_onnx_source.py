@@ -20,7 +20,7 @@ from service.core import bundle, packing
 from service.core.bundle import Bundle
 from service.core.encode import Encoder
 from service.core.packing import Packed
-from service.core.session import CPU, Outputs, SessionOptions, open_session
+from service.core.session import CPU, BatchOutputs, SessionOptions, open_session
 from tests import samples
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -145,7 +145,7 @@ def pack(made: Bundle) -> Packed:
     return packing.pack([item.windows[0] for item in encoder.texts(TEXTS)])
 
 
-def run(made: Bundle) -> Outputs:
+def run(made: Bundle) -> BatchOutputs:
     """A batch of mixed lengths, as it is served."""
     options = SessionOptions(threads=1)
     session = open_session(made, provider="cpu", options=options)

@@ -17,7 +17,7 @@ from torch import Tensor
 from model import evaluate, tokenizer
 from model.data import examples
 from model.data.examples import Batch, Example, HeadSettings, Stream
-from model.data.labelled_rows import DataError, Question, Sentence, Similar, Text
+from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX
 from service.core.bundle import Head
@@ -291,11 +291,11 @@ def test_a_window_that_begins_within_a_letter_begins_no_word(
 CONTEXT = "Grace forgot the old engine in Turin. Zoë, at dawn, sold 40 comets. " * 3
 
 
-def asked(answer: str, occurrence: int = 0, context: str = CONTEXT) -> Question:
+def asked(answer: str, occurrence: int = 0, context: str = CONTEXT) -> QuestionRow:
     start = -1
     for _ in range(occurrence + 1):
         start = context.index(answer, start + 1)
-    return Question("here", "Who?", context, ((answer, start),))
+    return QuestionRow("here", "Who?", context, ((answer, start),))
 
 
 def text_of(span: Sequence[int], window: Encoding, context: str) -> str:
@@ -324,7 +324,7 @@ def test_the_labelled_tokens_are_the_answer(answer: str, narrow: Encoder) -> Non
 def test_an_answer_within_a_token_is_that_token(encoder: Encoder) -> None:
     """Data may answer 40 where the text says 40s; the nearest tokens around it are labelled."""
     context = "Ada sold the comet"
-    question = Question("here", "Who?", context, (("om", 14),))
+    question = QuestionRow("here", "Who?", context, (("om", 14),))
     (encoded,) = encoder.questions(["Who?"], [context])
     (span,) = examples.answer_tokens(question, encoded.windows)
     assert "om" in text_of(span, encoded.windows[0], context)
@@ -333,14 +333,16 @@ def test_an_answer_within_a_token_is_that_token(encoder: Encoder) -> None:
 def test_a_question_without_answer_is_null_everywhere(narrow: Encoder) -> None:
     """Both ends at [CLS]."""
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
-    spans = examples.answer_tokens(Question("here", "Who?", CONTEXT, ()), encoded.windows)
+    spans = examples.answer_tokens(QuestionRow("here", "Who?", CONTEXT, ()), encoded.windows)
     assert np.asarray(spans).tolist() == [[0, 0]] * len(encoded.windows)
 
 
 def test_an_answer_longer_than_any_window_is_null(narrow: Encoder) -> None:
     """No window holds it whole."""
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
-    spans = examples.answer_tokens(Question("", "Who?", CONTEXT, ((CONTEXT, 0),)), encoded.windows)
+    spans = examples.answer_tokens(
+        QuestionRow("", "Who?", CONTEXT, ((CONTEXT, 0),)), encoded.windows
+    )
     assert not np.any(spans)
 
 
@@ -348,7 +350,7 @@ def test_an_answer_that_stands_elsewhere_is_an_error(encoder: Encoder) -> None:
     """A wrong offset would teach nonsense."""
     (encoded,) = encoder.questions(["Who?"], [CONTEXT])
     with pytest.raises(DataError, match="here: the answer 'Ada' does not stand at 3"):
-        examples.answer_tokens(Question("here", "Who?", CONTEXT, (("Ada", 3),)), encoded.windows)
+        examples.answer_tokens(QuestionRow("here", "Who?", CONTEXT, (("Ada", 3),)), encoded.windows)
 
 
 # -- batches --------------------------------------------------------------------------------------

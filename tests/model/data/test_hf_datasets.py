@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from model.data import hf_datasets, labelled_rows
 from model.data.checksums import DataError
-from model.data.labelled_rows import Question, Similar, Text
+from model.data.labelled_rows import QuestionRow, Similar, Text
 
 STRING, FLOAT = Value("string"), Value("float32")
 POLARITY = ClassLabel(names=["negative", "positive"])
@@ -182,8 +182,8 @@ def test_questions_are_those_of_squad(tmp_path: Path, together: bool) -> None:
     )
     name = f"hub:{folder}/train"
     assert labelled_rows.read(name, "qa") == [
-        Question(f"{name}: row 0", "Who?", "Ada drew it.", (("Ada", 0), ("it", 9))),
-        Question(f"{name}: row 1", "Why?", "Ada drew it.", ()),
+        QuestionRow(f"{name}: row 0", "Who?", "Ada drew it.", (("Ada", 0), ("it", 9))),
+        QuestionRow(f"{name}: row 1", "Why?", "Ada drew it.", ()),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.data import labelled_rows
-from model.data.labelled_rows import DataError, Question, Similar, Text
+from model.data.labelled_rows import DataError, QuestionRow, Similar, Text
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -109,8 +109,8 @@ def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
         {"id": "2", "question": "Why?", "is_impossible": True, "answers": wrong},
     )
     assert labelled_rows.read(path, "qa") == [
-        Question(f"{path}: question '1'", "Who?", "Ada drew it.", (("Ada", 0),)),
-        Question(f"{path}: question '2'", "Why?", "Ada drew it.", ()),
+        QuestionRow(f"{path}: question '1'", "Who?", "Ada drew it.", (("Ada", 0),)),
+        QuestionRow(f"{path}: question '2'", "Why?", "Ada drew it.", ()),
     ]
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from model.training import optim, training_run
-from model.training.training_run import Run, read_settings
+from model.training.training_run import TrainingRun, read_settings
 
 
 @dataclass
@@ -171,7 +171,7 @@ def settings(tmp_path: Path) -> Settings:
 class TestRun:
     def test_writes_its_settings(self, settings: Settings) -> None:
         """A run that begins has its directory, and what was asked for in it."""
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.resume(*trained(1))
             assert json.loads((training_run.output / "settings.json").read_text()) == vars(settings)
 
@@ -179,11 +179,11 @@ class TestRun:
     def test_settings_of_what_is_there(self, settings: Settings, saved: int, written: bool) -> None:
         """Other settings take the place of the first as long as there is a step that follows them."""
         layer, optimizer = trained(1)
-        with Run.open(settings.output, 6, settings) as training_run:
+        with TrainingRun.open(settings.output, 6, settings) as training_run:
             training_run.resume(layer, optimizer)
             training_run.save(saved, layer, optimizer)
         other = replace(settings, lr=0.5)
-        with Run.open(settings.output, 5, other) as again:
+        with TrainingRun.open(settings.output, 5, other) as again:
             again.resume(layer, optimizer)
 
         kept = json.loads((again.output / "settings.json").read_text())
@@ -191,19 +191,19 @@ class TestRun:
 
     def test_first_time(self, settings: Settings) -> None:
         """A run that never saved starts at step 0."""
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             assert training_run.resume(*trained(1)) == {"step": 0}
 
     def test_resumes(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
         """A resumed run has the model, the optimiser, the history and the rest that was saved."""
         layer, optimizer = trained(1)
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             for step in range(3):
                 training_run.step(step, {"loss": 3.0 - step}, 10, lr=0.1)
             training_run.save(3, layer, optimizer, best=0.5)
         other, other_optimizer = trained(2)
 
-        with Run.open(settings.output, settings.steps, settings) as again:
+        with TrainingRun.open(settings.output, settings.steps, settings) as again:
             state = again.resume(other, other_optimizer)
 
         assert (state["step"], state["best"]) == (3, 0.5)
@@ -218,7 +218,9 @@ class TestRun:
         """Is what the steps to come will take, at the pace of those that this process took."""
         now = iter([0.0, *(60.0,) * 9])
         monkeypatch.setattr(training_run.time, "monotonic", lambda: next(now))
-        with Run.open(settings.output, 5, settings, work=[9, 1, 1, 2, 2].__getitem__) as later:
+        with TrainingRun.open(
+            settings.output, 5, settings, work=[9, 1, 1, 2, 2].__getitem__
+        ) as later:
             for step in (1, 2):
                 later.step(step, {"loss": 1.0}, 10, lr=0.1)
 
@@ -234,7 +236,7 @@ class TestRun:
             path.write_bytes(b"half")
             raise OSError("disk full")
 
-        with Run.open(settings.output, settings.steps, settings) as first:
+        with TrainingRun.open(settings.output, settings.steps, settings) as first:
             first.save(3, layer, optimizer)
             monkeypatch.setattr(training_run.torch, "save", crash)
             with pytest.raises(OSError, match="disk full"):
@@ -244,7 +246,7 @@ class TestRun:
 
     def test_scalars(self, settings: Settings) -> None:
         """Losses by name, the learning rate and what else was measured go to TensorBoard."""
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.step(0, {"loss": 3.0, "mlm": 2.5}, 10, lr=0.25)
             training_run.scalar("held/mlm", 2.0, 0)
 
@@ -263,7 +265,7 @@ class TestRun:
     ) -> None:
         """Without a terminal there is a line every fifty steps."""
         settings.steps = 100
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             for step in range(50):
                 training_run.step(step, {"loss": 2.0}, 10, lr=0.1)
 
@@ -272,7 +274,7 @@ class TestRun:
 
     def test_finish(self, settings: Settings) -> None:
         """A finished run has its metrics and a picture of its loss."""
-        with Run.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             for step in range(5):
                 training_run.step(step, {"loss": 1 / (1 + step)}, 10, lr=0.1)
             training_run.finish({"mlm": 1.5})

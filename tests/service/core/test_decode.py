@@ -19,9 +19,9 @@ from transformers.pipelines.token_classification import (
 
 from service.core.decode import (
     AGGREGATION_STRATEGIES,
-    Answer,
-    Entity,
-    Label,
+    AnswerSpan,
+    EntitySpan,
+    LabelScore,
     activate,
     classify,
     embed,
@@ -148,7 +148,7 @@ class TestClassify:
         )
 
         assert [label.label for label in labels] == ["c", "b", "a"]
-        assert labels[1] == Label("b", 0.5)
+        assert labels[1] == LabelScore("b", 0.5)
 
     def test_equal_scores(self) -> None:
         """Labels with equal scores come in label order."""
@@ -173,7 +173,7 @@ class TestClassify:
             [floats(-7, 3.5)], [4], labels=["a", "b"], problem_type="regression", top_k=None
         )
 
-        assert labels == [Label("b", 3.5), Label("a", -7)]
+        assert labels == [LabelScore("b", 3.5), LabelScore("a", -7)]
 
     def test_weighs_windows_by_tokens(self) -> None:
         """The logits of several windows are averaged by tokens, before they are activated."""
@@ -181,7 +181,7 @@ class TestClassify:
             [floats(1), floats(5)], [30, 10], labels=["a"], problem_type="regression", top_k=None
         )
 
-        assert label == Label("a", 2)
+        assert label == LabelScore("a", 2)
 
 
 class TestEmbed:
@@ -406,7 +406,7 @@ class TestNer:
             [encoding], [logits], join(words), labels=LABELS, aggregation_strategy="simple"
         )
 
-        assert entity == Entity("PER", entity.score, "Zoë", 2, 5)
+        assert entity == EntitySpan("PER", entity.score, "Zoë", 2, 5)
         assert [type(field) for field in entity] == [str, float, str, int, int]
 
 
@@ -456,7 +456,7 @@ def by_two_loops(
 
 def answer(
     windows: Sequence[Encoding], logits: Sequence[NDArray[np.float32]], context: str, **options: Any
-) -> list[Answer]:
+) -> list[AnswerSpan]:
     """The best answer, or what the options say."""
     defaults = {
         "top_k": 1,
@@ -550,7 +550,7 @@ class TestQa:
         answers = answer(windows, logits, "a b", top_k=9)
 
         # two tokens and two [CLS], none more likely than another: a quarter for start and for end
-        assert answers == [Answer("a", 1 / 16, 0, 1), Answer("b", 1 / 16, 2, 3)]
+        assert answers == [AnswerSpan("a", 1 / 16, 0, 1), AnswerSpan("b", 1 / 16, 2, 3)]
 
     def test_equal_scores(self) -> None:
         """Answers with equal scores come in text order, whichever window they are from."""
@@ -603,7 +603,7 @@ class TestQa:
 
         # four tokens and two [CLS], none more likely than another
         assert answers == [
-            Answer(word, 1 / 36, 2 * at, 2 * at + 1) for at, word in enumerate("abc")
+            AnswerSpan(word, 1 / 36, 2 * at, 2 * at + 1) for at, word in enumerate("abc")
         ]
 
     def test_longest_answer(self) -> None:
@@ -687,7 +687,7 @@ class TestQa:
 
         assert answer([encoding], [logits], "") == []
         assert answer([encoding], [logits], "", handle_impossible_answer=True) == [
-            Answer("", 1, 0, 0)
+            AnswerSpan("", 1, 0, 0)
         ]
 
     def test_tokens_without_text(self) -> None:
@@ -709,5 +709,5 @@ class TestQa:
 
         [found] = answer([encoding], [peaks(encoding, 1, 1)], join(words))
 
-        assert found == Answer("Zoë", found.score, 2, 5)
+        assert found == AnswerSpan("Zoë", found.score, 2, 5)
         assert [type(field) for field in found] == [str, float, int, int]

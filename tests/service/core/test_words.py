@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from service.core.decode import AGGREGATION_STRATEGIES, Entity, ner, qa
+from service.core.decode import AGGREGATION_STRATEGIES, EntitySpan, ner, qa
 from service.core.encode import Encoded, Encoder
 
 LABELS = ("O", "B-X", "I-X")
@@ -134,7 +134,7 @@ def find(encoder: Encoder, text: str, *spans: str, strategy: str = "first") -> l
 
 def entities_of(
     encoded: Encoded, logits: NDArray[np.float32], text: str, strategy: str
-) -> Sequence[Entity]:
+) -> Sequence[EntitySpan]:
     return ner(encoded.windows, [logits], text, labels=LABELS, aggregation_strategy=strategy)
 
 

@@ -22,7 +22,7 @@ from service.engines import engine
 from service.engines.device import Device, RunsOn
 from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
 from service.engines.local_device import Runner
-from service.engines.model_state import Model
+from service.engines.model_state import ServedModel
 from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -307,7 +307,7 @@ def engine_of(path: Path, device: Device) -> Engine:
     """A bundle's engine in front of some device."""
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
-    model = Model("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
+    model = ServedModel("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
     return Engine(texts, encoder, model, device)
 
 

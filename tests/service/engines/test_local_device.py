@@ -18,7 +18,7 @@ from service.core.bundle import BundleError
 from service.core.cuda import Gpu
 from service.core.encode import Window
 from service.core.packing import Packed
-from service.core.session import CPU, CUDA, Outputs, Session, SessionOptions, open_session
+from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, open_session
 from service.engines import local_device
 from service.engines.local_device import LocalDevice, Runner, full_shapes
 from service.errors import InferenceFailed
@@ -189,7 +189,7 @@ class OnTheGpu:
         self.ran: list[tuple[int, int]] = []
         self.most = math.inf  # tokens for which there is memory
 
-    def run(self, packed: Packed) -> Outputs:
+    def run(self, packed: Packed) -> BatchOutputs:
         self.ran.append((len(packed.lengths), packed.layout.longest))
         if len(packed.input_ids) > self.most:
             raise RuntimeError("Failed to allocate memory\n for requested buffer")

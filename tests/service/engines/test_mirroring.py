@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from service.core.decode import Answer, Entity, Label
-from service.engines.engine import Engine, Reply, Ticket, Timing, Usage
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
 from service.engines.mirroring import Shadow, alike
 from service.errors import InferenceFailed, InvalidInput, Overloaded
 from service.scheduling.load import Load
 
 SMALL = 7  # tokens
-GOOD, BAD = [Label("good", 0.75), Label("bad", 0.25)], [Label("bad", 0.6), Label("good", 0.4)]
+GOOD, BAD = (
+    [LabelScore("good", 0.75), LabelScore("bad", 0.25)],
+    [LabelScore("bad", 0.6), LabelScore("good", 0.4)],
+)
 
 
 def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[Any]:
     timing = Timing(0.0, queue_s, 0.002, 0.0, 1, tokens)
-    return Reply("sentiment", [*results], Usage(tokens, 1, []), timing)
+    return Reply("sentiment", [*results], TokenUsage(tokens, 1, []), timing)
 
 
 class Copied:
@@ -154,21 +157,25 @@ async def test_a_copy_that_finds_no_room_says_nothing_of_the_version() -> None:
     assert [("a@2", "sentiment", "dropped", 2)] == copied.told
 
 
-PER = Entity("PER", 0.9, "Ada", 0, 3)
+PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        (GOOD, [Label("good", 0.51), Label("bad", 0.49)], True),
+        (GOOD, [LabelScore("good", 0.51), LabelScore("bad", 0.49)], True),
         (GOOD, BAD, False),
         ([PER], [PER._replace(score=0.5)], True),
         ([PER], [PER._replace(entity="LOC")], False),
         ([PER], [PER._replace(end=4)], False),
         ([PER], [], False),
         ([], [], True),
-        ([Answer("six", 0.9, 4, 7)], [Answer("six", 0.2, 4, 7), Answer("ten", 0.1, 9, 12)], True),
-        ([Answer("six", 0.9, 4, 7)], [Answer("six", 0.9, 14, 17)], False),
+        (
+            [AnswerSpan("six", 0.9, 4, 7)],
+            [AnswerSpan("six", 0.2, 4, 7), AnswerSpan("ten", 0.1, 9, 12)],
+            True,
+        ),
+        ([AnswerSpan("six", 0.9, 4, 7)], [AnswerSpan("six", 0.9, 14, 17)], False),
         (np.float32([1, 0]), np.float32([2, 0.1]), True),
         (np.float32([1, 0]), np.float32([1, 0.2]), False),
         (np.float32([1, 0]), np.float32([1, 0, 0]), False),

@@ -6,9 +6,9 @@ import pytest
 
 from service.engines.device import RunsOn
 from service.engines.model_state import (
-    Model,
     Models,
-    State,
+    ServedModel,
+    ServingState,
     added,
     current,
     introduced,
@@ -21,8 +21,8 @@ RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1"
 NOW = 50.0
 
 
-def model(name: str, state: State = "pinned") -> Model:
-    return Model(name, f"/models/{name}", "0123", state, 1.0, RUNS_ON)
+def model(name: str, state: ServingState = "pinned") -> ServedModel:
+    return ServedModel(name, f"/models/{name}", "0123", state, 1.0, RUNS_ON)
 
 
 def served(*said: str) -> Models:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service.core.bundle import BundleError, Texts, load, read_texts
+from service.core.bundle import BundleError, BundleTexts, load, read_texts
 from service.core.session import ProviderError
 from service.engines.device import Device, RunsOn
 from service.engines.engine import Engine, Ticket
-from service.engines.model_state import Model, State
+from service.engines.model_state import ServedModel, ServingState
 from service.engines.registry import Engines
 from service.errors import Draining, UnknownModel
 from service.observability.metrics import Metrics
@@ -139,36 +139,36 @@ async def test_life(tiny_bundle: Path) -> None:
 
 
 @pytest.fixture
-def texts(tiny_bundle: Path) -> Texts:
+def texts(tiny_bundle: Path) -> BundleTexts:
     return read_texts(load(tiny_bundle))
 
 
-def called(texts: Texts, version: str, sha256: str = "") -> Texts:
+def called(texts: BundleTexts, version: str, sha256: str = "") -> BundleTexts:
     """The same under another version."""
     manifest = texts.manifest.model_copy(update={"version": version})
-    return Texts(manifest, sha256 or f"hash of {version}", texts.tokenizer)
+    return BundleTexts(manifest, sha256 or f"hash of {version}", texts.tokenizer)
 
 
 class Shelf:
     """Engines of no device, and the texts that they are to adopt."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: BundleTexts) -> None:
         device = SimpleNamespace(load=Load, alive=lambda: True)
         self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None))
         self.texts = texts
 
-    async def adopt(self, **states: State) -> None:
+    async def adopt(self, **states: ServingState) -> None:
         """Adopt versions, by their states."""
         texts = {f"tiny@{version}": called(self.texts, version) for version in states}
         models = tuple(
-            Model(f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON)
+            ServedModel(f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON)
             for version, state in states.items()
         )
         await self.engines.adopt(models, texts)
 
 
 @pytest.fixture
-def shelf(texts: Texts) -> Iterator[Shelf]:
+def shelf(texts: BundleTexts) -> Iterator[Shelf]:
     made = Shelf(texts)
     yield made
     made.engines.close()
@@ -221,16 +221,18 @@ async def test_nobody_waits_for_what_is_not_there(shelf: Shelf) -> None:
     await asyncio.wait_for(shelf.engines.left("tiny@none"), 30)
 
 
-async def test_a_changed_bundle_of_the_same_name_is_another(shelf: Shelf, texts: Texts) -> None:
+async def test_a_changed_bundle_of_the_same_name_is_another(
+    shelf: Shelf, texts: BundleTexts
+) -> None:
     """After a restart that found other contents, they are what is answered from."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
-    model = Model("tiny@one", "", "changed", "current", 0.0, RUNS_ON)
+    model = ServedModel("tiny@one", "", "changed", "current", 0.0, RUNS_ON)
     await shelf.engines.adopt((model,), {"tiny@one": called(texts, "one", "changed")})
     assert "changed" == shelf.engines.get("tiny").sha256 != engine.sha256
 
 
-async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: Texts) -> None:
+async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: BundleTexts) -> None:
     """One that can be read, and knows neither a word nor what to say of one that it does not know."""
     document = json.loads(texts.tokenizer)
     special = {token["content"]: token["id"] for token in document["added_tokens"]}
@@ -238,24 +240,24 @@ async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: Texts)
     document["added_tokens"] = []
     vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
     manifest = texts.manifest.model_copy(update={"vocabulary": vocabulary})
-    unused = Texts(manifest, "new", json.dumps(document).encode())
+    unused = BundleTexts(manifest, "new", json.dumps(document).encode())
     with pytest.raises(ValueError, match="the tokenizer of tiny@two cannot be used: "):
         await shelf.engines.adopt(
-            (Model("tiny@two", "", "new", "current", 0.0, RUNS_ON),), {"tiny@two": unused}
+            (ServedModel("tiny@two", "", "new", "current", 0.0, RUNS_ON),), {"tiny@two": unused}
         )
     assert [] == shelf.engines.all()
 
 
-async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: Texts) -> None:
+async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: BundleTexts) -> None:
     """All or none: a tokenizer that cannot be read keeps the others out, too."""
     await shelf.adopt(one="current")
     vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})
     manifest = texts.manifest.model_copy(update={"version": "two", "vocabulary": vocabulary})
     models = tuple(
-        Model(name, "", "new", state, 0.0, RUNS_ON)
+        ServedModel(name, "", "new", state, 0.0, RUNS_ON)
         for name, state in (("tiny@three", "current"), ("tiny@two", "previous"))
     )
-    unread = {"tiny@three": called(texts, "three"), "tiny@two": Texts(manifest, "new", b"{}")}
+    unread = {"tiny@three": called(texts, "three"), "tiny@two": BundleTexts(manifest, "new", b"{}")}
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         await shelf.engines.adopt(models, unread)
     assert ["tiny@one"] == [engine.id for engine in shelf.engines.all()]

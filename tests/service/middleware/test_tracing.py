@@ -15,7 +15,7 @@ from structlog.typing import EventDict
 from service.errors import DeadlineExceeded, Overloaded
 from service.middleware import tracing
 from service.middleware.request_context import Exchange
-from service.middleware.tracing import Spans, asked, complaints
+from service.middleware.tracing import RequestSpans, asked, complaints
 from tests.service.fakes import FakeEngine
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
@@ -41,7 +41,7 @@ async def made(app: FastAPI, client: httpx.AsyncClient) -> AsyncIterator[Any]:
     exporter = memory.InMemorySpanExporter()
     provider = sdk.TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    app.state.reception.trace = Spans(provider.get_tracer("test"))
+    app.state.reception.trace = RequestSpans(provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -236,7 +236,7 @@ async def test_a_tracer_that_fails_fails_nobody(
         def start_span(self, *_: object, **__: object) -> None:
             raise RuntimeError("broken")
 
-    app.state.reception.trace = Spans(Broken())
+    app.state.reception.trace = RequestSpans(Broken())
     for _ in range(3):
         assert (await client.post("/classify", json=BODY)).status_code == 200
     assert [line["event"] for line in lines].count("request") == 3

@@ -14,11 +14,11 @@ from structlog.typing import EventDict
 
 from service import errors
 from service.core import bundle
-from service.core.bundle import Texts
+from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.engines.commands import Command, LoadModel, UnloadModel
 from service.engines.device import RunsOn
-from service.engines.model_state import Model, Models, State
+from service.engines.model_state import Models, ServedModel, ServingState
 from service.observability.metrics import Metrics
 from service.processes import channel
 from service.processes.control_channel import PEER, Link, Orders
@@ -106,14 +106,14 @@ class FakeFollower:
 
     def __init__(self) -> None:
         self.models: Models = ()
-        self.texts: dict[str, Texts] = {}
+        self.texts: dict[str, BundleTexts] = {}
         self.error: Exception | None = None
         self.hold = asyncio.Event()
         self.hold.set()
         self.hold_models = asyncio.Event()
         self.hold_models.set()
 
-    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         await self.hold_models.wait()
         if self.error is not None:
             raise self.error
@@ -610,16 +610,16 @@ async def test_metrics_wait_for_a_device() -> None:
 # -- what is served ----------------------------------------------------------------------------------------------------
 
 
-def model(name: str, state: State = "current") -> Model:
-    return Model(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON)
+def model(name: str, state: ServingState = "current") -> ServedModel:
+    return ServedModel(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON)
 
 
 @pytest.fixture(scope="module")
-def texts(tiny_bundle: Path) -> Texts:
+def texts(tiny_bundle: Path) -> BundleTexts:
     return bundle.read_texts(bundle.load(tiny_bundle))
 
 
-async def test_what_is_served_crosses_as_it_is(texts: Texts) -> None:
+async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
     """Models, manifest and tokenizer come to who follows; who is connected later hears the same."""
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
@@ -633,7 +633,7 @@ async def test_what_is_served_crosses_as_it_is(texts: Texts) -> None:
         assert models == both.follower.models
 
 
-async def test_texts_cross_once(texts: Texts) -> None:
+async def test_texts_cross_once(texts: BundleTexts) -> None:
     """What an HTTP process has it is not sent again."""
     async with pair() as both:
         await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -641,7 +641,7 @@ async def test_texts_cross_once(texts: Texts) -> None:
         assert {} == both.follower.texts
 
 
-async def test_what_cannot_be_adopted_is_told(texts: Texts) -> None:
+async def test_what_cannot_be_adopted_is_told(texts: BundleTexts) -> None:
     """Who decides hears of it, and the HTTP process goes on as before."""
     async with pair() as both:
         both.follower.error = ValueError("the tokenizer cannot be read")
@@ -666,7 +666,7 @@ async def test_what_is_served_first_must_be_adopted() -> None:
     both.telling.cancel()
 
 
-async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: Texts) -> None:
+async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleTexts) -> None:
     """Of every HTTP process that there is; one that dies has no requests."""
     async with pair() as both:
         both.follower.hold.clear()
@@ -679,7 +679,7 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: Texts) 
         await asyncio.wait_for(leaving, 30)
 
 
-async def test_a_dead_process_holds_nothing(texts: Texts) -> None:
+async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
     """Neither a bundle that goes, nor who waits for it to adopt another."""
     async with pair() as both:
         both.follower.hold.clear()
@@ -692,7 +692,7 @@ async def test_a_dead_process_holds_nothing(texts: Texts) -> None:
         await asyncio.wait_for(both.fronts.adopt((), {}), 30)
 
 
-async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: Texts) -> None:
+async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -> None:
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
         both.follower.hold_models.clear()

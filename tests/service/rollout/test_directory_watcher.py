@@ -149,7 +149,7 @@ async def test_what_cannot_be_read_stays_as_it_is(
     expected = await watched.looks()
     able = directory_watcher.examine
 
-    def examine(folder: Path) -> directory_watcher.Seen:
+    def examine(folder: Path) -> directory_watcher.SeenBundle:
         if folder in (kept, new):
             raise PermissionError(13, "Permission denied")
         return able(folder)

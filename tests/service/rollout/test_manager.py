@@ -16,7 +16,7 @@ import pytest
 from structlog.typing import EventDict
 
 from service.api.schemas import AdminModelsResponse
-from service.core.bundle import Bundle, BundleError, Texts, describe_file
+from service.core.bundle import Bundle, BundleError, BundleTexts, describe_file
 from service.core.encode import Window
 from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel
 from service.engines.local_device import LocalDevice, Opened, open_device
@@ -43,11 +43,11 @@ class FakeFollower:
     def __init__(self) -> None:
         self.adopted: list[Models] = []
         self.problem: str | None = None
-        self.texts: dict[str, Texts] = {}
+        self.texts: dict[str, BundleTexts] = {}
         self.hold = asyncio.Event()
         self.hold.set()
 
-    async def adopt(self, models: Models, texts: Mapping[str, Texts]) -> None:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         if self.problem is not None and not (self.adopted and models == self.adopted[-1]):
             raise ValueError(self.problem)
         self.adopted.append(models)
