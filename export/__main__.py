@@ -199,7 +199,7 @@ def from_checkpoint(asked: ExportRequest, folder: Path) -> tuple[Encoder, Bundle
 
 def from_graph(asked: ExportRequest, folder: Path) -> tuple[Encoder, Bundle, "ExportReport"]:
     """Run a graph that is there already, append what makes its outputs a head, and check: a bundle of it alone."""
-    given = onnx_source.read_foreign(asked.checkpoint, asked.task)
+    given = onnx_source.read_external(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
     encodings = goldens.golden_encodings(encoder)
     answers = onnx_source.run_foreign(given, encodings)

@@ -56,7 +56,7 @@ Answers = Mapping[str, Array]  # a graph's own outputs for one input, by name: a
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ExternalModel:
     """A directory's graph before it is run; `max_length` is None where nothing says it."""
 
     folder: Path
@@ -96,7 +96,7 @@ def pool(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_foreign(name: str | Path, task: Task | None = None) -> Foreign:
+def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
     """Read a directory, or the one that a graph lies in. Raises CheckpointError naming what cannot be served.
 
     task: the graph's, where `architectures` in `config.json` does not name it
@@ -111,7 +111,7 @@ def read_foreign(name: str | Path, task: Task | None = None) -> Foreign:
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} does not say vocab_size")
     check_rows(folder, tokenizer, rows)
-    return Foreign(folder, graph, config, own, tokenizer, _length(folder, config))
+    return ExternalModel(folder, graph, config, own, tokenizer, _length(folder, config))
 
 
 def _find(given: Path) -> tuple[Path, Path]:
@@ -152,7 +152,7 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run_foreign(given: Foreign, encodings: Sequence[Encoding]) -> list[Answers]:
+def run_foreign(given: ExternalModel, encodings: Sequence[Encoding]) -> list[Answers]:
     """What the graph gives for each input alone. Raises CheckpointError when it cannot be fed or does not run."""
     try:
         session = open_graph(given.graph, CPU, SessionOptions(threads=0))
@@ -172,7 +172,7 @@ def run_foreign(given: Foreign, encodings: Sequence[Encoding]) -> list[Answers]:
     return found
 
 
-def _check_inputs(given: Foreign, inputs: Sequence[Any]) -> None:
+def _check_inputs(given: ExternalModel, inputs: Sequence[Any]) -> None:
     """That each is one that can be fed, as what it is. Raises CheckpointError naming the first that is not."""
     names = [value.name for value in inputs]
     unknown = [name for name in names if name not in INPUTS]
@@ -198,7 +198,7 @@ def _check_inputs(given: Foreign, inputs: Sequence[Any]) -> None:
 
 
 def read_recipe(
-    given: Foreign, encodings: Sequence[Encoding], answers: Sequence[Answers]
+    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
 ) -> Recipe:
     """The head that the graph's answers are for. Raises CheckpointError when they are not those of its task."""
     if given.task == "embedding":
@@ -214,7 +214,9 @@ def read_recipe(
     return Recipe(head, outputs)
 
 
-def _embedding(given: Foreign, encodings: Sequence[Encoding], answers: Sequence[Answers]) -> Recipe:
+def _embedding(
+    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
+) -> Recipe:
     said, normalize, dense = _read_pooling(given.folder)
     tokens = next((name for name in TOKENS if name in answers[0]), None)
     if SENTENCE in answers[0]:
@@ -243,7 +245,7 @@ def _read_pooling(folder: Path) -> tuple[str | None, bool | None, tuple[nn.Modul
     return said, None, ()
 
 
-def _find_pooling(given: Foreign, answers: Answers, tokens: str | None) -> str:
+def _find_pooling(given: ExternalModel, answers: Answers, tokens: str | None) -> str:
     """How the graph pools, where nothing says it, from what it gives for each token."""
     for pooling in ("mean", "cls") if tokens else ():
         ours = pool(answers[str(tokens)][0].astype(np.float32), pooling)
@@ -255,7 +257,7 @@ def _find_pooling(given: Foreign, answers: Answers, tokens: str | None) -> str:
     )
 
 
-def _check_outputs(given: Foreign, names: Sequence[str], answers: Answers) -> None:
+def _check_outputs(given: ExternalModel, names: Sequence[str], answers: Answers) -> None:
     missing = [name for name in names if name not in answers]
     if missing:
         said = f"{given.task} needs {', '.join(missing)}, and it gives {', '.join(answers)}"
@@ -266,7 +268,7 @@ def _check_outputs(given: Foreign, names: Sequence[str], answers: Answers) -> No
 
 
 def _check_shape(
-    given: Foreign, name: str, value: Array, expected: tuple[int, ...], rows: str
+    given: ExternalModel, name: str, value: Array, expected: tuple[int, ...], rows: str
 ) -> None:
     if value.shape != expected:
         said = f"{name} has shape {value.shape} where {given.task} needs {expected}, {rows}"

@@ -24,8 +24,13 @@ from service.api.native import Route, router
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.middleware.access import KeyCheck, gate
-from service.middleware.early_rejection import Admission
-from service.middleware.request_context import ExchangeMiddleware, Reception, check_refusal, refuse
+from service.middleware.early_rejection import EarlyRejection
+from service.middleware.request_context import (
+    LifecycleMiddleware,
+    RequestLifecycle,
+    check_refusal,
+    refuse,
+)
 from service.middleware.service_state import Service
 from service.middleware.tracing import tracing
 from service.observability.logs import log_bug
@@ -75,10 +80,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
     guards = gate(settings)
-    reception = Reception(
+    reception = RequestLifecycle(
         metrics=metrics,
         process=service,
-        checks=[check_refusal, *guards, Admission(service)],
+        checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
     )
     app = Application(
@@ -94,7 +99,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.state.service = service
     app.state.reception = reception
     app.state.keys = next((guard for guard in guards if isinstance(guard, KeyCheck)), None)
-    app.add_middleware(ExchangeMiddleware, reception=reception, process=service)
+    app.add_middleware(LifecycleMiddleware, reception=reception, process=service)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
     app.pass_by(router.routes)
@@ -110,7 +115,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
 
 @asynccontextmanager
 async def lifespan(
-    service: Service, reception: Reception, open_engines: OpenEngines, _: FastAPI
+    service: Service, reception: RequestLifecycle, open_engines: OpenEngines, _: FastAPI
 ) -> AsyncIterator[None]:
     """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
     async with tracing() as reception.trace, open_engines(service.settings) as engines:

@@ -15,13 +15,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.api.ndjson import Lines, LinesResponse, line, wants_lines
+from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.request_body import answer_in_time, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import Engine, Reply, Ticket
 from service.errors import QuartetError
-from service.middleware.body_memory import Holding
-from service.middleware.request_context import Exchange, exchange_of
+from service.middleware.body_memory import MemoryReservation
+from service.middleware.request_context import RequestContext, exchange_of
 from service.middleware.service_state import Service, timeout_s
 from service.observability.logs import log_bug
 
@@ -44,7 +44,7 @@ class Call(Generic[R]):
     body: R
     engine: Engine
     ticket: Ticket
-    exchange: Exchange
+    exchange: RequestContext
     receive: Receive
     in_lines: bool
 
@@ -75,7 +75,7 @@ class Call(Generic[R]):
 
         What fails before the first line is an error like any other; from then on all tokens count, whoever hangs up.
         """
-        lines = Lines()
+        lines = NdjsonStream()
 
         def on_result(index: int, result: T | None) -> None:
             lines.add({"index": index, name: None if result is None else show(result)})
@@ -95,12 +95,12 @@ class Call(Generic[R]):
         if not first:
             asking.result()
         self.exchange.tokens = self.exchange.asked
-        return LinesResponse(
+        return NdjsonResponse(
             self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
         )
 
     async def _chunks(
-        self, first: bytes, lines: Lines, asking: asyncio.Task[Reply[T]]
+        self, first: bytes, lines: NdjsonStream, asking: asyncio.Task[Reply[T]]
     ) -> AsyncIterator[bytes]:
         try:
             chunk = first
@@ -177,7 +177,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises what `read_json` does."""
     service, exchange = service_of(request), exchange_of(request.scope)
-    settings, holding = service.settings, Holding(service.room)
+    settings, holding = service.settings, MemoryReservation(service.room)
     exchange.settle.append(holding.leave)
     return await read_json(
         exchange.headers,

@@ -19,7 +19,7 @@ def line(content: object) -> bytes:
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-class Lines:
+class NdjsonStream:
     """Lines on their way to whoever sends them; what came meanwhile is taken together."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Lines:
         return chunk
 
 
-class LinesResponse(Response):
+class NdjsonResponse(Response):
     """Sends chunks as they come."""
 
     media_type = MEDIA_TYPE

@@ -29,7 +29,7 @@ from service.core.session import (
     unused_gpu,
 )
 from service.engines.device import RunsOn
-from service.engines.self_test import Canaries, Canary, smallest
+from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
 from service.observability.logs import Sparing
 from service.observability.metrics import Metrics
@@ -105,12 +105,12 @@ class Runner:
                 seconds = time.perf_counter() - began
         return Sample(size * length, size, length, seconds)
 
-    def canary(self) -> Canary:
+    def canary(self) -> SelfTest:
         """What is to be computed again and again, with what it gives now."""
         window = smallest(self._bundle.golden)
         (expected,) = self.run(1, [window])
         tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
-        return Canary(window, expected, tolerance)
+        return SelfTest(window, expected, tolerance)
 
     @property
     def unbatched(self) -> bool:
@@ -142,7 +142,7 @@ class Opened:
     runner: Runner
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
-    canary: Canary
+    canary: SelfTest
     area: float = math.inf  # limit of B * S * S of a batch
     gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
 
@@ -191,7 +191,7 @@ class LocalDevice:
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
         )
-        self._canaries = Canaries(self.batcher.probe, metrics.observe_canary)
+        self._canaries = SelfTests(self.batcher.probe, metrics.observe_canary)
 
     def open(self, bundle: Bundle) -> Opened:
         """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.

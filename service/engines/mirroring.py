@@ -33,7 +33,7 @@ BULK = CLASSES.index("bulk")
 Compared = Callable[[str, str, str, int], None]
 
 
-class Shadow:
+class MirroredTraffic:
     """What an engine hands its requests to, of which another is to get a share."""
 
     def __init__(

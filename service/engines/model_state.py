@@ -43,7 +43,7 @@ Models = tuple[
 ]  # the first is the default, or would be if its name's current one were not there
 
 
-class Follower(Protocol):
+class Subscriber(Protocol):
     """Whoever sends requests where the catalogue says, in this process or in others."""
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:

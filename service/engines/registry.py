@@ -11,7 +11,7 @@ from service.core.encode import Encoder, parse_tokenizer
 from service.engines.commands import Command
 from service.engines.device import Device
 from service.engines.engine import Engine
-from service.engines.mirroring import Compared, Shadow
+from service.engines.mirroring import Compared, MirroredTraffic
 from service.engines.model_state import Models, ServedModel, current
 from service.errors import UnknownModel
 
@@ -52,7 +52,7 @@ class Engines:
         for model in models:
             engines[model.id].model = model
             if model.shadow and (answering := current(models, model.name)):
-                shadow = Shadow(engines[model.id], model.shadow, self.load, self._compared)
+                shadow = MirroredTraffic(engines[model.id], model.shadow, self.load, self._compared)
                 engines[answering.id].copies = shadow
         kept = set(engines.values())
         for engine in set(self._by_id.values()) - kept:

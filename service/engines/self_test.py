@@ -34,7 +34,7 @@ def smallest(golden: Golden) -> Window:
 
 
 @dataclass(slots=True)
-class Canary:
+class SelfTest:
     """One bundle's input, what it gave at the start, how much of that may change, and what is wrong now."""
 
     window: Window
@@ -60,15 +60,15 @@ class Canary:
         return ""
 
 
-class Canaries:
+class SelfTests:
     """The canaries of a device, which `probe` computes; `observe` is told of each try, and whether it went well."""
 
     def __init__(self, probe: ComputeProbe, observe: Callable[[str, bool], None]) -> None:
         self._probe = probe
         self._observe = observe
-        self._of: dict[str, Canary] = {}
+        self._of: dict[str, SelfTest] = {}
 
-    def add(self, bundle: str, canary: Canary) -> None:
+    def add(self, bundle: str, canary: SelfTest) -> None:
         self._of[bundle] = canary
 
     def remove(self, bundle: str) -> None:
@@ -98,7 +98,7 @@ class Canaries:
                     await self._try(bundle, canary)
             await asyncio.sleep(LOOK_S)
 
-    async def _try(self, bundle: str, canary: Canary) -> None:
+    async def _try(self, bundle: str, canary: SelfTest) -> None:
         try:
             problem = canary.compare(await self._probe(bundle, canary.window))
         except Exception as error:

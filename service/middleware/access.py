@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
 from service.keys import PRIORITIES, Key, Keys, Permission, digest
-from service.middleware.request_context import Check, Exchange
+from service.middleware.request_context import Check, RequestContext
 from service.middleware.token_bucket import Bucket
 from service.settings import Settings
 
@@ -42,7 +42,7 @@ class PortCheck:
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
 
-    def __call__(self, scope: Scope, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
         path: str = scope["path"]
         if scope["server"][1] == self._metrics_port:
             is_here = path == METRICS or path.startswith(HEALTH)
@@ -56,7 +56,7 @@ def needs_no_key(path: str, is_open: Set[str]) -> bool:
     return path in is_open or path.startswith(OPEN_BELOW)
 
 
-def check_without_keys(is_open: Set[str], scope: Scope, exchange: Exchange) -> None:
+def check_without_keys(is_open: Set[str], scope: Scope, exchange: RequestContext) -> None:
     """Everybody may do everything, but for administration."""
     path: str = scope["path"]
     if needs_no_key(path, is_open):
@@ -76,7 +76,7 @@ class KeyCheck:
     def __init__(self, keys: Keys, is_open: Set[str], processes: int) -> None:
         self._open = is_open
         self._processes = processes
-        self._holders: Sequence[Holder] = ()
+        self._holders: Sequence[KeyHolder] = ()
         self.replace(keys)
 
     @property
@@ -87,10 +87,10 @@ class KeyCheck:
         """Replace all keys. The rate of a name keeps its count where the limit is the same as before."""
         before = {holder.name: holder for holder in self._holders}
         self._holders = [
-            Holder(name, key, self._processes, before.get(name)) for name, key in keys.items()
+            KeyHolder(name, key, self._processes, before.get(name)) for name, key in keys.items()
         ]
 
-    def __call__(self, scope: Scope, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
         path: str = scope["path"]
         if needs_no_key(path, self._open):
             return
@@ -101,7 +101,7 @@ class KeyCheck:
         holder.check_rates()
         exchange.settle.append(holder.charge)
 
-    def _find(self, authorization: str) -> "Holder":
+    def _find(self, authorization: str) -> "KeyHolder":
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthorized("a key is needed: send the header Authorization: Bearer KEY")
@@ -115,10 +115,12 @@ class KeyCheck:
         return found
 
 
-class Holder:
+class KeyHolder:
     """Who has a key: allowed what, how urgent, and with how much left of its rates."""
 
-    def __init__(self, name: str, key: Key, processes: int, before: "Holder | None" = None) -> None:
+    def __init__(
+        self, name: str, key: Key, processes: int, before: "KeyHolder | None" = None
+    ) -> None:
         self.name = name
         self.digest = bytes.fromhex(key.sha256)
         self.priority = PRIORITIES[key.priority]

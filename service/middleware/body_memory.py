@@ -6,17 +6,17 @@ BODIES = 8  # of the largest size, that are in work at once
 SMALL = 65_536  # bytes that a body may have however little room there is
 
 
-class Room:
+class MemoryBudget:
     """Bytes that all bodies together may have; a text in Python takes up to four times as much."""
 
     def __init__(self, size: int) -> None:
         self.left = size
 
 
-class Holding:
+class MemoryReservation:
     """One request's part of the room, from its first byte until it is answered."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: MemoryBudget) -> None:
         self._room = room
         self._held = 0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from starlette.types import Scope
 
 from service.middleware.access import permission
-from service.middleware.request_context import Exchange
+from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service, timeout_s
 from service.scheduling.load import EARLY_SHARE, Flow
 
@@ -31,7 +31,7 @@ class Coming(NamedTuple):
     tokens: int
 
 
-class Admission:
+class EarlyRejection:
     """A check that expects of a request the tokens that bodies of its size had, and knows what waits."""
 
     def __init__(self, service: Service) -> None:
@@ -40,7 +40,7 @@ class Admission:
         self._coming: dict[int, Coming] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
-    def __call__(self, scope: Scope, exchange: Exchange) -> None:
+    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
         """Raises Overloaded when even the bundle that is asked least would answer too late."""
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
             return  # who looks after the service is let in, above all when it is overloaded
@@ -68,7 +68,7 @@ class Admission:
             load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming)
         self._come(exchange, tokens)
 
-    def _come(self, exchange: Exchange, tokens: int) -> None:
+    def _come(self, exchange: RequestContext, tokens: int) -> None:
         """Reckon with a request until the batcher does, or it is over: many may come before one gets there."""
         number, who = id(exchange), (exchange.priority, exchange.tenant)
         self._coming[number] = Coming(exchange.arrival, who, tokens)

@@ -8,7 +8,7 @@ HELD_S = 1.0  # the longest that one is held back
 HELD = 4096  # the most that are held back together, at most one of each connection
 
 
-class Pace:
+class RefusalThrottle:
     """Turns, so many a second; each is held back for `held_s` at most, and of more than `most` the oldest goes."""
 
     def __init__(

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, Draining, InternalError, Overloaded, QuartetError
-from service.middleware.refusal_throttle import Pace
+from service.middleware.refusal_throttle import RefusalThrottle
 from service.observability.logs import NAMES, QUIET_ROUTES, Sparing, log_request
 from service.observability.metrics import REFUSALS, Recorder
 
@@ -36,7 +36,7 @@ OTHER = "other"  # the route of what has none
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestContext:
     """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
 
     headers: the first value of each, by its name in lower case
@@ -85,19 +85,19 @@ class Exchange:
         return time.monotonic() - self.arrival
 
 
-def exchange_of(scope: Scope) -> Exchange:
+def exchange_of(scope: Scope) -> RequestContext:
     exchange = scope["state"][EXCHANGE]
-    assert isinstance(exchange, Exchange), "our bug: the exchange middleware is not installed"
+    assert isinstance(exchange, RequestContext), "our bug: the exchange middleware is not installed"
     return exchange
 
 
-def new_exchange(scope: Scope) -> Exchange:
+def new_exchange(scope: Scope) -> RequestContext:
     headers = headers_of(scope)
     request_id = headers.get("x-request-id")
     if request_id is None or not SANE_ID.fullmatch(request_id):
         request_id = f"{random.getrandbits(128):032x}"
     trace = trace_id(headers["traceparent"]) if "traceparent" in headers else ""
-    return Exchange(request_id, time.monotonic(), headers, trace)
+    return RequestContext(request_id, time.monotonic(), headers, trace)
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
@@ -125,17 +125,17 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
     )
 
 
-Check = Callable[[Scope, Exchange], None]  # raises a QuartetError to refuse a request
+Check = Callable[[Scope, RequestContext], None]  # raises a QuartetError to refuse a request
 
 
-def check_refusal(scope: Scope, exchange: Exchange) -> None:
+def check_refusal(scope: Scope, exchange: RequestContext) -> None:
     """The check of what the server itself has found: raises it."""
     if refusal := scope.get("state", {}).get(REFUSAL):
         raise refusal
 
 
 # Is told of each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
-Trace = Callable[[str, str, Scope, Exchange], None]
+Trace = Callable[[str, str, Scope, RequestContext], None]
 
 
 class Process(Protocol):
@@ -151,7 +151,7 @@ def our_bug() -> InternalError:
     return InternalError("our bug: the server's log tells more under this request's id")
 
 
-class Reception:
+class RequestLifecycle:
     """Where every request is named and checked when it comes, and recorded when it is over.
 
     routes: the paths that the log and the metrics call by their name; trace: makes their spans, while that is wanted
@@ -167,7 +167,7 @@ class Reception:
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
     ) -> None:
-        self.pace = Pace()
+        self.pace = RefusalThrottle()
         self._metrics = metrics
         self._process = process
         self._checks = checks
@@ -175,7 +175,7 @@ class Reception:
         self._refusals = Sparing()
         self._log = structlog.get_logger().bind()
 
-    def receive(self, scope: Scope) -> Exchange:
+    def receive(self, scope: Scope) -> RequestContext:
         """Name and check a request; what must not come in has its `refusal`."""
         exchange = new_exchange(scope)
         try:
@@ -188,21 +188,21 @@ class Reception:
             exchange.refusal = our_bug()
         return exchange
 
-    def headers(self, exchange: Exchange) -> dict[str, str]:
+    def headers(self, exchange: RequestContext) -> dict[str, str]:
         """What every answer carries."""
         named = {"X-Request-Id": exchange.request_id, "X-Content-Type-Options": "nosniff"}
         if self._process.draining:  # the next request on this connection should find another server
             named["Connection"] = "close"
         return named
 
-    def record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+    def record(self, method: str, scope: Scope, exchange: RequestContext) -> None:
         """Settle, count and log a request that is over. A failure is our bug; it changes no answer."""
         try:
             self._record(method, scope, exchange)
         except Exception:
             our_bug()
 
-    def _record(self, method: str, scope: Scope, exchange: Exchange) -> None:
+    def _record(self, method: str, scope: Scope, exchange: RequestContext) -> None:
         for settle in exchange.settle:
             settle(exchange.tokens)
         path = scope["path"]
@@ -239,10 +239,10 @@ class Reception:
         )
 
 
-class ExchangeMiddleware:
+class LifecycleMiddleware:
     """Answers what was refused and what nobody else caught, and has each request recorded."""
 
-    def __init__(self, app: ASGIApp, *, reception: Reception, process: Process) -> None:
+    def __init__(self, app: ASGIApp, *, reception: RequestLifecycle, process: Process) -> None:
         self.app = app
         self.reception = reception
         self.process = process
@@ -284,7 +284,7 @@ class ExchangeMiddleware:
                 raise  # the answer is half sent: the server must cut the connection
             await refuse(scope, error)(scope, receive, send)
 
-    def sender(self, scope: Scope, exchange: Exchange, send: Send) -> Send:
+    def sender(self, scope: Scope, exchange: RequestContext, send: Send) -> Send:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]

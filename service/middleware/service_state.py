@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from service.engines.registry import Engines
 from service.errors import Draining, InvalidInput, NotReady
-from service.middleware.body_memory import BODIES, Room
+from service.middleware.body_memory import BODIES, MemoryBudget
 from service.observability.metrics import Recorder
 from service.settings import Settings
 
@@ -23,10 +23,10 @@ class Service:
     engines: Engines | None = None
     leaving: bool = False  # others should be asked; who asks all the same is answered
     draining: bool = False
-    room: Room = field(init=False)
+    room: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = Room(BODIES * self.settings.max_body_bytes)
+        self.room = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
         """Raises NotReady before the engines are open, Draining once they are closed."""

@@ -32,7 +32,7 @@ from starlette.types import Scope
 
 from service import __version__
 from service.errors import InternalError
-from service.middleware.request_context import CLIENT_GONE, OTHER, Exchange, Trace
+from service.middleware.request_context import CLIENT_GONE, OTHER, RequestContext, Trace
 from service.observability.logs import Sparing
 from service.observability.metrics import OK, STAGES
 
@@ -155,14 +155,14 @@ class RequestSpans:
         self._tracer = tracer
         self._failures = Sparing(1, QUIET_S)
 
-    def __call__(self, method: str, route: str, scope: Scope, exchange: Exchange) -> None:
+    def __call__(self, method: str, route: str, scope: Scope, exchange: RequestContext) -> None:
         try:
             self._make(method, route, scope, exchange)
         except Exception:
             if self._failures.may_tell():
                 log.exception("spans could not be made", untold=self._failures.untold())
 
-    def _make(self, method: str, route: str, scope: Scope, exchange: Exchange) -> None:
+    def _make(self, method: str, route: str, scope: Scope, exchange: RequestContext) -> None:
         """The request's own span, and one for each stage that it came through.
 
         The stages are laid end to end from the request's arrival on: how long each took is known, not when it began.
@@ -184,7 +184,7 @@ class RequestSpans:
             self._make_stages(span, begin, end, exchange)
         span.end(end)
 
-    def _make_stages(self, parent: Span, begin: int, end: int, exchange: Exchange) -> None:
+    def _make_stages(self, parent: Span, begin: int, end: int, exchange: RequestContext) -> None:
         context = set_span_in_context(parent)
         for stage, seconds in zip(STAGES, exchange.stages, strict=False):
             until = min(begin + nanoseconds(seconds), end)
@@ -193,7 +193,7 @@ class RequestSpans:
 
 
 def attributes(
-    method: str, route: str, scope: Scope, exchange: Exchange
+    method: str, route: str, scope: Scope, exchange: RequestContext
 ) -> dict[str, AttributeValue]:
     """What is known of a request, by the semantic conventions and, beyond them, as `quartet.`: no query, no text."""
     status = exchange.status or CLIENT_GONE
@@ -219,7 +219,7 @@ def attributes(
     return {name: value for name, value in given.items() if value}
 
 
-def failed(exchange: Exchange) -> bool:
+def failed(exchange: RequestContext) -> bool:
     """Whether the service failed: what the client did wrong is no error of a server's span."""
     broken = exchange.status == OK and bool(exchange.code)  # in lines that ended with an error
     return broken or exchange.status >= InternalError.status

@@ -13,7 +13,7 @@ import structlog
 import uvloop
 
 from service.observability import logs
-from service.processes.control_channel import Orders, Report
+from service.processes.control_channel import ControlChannel, Report
 from service.processes.supervisor import CANNOT_START, read_brief
 from service.settings import Settings
 
@@ -26,7 +26,7 @@ def main() -> None:
     role, orders, *listener = sys.argv[1:]
     settings, resume = read_brief(sys.stdin.buffer.read())
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    heard = Orders(socket.socket(fileno=int(orders)))
+    heard = ControlChannel(socket.socket(fileno=int(orders)))
     if role == "inference":
         serve_inference(settings, heard, resume)
     else:
@@ -36,7 +36,7 @@ def main() -> None:
 # Each role imports what it needs: an HTTP process has no runtime, and the inference process no framework.
 
 
-def serve_inference(settings: Settings, orders: Orders, resume: Report | None) -> None:
+def serve_inference(settings: Settings, orders: ControlChannel, resume: Report | None) -> None:
     from service.processes.inference_process import CannotStart, compute
 
     try:
@@ -47,7 +47,9 @@ def serve_inference(settings: Settings, orders: Orders, resume: Report | None) -
         sys.exit(CANNOT_START)
 
 
-def serve_http(settings: Settings, orders: Orders, listeners: Sequence[socket.socket]) -> None:
+def serve_http(
+    settings: Settings, orders: ControlChannel, listeners: Sequence[socket.socket]
+) -> None:
     from service.processes.http_process import Worker
 
     Worker(settings, orders).run([*listeners])

@@ -30,7 +30,7 @@ MISSED_S = 0.25  # before a missing descriptor is reported: as soon as that, the
 Report = Mapping[str, object]
 
 
-class Link:
+class ChildControl:
     """The main process's end: it gives orders, and calls `reported` with each report, `{}` for a bare one."""
 
     def __init__(self, end: socket.socket, reported: Callable[[Report], None]) -> None:
@@ -93,7 +93,7 @@ class Order(NamedTuple):
     text: bytes = b""
 
 
-class Orders(AsyncIterator[Order]):
+class ControlChannel(AsyncIterator[Order]):
     """A child's end: iterate it for orders, until the main process is gone.
 
     One descriptor is held in reserve for what comes along with an order, because clients' connections may take all

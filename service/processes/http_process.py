@@ -14,7 +14,7 @@ from service.api.app import create_app
 from service.keys import load_keys
 from service.middleware.access import KeyCheck
 from service.observability import logs
-from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, Orders
+from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, ControlChannel
 from service.processes.remote_device import RemoteDevice, RemoteMetrics, open_remote_engines
 from service.server.server import Server
 from service.settings import Settings
@@ -29,7 +29,7 @@ UNCONNECTED_S = (
 class Worker(Server):
     """A server to which the main process brings an inference process, and another when that is lost."""
 
-    def __init__(self, settings: Settings, orders: Orders) -> None:
+    def __init__(self, settings: Settings, orders: ControlChannel) -> None:
         self.device = RemoteDevice(give_up)
         self.orders = orders
         self.tasks: list[asyncio.Task[None]] = []

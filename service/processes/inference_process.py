@@ -23,9 +23,9 @@ from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes import channel
 from service.processes.channel import Channel
-from service.processes.control_channel import Orders
+from service.processes.control_channel import ControlChannel
 from service.rollout.directory_watcher import watch
-from service.rollout.manager import Curator, Resume
+from service.rollout.manager import ModelManager, Resume
 from service.scheduling.entries import Entry, EntryOutcome, Outcome
 from service.scheduling.load import Load
 from service.settings import Settings
@@ -39,14 +39,18 @@ class CannotStart(Exception):
     """Starting this process again would not help."""
 
 
-class Front:
+class Frontend:
     """One HTTP process, as the inference process sees it: what it asks is computed while it is there.
 
     holds: the bundles that requests of it may be with, by id; `news()` is called when it lets go of one, or is gone
     """
 
     def __init__(
-        self, device: Device, curator: Curator, metrics: Metrics, news: Callable[["Front"], None]
+        self,
+        device: Device,
+        curator: ModelManager,
+        metrics: Metrics,
+        news: Callable[["Frontend"], None],
     ) -> None:
         self.holds: set[str] = set()
         self._device = device
@@ -227,21 +231,21 @@ def log_cause(error: errors.QuartetError) -> None:
         log.error(error.message, exc_info=error.__cause__)
 
 
-class Fronts:
+class Frontends:
     """All HTTP processes that are there."""
 
-    def __init__(self, device: Device, curator: Curator, metrics: Metrics) -> None:
+    def __init__(self, device: Device, curator: ModelManager, metrics: Metrics) -> None:
         self._device = device
         self._curator = curator
         self._metrics = metrics
-        self._there: set[Front] = set()
+        self._there: set[Frontend] = set()
         self._news = asyncio.Event()
         self._catalogues = itertools.count()
         self._served: tuple[Models, Mapping[str, BundleTexts]] = ((), {})
         self._greeting: set[asyncio.Task[None]] = set()
 
     async def welcome(self, end: socket.socket) -> None:
-        front = Front(self._device, self._curator, self._metrics, self._hear)
+        front = Frontend(self._device, self._curator, self._metrics, self._hear)
         await front.connect(end)
         if front.channel.open:
             self._there.add(front)
@@ -249,7 +253,7 @@ class Fronts:
             self._greeting.add(greeting)
             greeting.add_done_callback(self._greeting.discard)
 
-    async def _greet(self, front: Front) -> None:
+    async def _greet(self, front: Frontend) -> None:
         if problem := await front.adopt(next(self._catalogues), *self._served):
             log.error("an HTTP process cannot answer for what is served", problem=problem)
         front.tell(self._device.load())
@@ -286,13 +290,13 @@ class Fronts:
         self._news.clear()
         await self._news.wait()
 
-    def _hear(self, front: Front) -> None:
+    def _hear(self, front: Frontend) -> None:
         if not front.channel.open:
             self._there.discard(front)
         self._news.set()
 
 
-async def compute(settings: Settings, orders: Orders, resume: Resume | None = None) -> None:
+async def compute(settings: Settings, orders: ControlChannel, resume: Resume | None = None) -> None:
     """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
 
     resume: what a process before this one reported of its bundles, which are opened then, and no others.
@@ -304,11 +308,11 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
-            curator = Curator(device, settings, metrics, orders.report)
+            curator = ModelManager(device, settings, metrics, orders.report)
             curator.open(resume)
         except Exception as error:
             raise CannotStart(error) from error
-        fronts = Fronts(device, curator, metrics)
+        fronts = Frontends(device, curator, metrics)
         await curator.follow(fronts)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
@@ -327,7 +331,7 @@ async def compute(settings: Settings, orders: Orders, resume: Resume | None = No
         serving.result()
 
 
-async def serve(fronts: Fronts, orders: Orders) -> None:
+async def serve(fronts: Frontends, orders: ControlChannel) -> None:
     """Welcome whom the orders bring, until there are no more and all have left."""
     async for order in orders:
         if order.end is not None:

@@ -15,13 +15,13 @@ import structlog
 
 from service import errors
 from service.engines.commands import Command
-from service.engines.model_state import Follower
+from service.engines.model_state import Subscriber
 from service.engines.registry import Engines
 from service.observability import logs
 from service.observability.shared_call import SharedCall
 from service.processes import channel
 from service.processes.channel import Channel
-from service.processes.stall_clock import Awake
+from service.processes.stall_clock import StallClock
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
 from service.scheduling.load import Flow, Left, Load
 from service.settings import Settings
@@ -59,7 +59,7 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
-        self._awake = Awake(TICK_S)
+        self._awake = StallClock(TICK_S)
         self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
         self._heard = 0.0  # when the last load came
         self._ids = itertools.count()
@@ -68,7 +68,7 @@ class RemoteDevice:
         self._again: int | None = None  # is being asked again
         self._doubt = False  # beside one whose client left, which may be computed all the same
         self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
-        self._follower: Follower | None = None
+        self._follower: Subscriber | None = None
         self._followed = asyncio.Event()
         self._turn = asyncio.Lock()  # catalogues are adopted one after the other
         self._adopted = asyncio.Event()  # the first, or there was a problem
@@ -93,7 +93,7 @@ class RemoteDevice:
         """Whether there is a channel to an inference process, which may still be opening its bundles."""
         return self._channel is not None and self._channel.open
 
-    async def follow(self, follower: Follower) -> None:
+    async def follow(self, follower: Subscriber) -> None:
         """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
         self._follower = follower
         self._followed.set()

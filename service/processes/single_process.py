@@ -18,7 +18,7 @@ from service.key_files import KeyFiles
 from service.middleware.access import KeyCheck
 from service.observability.metrics import Metrics
 from service.rollout.directory_watcher import watch
-from service.rollout.manager import Curator
+from service.rollout.manager import ModelManager
 from service.server.server import Server
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
@@ -75,7 +75,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     Raises BundleError or ProviderError when a bundle must not be served.
     """
     async with open_device(settings, metrics) as device:
-        curator = Curator(device, settings, metrics)
+        curator = ModelManager(device, settings, metrics)
         curator.open()
         engines = Engines(device, curator.execute, metrics.observe_comparison)
         try:

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class Awake:
+class StallClock:
     """Seconds in which this process could have noticed something, by ticks of its event loop.
 
     Who is waited for by this clock is not blamed for time in which the machine slept, or this process was stopped or

@@ -33,10 +33,10 @@ from service.processes.control_channel import (
     LEAVE,
     MISSING,
     PEER,
-    Link,
+    ChildControl,
     Report,
 )
-from service.processes.stall_clock import Awake
+from service.processes.stall_clock import StallClock
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
 
@@ -60,7 +60,7 @@ class Child:
 
     role: str
     process: Process
-    link: Link
+    link: ChildControl
     serves: float | None = None
     heard: float = 0.0
     repeated: int = 0
@@ -83,7 +83,7 @@ class Processes:
         self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
-        self._awake = Awake(BEAT_S)
+        self._awake = StallClock(BEAT_S)
         self._resume: object = None  # what an inference process leaves the next one
         self._served: set[str] = set()  # roles of which one has been able to serve
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
@@ -192,7 +192,7 @@ class Processes:
             process.stdin.write(brief(self._settings, self._resume))
             await process.stdin.drain()
         process.stdin.close()
-        child = Child(role, process, Link(ours, lambda report: self._hear(child, report)))
+        child = Child(role, process, ChildControl(ours, lambda report: self._hear(child, report)))
         self._introduce(child)
         self._children.add(child)
         if self._settings.keys is not keys:

@@ -2,7 +2,7 @@
 
 It is looked at, for many file systems of networks and containers tell nobody of changes. What lies there is loaded when
 it was the same at two looks, so that a copy that is under way is left alone; what must not be served is tried again
-when it has changed, and told of no sooner. The orders are an administrator's own, done by the `Curator`.
+when it has changed, and told of no sooner. The orders are an administrator's own, done by the `ModelManager`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from service.core.bundle import MANIFEST
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.model_state import ServedModel
 from service.errors import Conflict, QuartetError
-from service.rollout.manager import Curator
+from service.rollout.manager import ModelManager
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -76,10 +76,10 @@ def read_name(manifest: bytes) -> str | None:
     return None
 
 
-class Watcher:
+class DirectoryWatcher:
     """Has a curator serve what lies in a directory."""
 
-    def __init__(self, root: Path, curator: Curator) -> None:
+    def __init__(self, root: Path, curator: ModelManager) -> None:
         self._root = root.absolute()
         self._curator = curator
         self._last: Look = {}
@@ -163,7 +163,7 @@ class Watcher:
         self._blind = True
 
 
-async def watch(curator: Curator, settings: Settings) -> None:
+async def watch(curator: ModelManager, settings: Settings) -> None:
     """Watch the directory of the settings, if they want it."""
     if settings.models_dir is not None and settings.watch_s is not None:
-        await Watcher(settings.models_dir, curator).run(settings.watch_s)
+        await DirectoryWatcher(settings.models_dir, curator).run(settings.watch_s)

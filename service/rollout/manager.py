@@ -29,7 +29,7 @@ from service.engines.commands import (
     UnloadModel,
 )
 from service.engines.local_device import LocalDevice, Opened, trim
-from service.engines.model_state import Follower, Kept, Models, ServedModel
+from service.engines.model_state import Kept, Models, ServedModel, Subscriber
 from service.errors import (
     BadBundle,
     ChangedAnswers,
@@ -54,7 +54,7 @@ async def tell_nobody(_: Mapping[str, object]) -> None:
     """For where there is no next process."""
 
 
-class Curator:
+class ModelManager:
     """Decides which bundles a device computes, and which requests each gets; `report` is told of every change."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Curator:
         self._device = device
         self._settings = settings
         self._report = report
-        self._follower: Follower | None = None
+        self._follower: Subscriber | None = None
         self._coming: dict[Path, float] = {}  # since when
         self._going: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
@@ -126,7 +126,7 @@ class Curator:
             name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name]
         )
 
-    async def follow(self, follower: Follower) -> None:
+    async def follow(self, follower: Subscriber) -> None:
         """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
         await follower.adopt(self.models, self._device.texts)
         self._follower = follower

@@ -32,10 +32,16 @@ from service.errors import (
     SlowHeaders,
     TooManyConnections,
 )
-from service.middleware.request_context import EXCHANGE, REFUSAL, Exchange, Reception, our_bug
+from service.middleware.request_context import (
+    EXCHANGE,
+    REFUSAL,
+    RequestContext,
+    RequestLifecycle,
+    our_bug,
+)
 from service.observability.logs import QUIET_ROUTES
 from service.server.excess import Excess
-from service.server.flow_control import Connection, Flow, Hangups
+from service.server.flow_control import Connection, Hangups, ReadFlow
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
 ADDRESS_BYTES = 8192  # of what a request asks for, which the log and some answers repeat
@@ -55,7 +61,7 @@ class Enough(Exception):
 class Protocol(HttpToolsProtocol, Connection):
     """One connection among those in `admitted`, of which there are to be `max_connections` at most."""
 
-    flow: Flow
+    flow: ReadFlow
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Protocol(HttpToolsProtocol, Connection):
         excess: Excess,
         max_connections: int,
         header_timeout_s: float,
-        reception: Reception,
+        reception: RequestLifecycle,
         hangups: Hangups,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -97,7 +103,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.wire = transport
         self.own = Transport(self)
         self.transport = cast(asyncio.Transport, self.own)
-        self.flow = Flow(transport, self.hangups, self.may_read, self.leave)
+        self.flow = ReadFlow(transport, self.hangups, self.may_read, self.leave)
         self.leaving: asyncio.Future[None] = self.loop.create_future()
         self.crowded = len(self.admitted) >= self.max_connections
         if self.crowded:
@@ -402,7 +408,9 @@ class Protocol(HttpToolsProtocol, Connection):
         self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
         return True
 
-    def turn_away(self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded) -> None:
+    def turn_away(
+        self, cycle: RequestResponseCycle, exchange: RequestContext, error: Overloaded
+    ) -> None:
         try:
             self.write_refusal(cycle, exchange, error)
         except Exception:
@@ -410,7 +418,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.wire.abort()
 
     def write_refusal(
-        self, cycle: RequestResponseCycle, exchange: Exchange, error: Overloaded
+        self, cycle: RequestResponseCycle, exchange: RequestContext, error: Overloaded
     ) -> None:
         if not cycle.disconnected:
             exchange.status, exchange.code = error.status, error.code

@@ -97,7 +97,7 @@ class Hangups:
                 call()
 
 
-class Flow(FlowControl):
+class ReadFlow(FlowControl):
     """Pauses and resumes one connection, uvicorn's way: it resumes only where `may_read` allows.
 
     left: called when the client leaves during a pause

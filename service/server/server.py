@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.middleware.body_memory import BODIES
-from service.middleware.request_context import Reception
+from service.middleware.request_context import RequestLifecycle
 from service.middleware.service_state import Service
 from service.server.connection import Protocol
 from service.server.excess import Excess
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
         os._exit(CANNOT_GO_ON)
 
 
-def connections(settings: Settings, reception: Reception) -> type[asyncio.Protocol]:
+def connections(settings: Settings, reception: RequestLifecycle) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
     served, excess = divide(share_of_connections(settings))
     admitted: set[Protocol] = set()

@@ -11,7 +11,7 @@ from starlette.types import Message
 from structlog.typing import EventDict
 
 from service import errors
-from service.api.ndjson import MEDIA_TYPE, Lines, line, wants_lines
+from service.api.ndjson import MEDIA_TYPE, NdjsonStream, line, wants_lines
 from tests.service.api.test_native import BODIES, USAGE, each_task
 from tests.service.fakes import TOKENS, VECTOR, FakeEngine
 
@@ -42,8 +42,8 @@ def test_who_wants_lines_says_so(accept: str, lines: bool) -> None:
 
 
 async def test_what_came_meanwhile_is_taken_together() -> None:
-    """Lines that wait leave at once, and the end is told after them."""
-    lines = Lines()
+    """NdjsonStream that wait leave at once, and the end is told after them."""
+    lines = NdjsonStream()
     lines.add({"index": 1})
     lines.add({"index": 0})
     assert b'{"index":1}\n{"index":0}\n' == await lines.take()
@@ -59,7 +59,7 @@ async def test_what_came_meanwhile_is_taken_together() -> None:
 
 @each_task
 async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> None:
-    """Lines hold what the one object would hold, and the last sums up."""
+    """NdjsonStream hold what the one object would hold, and the last sums up."""
     body = BODIES[path] if path == "/qa" else {"inputs": ["a", "b"]}
     whole = (await client.post(path, json=body)).json()
     *results, summary = lines_of(await client.post(path, json=body, headers=IN_LINES))

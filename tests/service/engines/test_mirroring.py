@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
-from service.engines.mirroring import Shadow, alike
+from service.engines.mirroring import MirroredTraffic, alike
 from service.errors import InferenceFailed, InvalidInput, Overloaded
 from service.scheduling.load import Load
 
@@ -41,7 +41,7 @@ class Copied:
         self.hold = asyncio.Event()
         self.hold.set()
         engine = cast(Engine, self)
-        self.shadow = Shadow(
+        self.shadow = MirroredTraffic(
             engine, share, lambda: self.load, lambda *it: self.told.append(it), draw
         )
 

@@ -13,14 +13,14 @@ from structlog.typing import EventDict
 from service.core.bundle import Golden, Tolerance
 from service.core.encode import Window
 from service.engines import self_test
-from service.engines.self_test import Canaries, Canary, smallest
+from service.engines.self_test import SelfTest, SelfTests, smallest
 
 WINDOW = Window(np.array([2, 3]), np.array([0, 0]))
 EXPECTED = {"sentiment": np.array([1.0, -2.0], np.float32), "other": np.ones(3, np.float32)}
 
 
-def known(tolerance: Tolerance | None = None) -> Canary:
-    return Canary(WINDOW, EXPECTED, tolerance or Tolerance(max_difference=1e-3))
+def known(tolerance: Tolerance | None = None) -> SelfTest:
+    return SelfTest(WINDOW, EXPECTED, tolerance or Tolerance(max_difference=1e-3))
 
 
 class Session:
@@ -32,7 +32,7 @@ class Session:
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.tries: list[tuple[str, bool]] = []
-        self.canaries = Canaries(self.probe, lambda *tried: self.tries.append(tried))
+        self.canaries = SelfTests(self.probe, lambda *tried: self.tries.append(tried))
 
     async def probe(self, bundle: str, window: Window) -> dict[str, Any]:
         assert window is WINDOW

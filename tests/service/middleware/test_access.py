@@ -11,7 +11,7 @@ from service.api.app import PAGES, create_app
 from service.errors import QuartetError, RateLimited
 from service.keys import Key, digest
 from service.middleware import access
-from service.middleware.request_context import Exchange
+from service.middleware.request_context import RequestContext
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -230,10 +230,10 @@ def test_rates_are_divided_among_processes() -> None:
     settings = Settings(keys={"slow": kept("slow", requests_per_minute=8)}, http_workers=4)
     (check,) = access.gate(settings)
     scope, headers = {"path": "/embed"}, {"authorization": bearing("slow")["Authorization"]}
-    check(scope, Exchange("a", 0.0, headers))
-    check(scope, Exchange("b", 0.0, headers))
+    check(scope, RequestContext("a", 0.0, headers))
+    check(scope, RequestContext("b", 0.0, headers))
     with pytest.raises(RateLimited):
-        check(scope, Exchange("c", 0.0, headers))
+        check(scope, RequestContext("c", 0.0, headers))
 
 
 def test_keys_may_be_replaced() -> None:
@@ -242,7 +242,7 @@ def test_keys_may_be_replaced() -> None:
     def outcome(name: str) -> str:
         headers = {"authorization": bearing(name)["Authorization"]}
         try:
-            check({"path": "/embed"}, Exchange("a", 0.0, headers))
+            check({"path": "/embed"}, RequestContext("a", 0.0, headers))
         except QuartetError as error:
             return error.code
         return "ok"

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from service.errors import Overloaded
-from service.middleware.body_memory import BODIES, SMALL, Holding, Room
+from service.middleware.body_memory import BODIES, SMALL, MemoryBudget, MemoryReservation
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -15,8 +15,8 @@ LARGE = {"inputs": "a" * 2 * SMALL}
 
 def test_large_bodies_share_a_room() -> None:
     """One that comes when it is full is refused, however far it is; what others leave can be had again."""
-    room = Room(3 * SMALL)
-    first, second = Holding(room), Holding(room)
+    room = MemoryBudget(3 * SMALL)
+    first, second = MemoryReservation(room), MemoryReservation(room)
     first.take(2 * SMALL)
     second.take(SMALL)
     with pytest.raises(Overloaded):
@@ -29,9 +29,9 @@ def test_large_bodies_share_a_room() -> None:
 
 def test_small_bodies_always_have_room() -> None:
     """They are let in while large ones fill it, and are counted."""
-    room = Room(SMALL)
-    Holding(room).take(SMALL)
-    small = Holding(room)
+    room = MemoryBudget(SMALL)
+    MemoryReservation(room).take(SMALL)
+    small = MemoryReservation(room)
     small.take(SMALL)
     assert -SMALL == room.left
     with pytest.raises(Overloaded):

@@ -11,8 +11,8 @@ from service.engines.commands import RollBackModel
 from service.engines.registry import Engines
 from service.errors import Overloaded
 from service.keys import Key, digest, make_key
-from service.middleware.early_rejection import COMING_S, Admission, content_length
-from service.middleware.request_context import Exchange
+from service.middleware.early_rejection import COMING_S, EarlyRejection, content_length
+from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Left, Load
@@ -100,13 +100,13 @@ async def test_bulk_waits_for_its_own_class(
     assert (await client.post("/embed", json=BODY, headers=bulk)).status_code == 429
 
 
-def admission() -> Admission:
-    return Admission(Service(Settings(), Metrics()))
+def admission() -> EarlyRejection:
+    return EarlyRejection(Service(Settings(), Metrics()))
 
 
-def come(made: Admission, at: float, **who: Any) -> Exchange:
+def come(made: EarlyRejection, at: float, **who: Any) -> RequestContext:
     """A request of 100 bytes and a second's time. Raises Overloaded."""
-    exchange = Exchange(
+    exchange = RequestContext(
         "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **who
     )
     made({"method": "POST", "path": "/embed"}, exchange)
@@ -114,19 +114,19 @@ def come(made: Admission, at: float, **who: Any) -> Exchange:
 
 
 @pytest.fixture
-def door(engines: FakeEngines) -> Admission:
+def door(engines: FakeEngines) -> EarlyRejection:
     """Of a device that does 100 tokens a second and tells nothing new; bodies have ten."""
     engines.told = waiting(1)
     service = Service(Settings(), Metrics())
     service.engines = cast(Engines, engines)
-    made = Admission(service)
+    made = EarlyRejection(service)
     made._learn(100, 10)
     return made
 
 
-def let_in(door: Admission, at: float = 0.0, **who: Any) -> list[Exchange]:
+def let_in(door: EarlyRejection, at: float = 0.0, **who: Any) -> list[RequestContext]:
     """As many as come in together before one does not."""
-    came: list[Exchange] = []
+    came: list[RequestContext] = []
     with suppress(Overloaded):
         while len(came) < 100:
             came.append(come(door, at, **who))
@@ -134,26 +134,26 @@ def let_in(door: Admission, at: float = 0.0, **who: Any) -> list[Exchange]:
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_who_is_on_the_way_is_reckoned_with(door: Admission, priority: int) -> None:
+def test_who_is_on_the_way_is_reckoned_with(door: EarlyRejection, priority: int) -> None:
     """Half a second's work comes in at once, and no more: nobody waits until the device tells of it."""
     assert len(let_in(door, priority=priority)) == 4
 
 
-def test_others_that_come_do_not_matter(door: Admission) -> None:
+def test_others_that_come_do_not_matter(door: EarlyRejection) -> None:
     """What one floods with is not what another waits for."""
     let_in(door, tenant="one")
     assert len(let_in(door, tenant="another")) == 4
 
 
 def test_what_comes_for_another_bundle_does_not_matter(
-    door: Admission, engines: FakeEngines
+    door: EarlyRejection, engines: FakeEngines
 ) -> None:
     """It may be for the one that is flooded: who asks the other one is let in."""
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(Left(1000, 1))})
     assert len(let_in(door)) == 100
 
 
-def test_who_has_arrived_comes_no_more(door: Admission) -> None:
+def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
     """The device tells of those whose texts it has; those that are over want nothing."""
     first, second, *_ = let_in(door)
     assert first.submitted is not None
@@ -164,14 +164,14 @@ def test_who_has_arrived_comes_no_more(door: Admission) -> None:
     assert len(let_in(door)) == 2
 
 
-def test_who_is_slow_is_not_waited_for(door: Admission) -> None:
+def test_who_is_slow_is_not_waited_for(door: EarlyRejection) -> None:
     """A body that never ends does not hold the door shut."""
     let_in(door, at=0.0)
     assert not let_in(door, at=COMING_S - 0.1)
     assert len(let_in(door, at=COMING_S)) == 4
 
 
-def learned(*seen: tuple[int, int]) -> Admission:
+def learned(*seen: tuple[int, int]) -> EarlyRejection:
     made = admission()
     for size, tokens in seen:
         made._learn(size, tokens)

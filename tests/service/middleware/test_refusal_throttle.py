@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from service.middleware.refusal_throttle import Pace
+from service.middleware.refusal_throttle import RefusalThrottle
 
 
 class Leaping(selectors.DefaultSelector):
@@ -35,7 +35,7 @@ def on_leaping_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable
     return run
 
 
-async def turns(pace: Pace, count: int) -> list[float]:
+async def turns(pace: RefusalThrottle, count: int) -> list[float]:
     """Seconds that each of so many refusals, all at once, was held back."""
     time = asyncio.get_running_loop().time
     began = time()
@@ -51,21 +51,21 @@ async def turns(pace: Pace, count: int) -> list[float]:
 async def test_few_are_not_held_back() -> None:
     """As many as the time allows for which one may be held, and one more, may go together after a pause."""
     await asyncio.sleep(1)
-    assert await turns(Pace(per_s=10, held_s=0.5), 6) == [0.0] * 6
+    assert await turns(RefusalThrottle(per_s=10, held_s=0.5), 6) == [0.0] * 6
 
 
 @on_leaping_loop
 async def test_many_take_turns() -> None:
     """Those beyond go one in each tenth of a second that follows, in order."""
     await asyncio.sleep(1)
-    held = await turns(Pace(per_s=10, held_s=0.5), 9)
+    held = await turns(RefusalThrottle(per_s=10, held_s=0.5), 9)
     assert held == pytest.approx([0.0] * 6 + [0.1, 0.2, 0.3])
 
 
 @on_leaping_loop
 async def test_nobody_is_held_longer_than_that() -> None:
     """Whatever the crowd."""
-    held = await turns(Pace(per_s=10, held_s=0.2), 100)
+    held = await turns(RefusalThrottle(per_s=10, held_s=0.2), 100)
     assert max(held) == pytest.approx(0.2)
 
 
@@ -73,7 +73,7 @@ async def test_nobody_is_held_longer_than_that() -> None:
 async def test_no_more_are_held_than_that() -> None:
     """The one that has waited longest goes instead."""
     await asyncio.sleep(1)
-    pace = Pace(per_s=1, held_s=10, most=3)
+    pace = RefusalThrottle(per_s=1, held_s=10, most=3)
     waiting = [asyncio.create_task(pace.turn()) for _ in range(20)]
     await asyncio.sleep(0.05)
     assert [task.done() for task in waiting] == [True] * 17 + [False] * 3
@@ -85,7 +85,7 @@ async def test_no_more_are_held_than_that() -> None:
 @on_leaping_loop
 async def test_who_is_gone_is_let_go() -> None:
     """A turn that nobody waits for any more harms nobody."""
-    pace = Pace(per_s=20, held_s=1, most=100)
+    pace = RefusalThrottle(per_s=20, held_s=1, most=100)
     waiting = [asyncio.create_task(pace.turn()) for _ in range(25)]
     await asyncio.sleep(0)
     for task in waiting:
@@ -94,7 +94,7 @@ async def test_who_is_gone_is_let_go() -> None:
     assert not pace._held
 
 
-def chain(pace: Pace, gone: list[int], name: int, left: int) -> Callable[[], None]:
+def chain(pace: RefusalThrottle, gone: list[int], name: int, left: int) -> Callable[[], None]:
     """A refusal that schedules the next one of its connection, `left` times, as with pipelined requests."""
 
     def go() -> None:
@@ -110,7 +110,7 @@ async def test_refusals_that_follow_each_other_do_not_nest() -> None:
     """Neither evicted refusals nor those that go together after a pause recurse."""
     await asyncio.sleep(1000)
     gone: list[int] = []
-    pace = Pace(per_s=1, held_s=1000, most=100)
+    pace = RefusalThrottle(per_s=1, held_s=1000, most=100)
     for name in range(300):
         pace.hold(chain(pace, gone, name, 99))
     while len(gone) < 30_000:
@@ -128,7 +128,7 @@ async def test_a_refusal_that_fails_affects_no_other() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    pace = Pace(per_s=1, held_s=1, most=1)
+    pace = RefusalThrottle(per_s=1, held_s=1, most=1)
     pace.hold(lambda: None)
     pace.hold(lambda: None)
     pace.hold(fail)

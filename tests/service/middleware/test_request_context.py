@@ -11,7 +11,12 @@ from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
 from service.errors import Overloaded
-from service.middleware.request_context import CLIENT_GONE, Exchange, ExchangeMiddleware, Reception
+from service.middleware.request_context import (
+    CLIENT_GONE,
+    LifecycleMiddleware,
+    RequestContext,
+    RequestLifecycle,
+)
 from service.observability.metrics import Metrics
 from tests.service.fakes import FakeEngine
 
@@ -169,8 +174,8 @@ async def exchange(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> 
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     process = Process()
-    reception = Reception(metrics=Metrics(), process=process)
-    await ExchangeMiddleware(inner, reception=reception, process=process)(scope, receive, send)
+    reception = RequestLifecycle(metrics=Metrics(), process=process)
+    await LifecycleMiddleware(inner, reception=reception, process=process)(scope, receive, send)
     return sent
 
 
@@ -223,7 +228,7 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
     """As the framework has it."""
     pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
-    exchange = Reception(metrics=Metrics(), process=Staying()).receive(scope)
+    exchange = RequestLifecycle(metrics=Metrics(), process=Staying()).receive(scope)
     assert exchange.headers == {"x-priority": "bulk", "x-request-id": "a"}
     assert exchange.request_id == "a"
 
@@ -234,7 +239,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
     async def asking(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(headers={"Connection": "close"})(scope, receive, send)
 
-    reception = Reception(metrics=Metrics(), process=Leaving())
+    reception = RequestLifecycle(metrics=Metrics(), process=Leaving())
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -244,7 +249,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
         raise AssertionError("nothing is read")
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await ExchangeMiddleware(asking, reception=reception, process=Leaving())(scope, receive, send)
+    await LifecycleMiddleware(asking, reception=reception, process=Leaving())(scope, receive, send)
     names = [name for name, _ in sent[0]["headers"]]
     assert names.count(b"connection") == 1
     assert b"x-request-id" in names
@@ -261,10 +266,10 @@ class Staying:
 def test_a_refusal_leaves_no_garbage() -> None:
     """Nothing that only the collector could free: in a flood it would have to all the time."""
 
-    def refuse(scope: Scope, exchange: Exchange) -> None:
+    def refuse(scope: Scope, exchange: RequestContext) -> None:
         raise Overloaded("too much", retry_after_s=1.0)
 
-    reception = Reception(metrics=Metrics(), process=Staying(), checks=[refuse])
+    reception = RequestLifecycle(metrics=Metrics(), process=Staying(), checks=[refuse])
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
     gc.disable()
     try:

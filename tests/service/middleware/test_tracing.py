@@ -14,7 +14,7 @@ from structlog.typing import EventDict
 
 from service.errors import DeadlineExceeded, Overloaded
 from service.middleware import tracing
-from service.middleware.request_context import Exchange
+from service.middleware.request_context import RequestContext
 from service.middleware.tracing import RequestSpans, asked, complaints
 from tests.service.fakes import FakeEngine
 
@@ -110,7 +110,7 @@ async def test_its_stages_are_spans_within_it(client: httpx.AsyncClient, made: A
 
 def test_stages_are_as_long_as_they_took(app: FastAPI, made: Any) -> None:
     """But for what would be beyond the end, as the slowest of several windows may be."""
-    exchange = Exchange("abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200)
+    exchange = RequestContext("abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200)
     app.state.reception.trace("POST", "/embed", {"path": "/embed", "headers": []}, exchange)
     parse, encode, queue = [stage.end_time - stage.start_time for stage in stages(made)]
     assert (parse, encode) == (125_000_000, 250_000_000)

@@ -1,4 +1,4 @@
-"""Orders go to a child and reports come back, whole and in order, until one of the two is gone."""
+"""ControlChannel go to a child and reports come back, whole and in order, until one of the two is gone."""
 
 import asyncio
 import os
@@ -9,7 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from service.processes import control_channel
-from service.processes.control_channel import DRAIN, KEYS, MISSING, PEER, Link, Orders, Report
+from service.processes.control_channel import (
+    DRAIN,
+    KEYS,
+    MISSING,
+    PEER,
+    ChildControl,
+    ControlChannel,
+    Report,
+)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -18,15 +26,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def linked() -> tuple[Link, Orders, list[Report]]:
+def linked() -> tuple[ChildControl, ControlChannel, list[Report]]:
     """Both ends, and what the main process hears."""
     heard: list[Report] = []
     ours, theirs = socket.socketpair()
-    return Link(ours, heard.append), Orders(theirs), heard
+    return ChildControl(ours, heard.append), ControlChannel(theirs), heard
 
 
 async def test_orders_end_with_the_main_process() -> None:
-    """Orders come one by one, each with its socket, until there is nobody to give any."""
+    """ControlChannel come one by one, each with its socket, until there is nobody to give any."""
     link, given, _ = linked()
     one, other = socket.socketpair()
     link.give(PEER, one)
@@ -55,7 +63,7 @@ async def test_orders_end_though_reports_were_not_heard() -> None:
 async def test_orders_to_the_dead_are_dropped() -> None:
     """A child that has just gone cannot be told, and need not; it has said its last."""
     ours, theirs = socket.socketpair()
-    link = Link(ours, lambda report: None)
+    link = ChildControl(ours, lambda report: None)
     theirs.close()
     assert not link.give(DRAIN)
     assert not link.give_keys(b"{}")
@@ -66,7 +74,7 @@ async def test_orders_to_the_dead_are_dropped() -> None:
 async def test_orders_to_the_deaf_are_dropped() -> None:
     """A child that does not listen does not stop who gives the orders."""
     ours, theirs = socket.socketpair()
-    link = Link(ours, lambda report: None)
+    link = ChildControl(ours, lambda report: None)
     assert link.give(DRAIN)
     assert not all(link.give(DRAIN) for _ in range(10_000))
     link.close()

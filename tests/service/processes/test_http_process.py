@@ -10,7 +10,7 @@ from structlog.typing import EventDict
 from service.keys import Key, dump_keys
 from service.processes import http_process as worker_module
 from service.processes.channel import Cancel, frame
-from service.processes.control_channel import Link, Orders, Report
+from service.processes.control_channel import ChildControl, ControlChannel, Report
 from service.processes.http_process import Worker, needed
 from service.settings import Settings
 
@@ -25,7 +25,7 @@ async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[
     """Whoever reads in the log that it serves may rely on being noticed when it hangs."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
-    worker = Worker(Settings(http_workers=1), Orders(theirs))
+    worker = Worker(Settings(http_workers=1), ControlChannel(theirs))
     ours.setblocking(False)
     said = asyncio.create_task(worker.say_it_serves([listener]))
     while not lines:
@@ -47,7 +47,7 @@ async def test_who_cannot_receive_what_is_computed_ends(monkeypatch: pytest.Monk
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     ends = (*socket.socketpair(), *socket.socketpair())
     _, orders, theirs, ours = ends
-    worker = Worker(Settings(http_workers=1), Orders(orders))
+    worker = Worker(Settings(http_workers=1), ControlChannel(orders))
     await worker.device.connect(ours)
     theirs.sendall(frame(Cancel(1)).replace(b"Cancel", b"Cancer"))
     await asyncio.wait_for(ended.wait(), 30)
@@ -61,8 +61,8 @@ async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.Monke
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()
     reports: list[Report] = []
-    link = Link(ours, reports.append)
-    worker = Worker(Settings(http_workers=1), Orders(theirs))
+    link = ChildControl(ours, reports.append)
+    worker = Worker(Settings(http_workers=1), ControlChannel(theirs))
     watching = asyncio.create_task(worker.watch_channel())
     await until(lambda: len(reports) > 1)
     assert {"missing": "P"} == reports[0] == reports[1]
@@ -81,9 +81,9 @@ async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.Monke
 async def test_a_worker_takes_new_keys() -> None:
     """Keys that come with an order replace those that it started with."""
     ours, theirs = socket.socketpair()
-    link = Link(ours, lambda report: None)
+    link = ChildControl(ours, lambda report: None)
     keys = {name: Key(sha256=digit * 64) for name, digit in (("a", "1"), ("b", "2"))}
-    worker = Worker(Settings(http_workers=1, keys={"a": keys["a"]}), Orders(theirs))
+    worker = Worker(Settings(http_workers=1, keys={"a": keys["a"]}), ControlChannel(theirs))
     obeying = asyncio.create_task(worker.obey())
     link.give_keys(dump_keys({"b": keys["b"]}))
     assert worker.keys is not None
@@ -99,8 +99,10 @@ async def test_a_worker_that_no_longer_obeys_ends(
     statuses: list[int] = []
     monkeypatch.setattr("os._exit", statuses.append)
     ours, theirs = socket.socketpair()
-    link = Link(ours, lambda report: None)
-    worker = Worker(Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), Orders(theirs))
+    link = ChildControl(ours, lambda report: None)
+    worker = Worker(
+        Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), ControlChannel(theirs)
+    )
     link.give_keys(b"{")
     await needed(worker.obey())
     assert [1] == statuses

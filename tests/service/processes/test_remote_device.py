@@ -21,8 +21,8 @@ from service.engines.device import RunsOn
 from service.engines.model_state import Models, ServedModel, ServingState
 from service.observability.metrics import Metrics
 from service.processes import channel
-from service.processes.control_channel import PEER, Link, Orders
-from service.processes.inference_process import Fronts, serve
+from service.processes.control_channel import PEER, ChildControl, ControlChannel
+from service.processes.inference_process import Frontends, serve
 from service.processes.remote_device import RemoteDevice, RemoteMetrics
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.scheduling.load import Backlog, Flow, Left, Load
@@ -135,9 +135,9 @@ class Pair:
         self.follower = FakeFollower()
         self.following = asyncio.create_task(self.remote.follow(self.follower))
         ours, end = socket.socketpair()
-        self.link = Link(ours, lambda report: None)
-        self.fronts = Fronts(self.device, self.curator, self.metrics)  # type: ignore[arg-type]
-        self.serving = asyncio.create_task(serve(self.fronts, Orders(end)))
+        self.link = ChildControl(ours, lambda report: None)
+        self.fronts = Frontends(self.device, self.curator, self.metrics)  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(serve(self.fronts, ControlChannel(end)))
         self.telling = asyncio.create_task(self.fronts.tell_load())
 
     async def connect(self) -> None:

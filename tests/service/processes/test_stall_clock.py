@@ -3,12 +3,12 @@
 import asyncio
 import time
 
-from service.processes.stall_clock import Awake
+from service.processes.stall_clock import StallClock
 
 
 async def test_it_counts_the_ticks_that_were_waited_for() -> None:
     """Three ticks are three times as long as one."""
-    awake = Awake(0.001)
+    awake = StallClock(0.001)
     for _ in range(3):
         await awake.tick()
     assert 3 == round(awake.seconds / 0.001)
@@ -16,7 +16,7 @@ async def test_it_counts_the_ticks_that_were_waited_for() -> None:
 
 async def test_it_stands_still_while_the_process_does() -> None:
     """A loop that is held up for many ticks counts one."""
-    awake = Awake(0.01)
+    awake = StallClock(0.01)
     ticking = asyncio.create_task(awake.tick())
     await asyncio.sleep(0)
     time.sleep(0.2)

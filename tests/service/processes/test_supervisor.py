@@ -12,7 +12,7 @@ from structlog.typing import EventDict
 
 from service.keys import Key, load_keys
 from service.processes import supervisor
-from service.processes.control_channel import DRAIN, KEYS, PEER, Link, Orders
+from service.processes.control_channel import DRAIN, KEYS, PEER, ChildControl, ControlChannel
 from service.processes.supervisor import Child, Processes
 from service.settings import Settings
 
@@ -34,16 +34,16 @@ class FakeProcess:
         self.killed = True
 
 
-def child(main: Processes, role: str) -> tuple[Child, Orders]:
+def child(main: Processes, role: str) -> tuple[Child, ControlChannel]:
     """A child of this role, and its own end of the orders."""
     ours, theirs = socket.socketpair()
     process: Any = FakeProcess()
-    made = Child(role, process, Link(ours, lambda report: main._hear(made, report)))
+    made = Child(role, process, ChildControl(ours, lambda report: main._hear(made, report)))
     main._children.add(made)
-    return made, Orders(theirs)
+    return made, ControlChannel(theirs)
 
 
-def close(*pairs: tuple[Child, Orders]) -> None:
+def close(*pairs: tuple[Child, ControlChannel]) -> None:
     for made, orders in pairs:
         made.link.close()
         orders._free_reserve()

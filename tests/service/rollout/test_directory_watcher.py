@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.rollout import directory_watcher
-from service.rollout.directory_watcher import Watcher, look
+from service.rollout.directory_watcher import DirectoryWatcher, look
 from tests.service.rollout.test_manager import Curated, curated
 from tests.versions import WEIGHTS
 
@@ -22,7 +22,7 @@ class Watched:
 
     def __init__(self, curated: Curated) -> None:
         self.curated = curated
-        self.watcher = Watcher(curated.models_dir, curated.curator)
+        self.watcher = DirectoryWatcher(curated.models_dir, curated.curator)
 
     def save(self, name: str, version: str, /, **manifest: object) -> Path:
         """Write a version in a directory of that name, as `export` does."""
@@ -212,7 +212,7 @@ async def test_what_an_administrator_decided_stands(watched: Watched) -> None:
     await watched.curated.unload("tiny@2")
     expected = await watched.looks(3)
     assert not any("tiny@2" in state for state in expected)
-    watched.watcher = Watcher(watched.curated.models_dir, watched.curated.curator)
+    watched.watcher = DirectoryWatcher(watched.curated.models_dir, watched.curated.curator)
     shutil.rmtree(watched.curated.models_dir / "a")
     assert expected == await watched.looks(3)
 

@@ -31,7 +31,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.observability.metrics import Counts, Metrics
-from service.rollout.manager import Curator, check_answers, locate
+from service.rollout.manager import ModelManager, check_answers, locate
 from service.scheduling.entries import Entry
 from service.settings import Settings
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
@@ -75,7 +75,7 @@ class Curated:
         self.reports: list[Mapping[str, Any]] = []
         self.follower = FakeFollower()
         self.metrics = metrics
-        self.curator = Curator(device, settings, metrics, self.report)
+        self.curator = ModelManager(device, settings, metrics, self.report)
 
     async def report(self, report: Mapping[str, Any]) -> None:
         self.reports.append(report)

@@ -19,7 +19,7 @@ from structlog.typing import EventDict
 from uvicorn.server import ServerState
 
 from service.api.app import create_app
-from service.middleware.request_context import Reception
+from service.middleware.request_context import RequestLifecycle
 from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Left, Load
 from service.server import connection as connection_module
@@ -98,14 +98,14 @@ class Listening:
 Listen = Callable[..., AbstractAsyncContextManager[Listening]]
 
 
-def bare() -> Reception:
+def bare() -> RequestLifecycle:
     """One for applications that are not ours."""
-    return Reception(metrics=Metrics(), process=SimpleNamespace(draining=False))
+    return RequestLifecycle(metrics=Metrics(), process=SimpleNamespace(draining=False))
 
 
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, settings: Settings, idle_s: float = 75, reception: Reception | None = None
+    app: ASGIApp, settings: Settings, idle_s: float = 75, reception: RequestLifecycle | None = None
 ) -> AsyncIterator[Listening]:
     config = uvicorn.Config(
         app,
@@ -829,7 +829,7 @@ async def test_a_flood_of_pipelined_refusals_is_answered(
 ) -> None:
     """Every request gets 429, on more connections than there may be held refusals; so does a single request."""
     monkeypatch.setattr(
-        "service.middleware.refusal_throttle.Pace.__init__.__defaults__", (200, 1.0, 16)
+        "service.middleware.refusal_throttle.RefusalThrottle.__init__.__defaults__", (200, 1.0, 16)
     )
     async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(server.client()) for _ in range(64)]
