@@ -26,7 +26,7 @@ from service.engines.commands import (
     RollBackModel,
     UnloadModel,
 )
-from service.middleware.request_context import exchange_of
+from service.middleware.request_context import context_of
 
 T = TypeVar("T", bound=Order)
 
@@ -85,4 +85,4 @@ async def answer(request: Request, command: Command) -> Response:
 
 def by(request: Request) -> str:
     """Who asks, for the log."""
-    return exchange_of(request.scope).tenant
+    return context_of(request.scope).tenant

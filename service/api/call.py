@@ -21,7 +21,7 @@ from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import Engine, Reply, Ticket
 from service.errors import QuartetError
 from service.middleware.body_memory import MemoryReservation
-from service.middleware.request_context import RequestContext, exchange_of
+from service.middleware.request_context import RequestContext, context_of
 from service.middleware.service_state import Service, timeout_s
 from service.observability.logs import log_bug
 
@@ -44,7 +44,7 @@ class Call(Generic[R]):
     body: R
     engine: Engine
     ticket: Ticket
-    exchange: RequestContext
+    context: RequestContext
     receive: Receive
     in_lines: bool
 
@@ -57,7 +57,7 @@ class Call(Generic[R]):
         results = [None if result is None else show(result) for result in reply.results]
         content = self._content(reply, {f"{name}s": results})
         response = json_response(content, self._headers(reply))
-        self.exchange.stages += (time.perf_counter() - began,)
+        self.context.stages += (time.perf_counter() - began,)
         return response
 
     def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
@@ -94,7 +94,7 @@ class Call(Generic[R]):
             raise
         if not first:
             asking.result()
-        self.exchange.tokens = self.exchange.asked
+        self.context.tokens = self.context.asked
         return NdjsonResponse(
             self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
         )
@@ -111,21 +111,19 @@ class Call(Generic[R]):
             yield line(self._content(reply, {}))
         except QuartetError as error:
             log_bug(error)
-            self.exchange.code = error.code
+            self.context.code = error.code
             yield line(error.body)
         finally:
             asking.cancel()
 
     async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
         """Await the engine for as long as the client and its deadline do."""
-        reply = await answer_in_time(
-            work, self.receive, self.ticket.deadline, self.exchange.leaving
-        )
+        reply = await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
         timing = reply.timing
-        self.exchange.tokens = reply.usage.tokens
-        self.exchange.batch_size = timing.batch_size
-        self.exchange.batch_tokens = timing.batch_tokens
-        self.exchange.stages += (
+        self.context.tokens = reply.usage.tokens
+        self.context.batch_size = timing.batch_size
+        self.context.batch_tokens = timing.batch_tokens
+        self.context.stages += (
             timing.encode_s,
             timing.queue_s,
             timing.inference_s,
@@ -141,7 +139,7 @@ class Call(Generic[R]):
                 queue=timing.queue_s,
                 inference=timing.inference_s,
                 decode=timing.decode_s,
-                total=self.exchange.seconds,
+                total=self.context.seconds,
             ),
             "X-Quartet-Batch": f"size={timing.batch_size};tokens={timing.batch_tokens}",
             "X-Quartet-Model": self.engine.fingerprint,
@@ -150,43 +148,43 @@ class Call(Generic[R]):
 
 async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     """Read, validate and address one request. Raises whatever of `service.errors` it deserves."""
-    service, exchange = service_of(request), exchange_of(request.scope)
+    service, context = service_of(request), context_of(request.scope)
     settings, engines = service.settings, service.open_engines()
-    deadline = exchange.arrival + timeout_s(exchange.headers, settings)
+    deadline = context.arrival + timeout_s(context.headers, settings)
     body = await receive_json(request, deadline)
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
     engine.enter()
-    exchange.settle.append(engine.leave)
-    exchange.model, exchange.task, exchange.inputs = engine.id, schema.task, valid.size
-    exchange.stages = (exchange.seconds,)
+    context.settle.append(engine.leave)
+    context.model, context.task, context.inputs = engine.id, schema.task, valid.size
+    context.stages = (context.seconds,)
     ticket = Ticket(
-        request_id=exchange.request_id,
+        request_id=context.request_id,
         deadline=deadline,
-        priority=exchange.priority,
-        tenant=exchange.tenant,
+        priority=context.priority,
+        tenant=context.tenant,
         isolate_errors=valid.on_error == "null",
-        submitted=exchange.submit,
+        submitted=context.submit,
         place=valid.place,
     )
-    in_lines = wants_lines(exchange.headers.get("accept", ""))
-    return Call(valid, engine, ticket, exchange, request.receive, in_lines)
+    in_lines = wants_lines(context.headers.get("accept", ""))
+    return Call(valid, engine, ticket, context, request.receive, in_lines)
 
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises what `read_json` does."""
-    service, exchange = service_of(request), exchange_of(request.scope)
-    settings, holding = service.settings, MemoryReservation(service.room)
-    exchange.settle.append(holding.leave)
+    service, context = service_of(request), context_of(request.scope)
+    settings, reservation = service.settings, MemoryReservation(service.room)
+    context.settle.append(reservation.leave)
     return await read_json(
-        exchange.headers,
+        context.headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
-        take=holding.take,
+        take=reservation.take,
     )
 
 

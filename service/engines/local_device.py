@@ -105,7 +105,7 @@ class Runner:
                 seconds = time.perf_counter() - began
         return Sample(size * length, size, length, seconds)
 
-    def canary(self) -> SelfTest:
+    def self_test(self) -> SelfTest:
         """What is to be computed again and again, with what it gives now."""
         window = smallest(self._bundle.golden)
         (expected,) = self.run(1, [window])
@@ -142,7 +142,7 @@ class Opened:
     runner: Runner
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
-    canary: SelfTest
+    self_test: SelfTest
     area: float = math.inf  # limit of B * S * S of a batch
     gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
 
@@ -191,7 +191,7 @@ class LocalDevice:
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
         )
-        self._canaries = SelfTests(self.batcher.probe, metrics.observe_canary)
+        self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
     def open(self, bundle: Bundle) -> Opened:
         """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.
@@ -216,7 +216,7 @@ class LocalDevice:
             full = self._run_full_batches(bundle, runner, area)
             rate = self._slots.number * full[0].tokens / full[0].seconds
         estimators = runner.warm_up(full)
-        return Opened(texts, runner, runner.runs_on, estimators, runner.canary(), area, rate)
+        return Opened(texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate)
 
     def _run_full_batches(self, bundle: Bundle, runner: Runner, area: float) -> list[Sample]:
         """Run the largest batches on all slots at once, so that a GPU without the memory for them fails here.
@@ -259,13 +259,13 @@ class LocalDevice:
         self._gpu_rates[name] = opened.gpu_rate
         self.batcher.max_queue_tokens = self._queue_limit()
         self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched, opened.area)
-        self._canaries.add(name, opened.canary)
+        self._self_tests.add(name, opened.self_test)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
 
     async def drop(self, name: str) -> None:
         """Compute for a bundle no longer, once what was accepted for it is answered."""
-        self._canaries.remove(name)
+        self._self_tests.remove(name)
         await self.batcher.drained(name)
         self.batcher.remove_bundle(name)
         del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
@@ -289,7 +289,7 @@ class LocalDevice:
 
     def load(self) -> Load:
         load = self.batcher.load()
-        return replace(load, problem=load.problem or self._hung() or self._canaries.problem)
+        return replace(load, problem=load.problem or self._hung() or self._self_tests.problem)
 
     def facts(self) -> dict[str, dict[str, str]]:
         """What the metrics say of each bundle."""
@@ -299,12 +299,12 @@ class LocalDevice:
         }
 
     def alive(self) -> bool:
-        return not (self.batcher.problem or self._hung() or self._canaries.lost)
+        return not (self.batcher.problem or self._hung() or self._self_tests.lost)
 
     async def watch(self) -> None:
         """See that the sessions are well, and that nobody hangs."""
         async with asyncio.TaskGroup() as watching:
-            watching.create_task(self._canaries.run())
+            watching.create_task(self._self_tests.run())
             watching.create_task(self._count_ages())
 
     async def _count_ages(self) -> None:
@@ -324,7 +324,7 @@ class LocalDevice:
 
     def _observe(self, stats: BatchStats) -> None:
         if len(stats.failed) < stats.size:
-            self._canaries.ended_well(stats.bundle)
+            self._self_tests.ended_well(stats.bundle)
         for entry, error in stats.failed.items():
             self._tell_poison(entry, error)
         self._metrics.observe_batch(stats)

@@ -68,8 +68,8 @@ class SelfTests:
         self._observe = observe
         self._of: dict[str, SelfTest] = {}
 
-    def add(self, bundle: str, canary: SelfTest) -> None:
-        self._of[bundle] = canary
+    def add(self, bundle: str, self_test: SelfTest) -> None:
+        self._of[bundle] = self_test
 
     def remove(self, bundle: str) -> None:
         del self._of[bundle]
@@ -82,31 +82,33 @@ class SelfTests:
     @property
     def problem(self) -> str:
         """What is wrong with a bundle, if anything is."""
-        return next((canary.problem for canary in self._of.values() if canary.problem), "")
+        return next((self_test.problem for self_test in self._of.values() if self_test.problem), "")
 
     @property
     def lost(self) -> bool:
         """Whether a bundle has failed so often that nothing more is to be expected."""
-        return any(canary.failures >= LAST for canary in self._of.values())
+        return any(self_test.failures >= LAST for self_test in self._of.values())
 
     async def run(self) -> None:
         """Try those that have not shown to be well for a while, one after the other, again and again."""
         while True:
-            for bundle, canary in [*self._of.items()]:
-                if canary.due(time.monotonic()):
-                    canary.tried = time.monotonic()
-                    await self._try(bundle, canary)
+            for bundle, self_test in [*self._of.items()]:
+                if self_test.due(time.monotonic()):
+                    self_test.tried = time.monotonic()
+                    await self._try(bundle, self_test)
             await asyncio.sleep(LOOK_S)
 
-    async def _try(self, bundle: str, canary: SelfTest) -> None:
+    async def _try(self, bundle: str, self_test: SelfTest) -> None:
         try:
-            problem = canary.compare(await self._probe(bundle, canary.window))
+            problem = self_test.compare(await self._probe(bundle, self_test.window))
         except Exception as error:
             problem = " ".join(str(error).split()) or repr(error)
-        if self._of.get(bundle) is not canary:
+        if self._of.get(bundle) is not self_test:
             return  # it was removed meanwhile
-        canary.failures = canary.failures + 1 if problem else 0
-        canary.problem = problem and f"the canary of {bundle} failed: {problem}"
+        self_test.failures = self_test.failures + 1 if problem else 0
+        self_test.problem = problem and f"the canary of {bundle} failed: {problem}"
         self._observe(bundle, not problem)
         if problem:
-            log.error("the canary failed", model=bundle, problem=problem, in_a_row=canary.failures)
+            log.error(
+                "the canary failed", model=bundle, problem=problem, in_a_row=self_test.failures
+            )

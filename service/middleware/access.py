@@ -1,6 +1,6 @@
 """Who may come in: what every request must pass before its body is read or its route looked for.
 
-A check is a plain callable: it is given a request's scope and exchange, and raises a QuartetError to turn it
+A check is a plain callable: it is given a request's scope and request context, and raises a QuartetError to turn it
 away. The checks stand before every request, so they must be cheap.
 """
 
@@ -42,7 +42,7 @@ class PortCheck:
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
 
-    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
+    def __call__(self, scope: Scope, context: RequestContext) -> None:
         path: str = scope["path"]
         if scope["server"][1] == self._metrics_port:
             is_here = path == METRICS or path.startswith(HEALTH)
@@ -56,14 +56,14 @@ def needs_no_key(path: str, is_open: Set[str]) -> bool:
     return path in is_open or path.startswith(OPEN_BELOW)
 
 
-def check_without_keys(is_open: Set[str], scope: Scope, exchange: RequestContext) -> None:
+def check_without_keys(is_open: Set[str], scope: Scope, context: RequestContext) -> None:
     """Everybody may do everything, but for administration."""
     path: str = scope["path"]
     if needs_no_key(path, is_open):
         return
     if permission(path) == "admin":
         raise Forbidden("administration needs keys, and none is configured")
-    exchange.priority = lowered(0, exchange.headers)
+    context.priority = lowered(0, context.headers)
 
 
 class KeyCheck:
@@ -90,16 +90,16 @@ class KeyCheck:
             KeyHolder(name, key, self._processes, before.get(name)) for name, key in keys.items()
         ]
 
-    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
+    def __call__(self, scope: Scope, context: RequestContext) -> None:
         path: str = scope["path"]
         if needs_no_key(path, self._open):
             return
-        holder = self._find(exchange.headers.get("authorization", ""))
-        exchange.tenant = holder.name
+        holder = self._find(context.headers.get("authorization", ""))
+        context.tenant = holder.name
         holder.check_permission(permission(path))
-        exchange.priority = lowered(holder.priority, exchange.headers)
+        context.priority = lowered(holder.priority, context.headers)
         holder.check_rates()
-        exchange.settle.append(holder.charge)
+        context.settle.append(holder.charge)
 
     def _find(self, authorization: str) -> "KeyHolder":
         scheme, _, key = authorization.partition(" ")

@@ -40,18 +40,18 @@ class EarlyRejection:
         self._coming: dict[int, Coming] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
-    def __call__(self, scope: Scope, exchange: RequestContext) -> None:
+    def __call__(self, scope: Scope, context: RequestContext) -> None:
         """Raises Overloaded when even the bundle that is asked least would answer too late."""
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
             return  # who looks after the service is let in, above all when it is overloaded
         engines = self._service.engines
         if engines is None:
             return
-        size = content_length(exchange.headers)
-        exchange.settle.append(partial(self._learn, size))
+        size = content_length(context.headers)
+        context.settle.append(partial(self._learn, size))
         load = engines.load()
         flows = [
-            Flow(bundle, exchange.priority, exchange.tenant)
+            Flow(bundle, context.priority, context.tenant)
             for bundle in engines.expected
             if bundle in load.rates
         ]
@@ -60,21 +60,21 @@ class EarlyRejection:
             soonest = flows[0]
             if len(flows) > 1:
                 soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
-            left_s = timeout_s(exchange.headers, self._service.settings)
-            self._forget_slow(exchange.arrival)
+            left_s = timeout_s(context.headers, self._service.settings)
+            self._forget_slow(context.arrival)
             # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
             known = len(flows) == 1
-            coming = self._coming_tokens[exchange.priority, exchange.tenant] if known else 0
+            coming = self._coming_tokens[context.priority, context.tenant] if known else 0
             load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming)
-        self._come(exchange, tokens)
+        self._come(context, tokens)
 
-    def _come(self, exchange: RequestContext, tokens: int) -> None:
+    def _come(self, context: RequestContext, tokens: int) -> None:
         """Reckon with a request until the batcher does, or it is over: many may come before one gets there."""
-        number, who = id(exchange), (exchange.priority, exchange.tenant)
-        self._coming[number] = Coming(exchange.arrival, who, tokens)
+        number, who = id(context), (context.priority, context.tenant)
+        self._coming[number] = Coming(context.arrival, who, tokens)
         self._coming_tokens[who] += tokens
-        exchange.submitted = partial(self._arrive, number)
-        exchange.settle.append(lambda _: self._arrive(number))
+        context.submitted = partial(self._arrive, number)
+        context.settle.append(lambda _: self._arrive(number))
 
     def _arrive(self, number: int) -> None:
         if number in self._coming:

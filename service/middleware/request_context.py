@@ -25,7 +25,7 @@ from service.observability.metrics import REFUSALS, Recorder
 
 log = structlog.get_logger()
 
-EXCHANGE = "exchange"  # in a scope's state
+CONTEXT = "exchange"  # in the state of a scope
 REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say more at the end
@@ -85,13 +85,13 @@ class RequestContext:
         return time.monotonic() - self.arrival
 
 
-def exchange_of(scope: Scope) -> RequestContext:
-    exchange = scope["state"][EXCHANGE]
-    assert isinstance(exchange, RequestContext), "our bug: the exchange middleware is not installed"
-    return exchange
+def context_of(scope: Scope) -> RequestContext:
+    context = scope["state"][CONTEXT]
+    assert isinstance(context, RequestContext), "our bug: the lifecycle middleware is not installed"
+    return context
 
 
-def new_exchange(scope: Scope) -> RequestContext:
+def new_context(scope: Scope) -> RequestContext:
     headers = headers_of(scope)
     request_id = headers.get("x-request-id")
     if request_id is None or not SANE_ID.fullmatch(request_id):
@@ -116,7 +116,7 @@ def trace_id(traceparent: str) -> str:
 
 def refuse(scope: Scope, error: QuartetError) -> Response:
     """An error as a response, remembered for the log and the metrics."""
-    exchange_of(scope).code = error.code
+    context_of(scope).code = error.code
     return Response(
         orjson.dumps(error.body),
         error.status,
@@ -128,7 +128,7 @@ def refuse(scope: Scope, error: QuartetError) -> Response:
 Check = Callable[[Scope, RequestContext], None]  # raises a QuartetError to refuse a request
 
 
-def check_refusal(scope: Scope, exchange: RequestContext) -> None:
+def check_refusal(scope: Scope, context: RequestContext) -> None:
     """The check of what the server itself has found: raises it."""
     if refusal := scope.get("state", {}).get(REFUSAL):
         raise refusal
@@ -177,51 +177,51 @@ class RequestLifecycle:
 
     def receive(self, scope: Scope) -> RequestContext:
         """Name and check a request; what must not come in has its `refusal`."""
-        exchange = new_exchange(scope)
+        context = new_context(scope)
         try:
             for check in self._checks:
-                check(scope, exchange)
+                check(scope, context)
         except QuartetError as error:
             # Its traceback has frames that know the exchange: a circle, which only the garbage collector would break.
-            exchange.refusal = error.with_traceback(None)
+            context.refusal = error.with_traceback(None)
         except Exception:
-            exchange.refusal = our_bug()
-        return exchange
+            context.refusal = our_bug()
+        return context
 
-    def headers(self, exchange: RequestContext) -> dict[str, str]:
+    def headers(self, context: RequestContext) -> dict[str, str]:
         """What every answer carries."""
-        named = {"X-Request-Id": exchange.request_id, "X-Content-Type-Options": "nosniff"}
+        named = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
         if self._process.draining:  # the next request on this connection should find another server
             named["Connection"] = "close"
         return named
 
-    def record(self, method: str, scope: Scope, exchange: RequestContext) -> None:
+    def record(self, method: str, scope: Scope, context: RequestContext) -> None:
         """Settle, count and log a request that is over. A failure is our bug; it changes no answer."""
         try:
-            self._record(method, scope, exchange)
+            self._record(method, scope, context)
         except Exception:
             our_bug()
 
-    def _record(self, method: str, scope: Scope, exchange: RequestContext) -> None:
-        for settle in exchange.settle:
-            settle(exchange.tokens)
+    def _record(self, method: str, scope: Scope, context: RequestContext) -> None:
+        for settle in context.settle:
+            settle(context.tokens)
         path = scope["path"]
         route = path if path in self._routes else getattr(scope.get("route"), "path", OTHER)
-        status, seconds = exchange.status or CLIENT_GONE, exchange.seconds
-        self._metrics.observe_request(route, exchange.model, status, seconds)
-        if exchange.stages:
+        status, seconds = context.status or CLIENT_GONE, context.seconds
+        self._metrics.observe_request(route, context.model, status, seconds)
+        if context.stages:
             self._metrics.observe_answer(
-                exchange.model, exchange.tenant, exchange.tokens, exchange.stages
+                context.model, context.tenant, context.tokens, context.stages
             )
-        if exchange.code in REFUSALS:
-            self._metrics.observe_rejection(exchange.code)
+        if context.code in REFUSALS:
+            self._metrics.observe_rejection(context.code)
         facts: dict[str, object] = {}
         if status == Overloaded.status:
             if not self._refusals.may_tell():
                 return
             facts["untold"] = self._refusals.untold()
         if self.trace is not None and route not in QUIET_ROUTES:
-            self.trace(method, route, scope, exchange)
+            self.trace(method, route, scope, context)
         log_request(
             self._log,
             route,
@@ -229,12 +229,12 @@ class RequestLifecycle:
             path=path if route == path else quote(path),
             status=status,
             ms=round(1000 * seconds, 3),
-            tenant=exchange.tenant,
-            model=exchange.model,
-            inputs=exchange.inputs,
-            tokens=exchange.tokens,
-            code=exchange.code,
-            **exchange.names,
+            tenant=context.tenant,
+            model=context.model,
+            inputs=context.inputs,
+            tokens=context.tokens,
+            code=context.code,
+            **context.names,
             **facts,
         )
 
@@ -252,48 +252,48 @@ class LifecycleMiddleware:
             await self.app(scope, receive, send)
             return
         state = scope.get("state", {})
-        exchange, inner = state.get(EXCHANGE), scope
-        if exchange is None:
-            exchange = self.reception.receive(scope)
-            inner = {**inner, "state": {**state, EXCHANGE: exchange}}
+        context, inner = state.get(CONTEXT), scope
+        if context is None:
+            context = self.reception.receive(scope)
+            inner = {**inner, "state": {**state, CONTEXT: context}}
         if scope["method"] == "HEAD":  # answered as GET is, without the body
             inner = {**inner, "method": "GET"}
-        named = NAMES.set(exchange.names)
+        named = NAMES.set(context.names)
         try:
-            await self.answer(inner, receive, self.sender(scope, exchange, send))
+            await self.answer(inner, receive, self.sender(scope, context, send))
         finally:
-            self.reception.record(scope["method"], inner, exchange)
+            self.reception.record(scope["method"], inner, context)
             NAMES.reset(named)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
+        context = context_of(scope)
         try:
-            if exchange.refusal is not None:
-                await refuse(scope, exchange.refusal)(scope, receive, send)
+            if context.refusal is not None:
+                await refuse(scope, context.refusal)(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
         except ClientDisconnected:
-            exchange.status = CLIENT_GONE
+            context.status = CLIENT_GONE
         except asyncio.CancelledError:
-            if exchange.status or not self.process.draining:
+            if context.status or not self.process.draining:
                 raise
             await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
         except Exception:
             error = our_bug()
-            if exchange.status:
+            if context.status:
                 raise  # the answer is half sent: the server must cut the connection
             await refuse(scope, error)(scope, receive, send)
 
-    def sender(self, scope: Scope, exchange: RequestContext, send: Send) -> Send:
+    def sender(self, scope: Scope, context: RequestContext, send: Send) -> Send:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                if exchange.status == Overloaded.status:
+                context.status = message["status"]
+                if context.status == Overloaded.status:
                     await self.reception.pace.turn()
                 others = message.get("headers", ())
                 if self.process.draining:  # of which every answer tells, once
                     others = [pair for pair in others if pair[0] != b"connection"]
-                named = self.reception.headers(exchange).items()
+                named = self.reception.headers(context).items()
                 own = [(name.lower().encode(), value.encode()) for name, value in named]
                 message["headers"] = [*others, *own]
             elif scope["method"] == "HEAD":

@@ -1,6 +1,6 @@
 """Spans of requests for an OpenTelemetry collector, where the standard variables ask for them.
 
-A request's spans are made when it is over, from what its exchange knows by then: while it is answered nothing is
+A request's spans are made when it is over, from what its request context has by then: while it is answered nothing is
 carried along, and where nobody asks, nothing is done and the SDK is not imported. A thread of the SDK delivers them;
 what it cannot deliver in time is dropped.
 """
@@ -155,74 +155,80 @@ class RequestSpans:
         self._tracer = tracer
         self._failures = Sparing(1, QUIET_S)
 
-    def __call__(self, method: str, route: str, scope: Scope, exchange: RequestContext) -> None:
+    def __call__(
+        self, method: str, route: str, scope: Scope, request_context: RequestContext
+    ) -> None:
         try:
-            self._make(method, route, scope, exchange)
+            self._make(method, route, scope, request_context)
         except Exception:
             if self._failures.may_tell():
                 log.exception("spans could not be made", untold=self._failures.untold())
 
-    def _make(self, method: str, route: str, scope: Scope, exchange: RequestContext) -> None:
+    def _make(self, method: str, route: str, scope: Scope, request_context: RequestContext) -> None:
         """The request's own span, and one for each stage that it came through.
 
         The stages are laid end to end from the request's arrival on: how long each took is known, not when it began.
         """
         end = time.time_ns()
-        begin = end - nanoseconds(exchange.seconds)
+        begin = end - nanoseconds(request_context.seconds)
         known = method if method in METHODS else "HTTP"
         span = self._tracer.start_span(
             known if route == OTHER else f"{known} {route}",
             propagate.extract(Headers(scope=scope)),
             SpanKind.SERVER,
-            attributes(method, route, scope, exchange),
+            attributes(method, route, scope, request_context),
             start_time=begin,
         )
         if span.is_recording():
-            exchange.trace_id = format_trace_id(span.get_span_context().trace_id)
-            if failed(exchange):
+            request_context.trace_id = format_trace_id(span.get_span_context().trace_id)
+            if failed(request_context):
                 span.set_status(StatusCode.ERROR)
-            self._make_stages(span, begin, end, exchange)
+            self._make_stages(span, begin, end, request_context)
         span.end(end)
 
-    def _make_stages(self, parent: Span, begin: int, end: int, exchange: RequestContext) -> None:
+    def _make_stages(
+        self, parent: Span, begin: int, end: int, request_context: RequestContext
+    ) -> None:
         context = set_span_in_context(parent)
-        for stage, seconds in zip(STAGES, exchange.stages, strict=False):
+        for stage, seconds in zip(STAGES, request_context.stages, strict=False):
             until = min(begin + nanoseconds(seconds), end)
             self._tracer.start_span(stage, context, start_time=begin).end(until)
             begin = until
 
 
 def attributes(
-    method: str, route: str, scope: Scope, exchange: RequestContext
+    method: str, route: str, scope: Scope, request_context: RequestContext
 ) -> dict[str, AttributeValue]:
     """What is known of a request, by the semantic conventions and, beyond them, as `quartet.`: no query, no text."""
-    status = exchange.status or CLIENT_GONE
+    status = request_context.status or CLIENT_GONE
     given = {
         "http.request.method": method if method in METHODS else "_OTHER",
         "http.request.method_original": "" if method in METHODS else method,
         "http.route": "" if route == OTHER else route,
         "http.response.status_code": 0 if status == CLIENT_GONE else status,
-        "error.type": exchange.code or str(status) if failed(exchange) else "",
+        "error.type": request_context.code or str(status) if failed(request_context) else "",
         "url.scheme": scope.get("scheme", "http"),
         "url.path": quote(scope["path"]),
         "network.protocol.version": scope.get("http_version", ""),
-        "quartet.request_id": exchange.request_id,
-        "quartet.tenant": exchange.tenant,
-        "quartet.model": exchange.model,
-        "quartet.task": exchange.task,
-        "quartet.inputs": exchange.inputs,
-        "quartet.tokens": exchange.tokens,
-        "quartet.batch.size": exchange.batch_size,
-        "quartet.batch.tokens": exchange.batch_tokens,
-        "quartet.code": exchange.code,
+        "quartet.request_id": request_context.request_id,
+        "quartet.tenant": request_context.tenant,
+        "quartet.model": request_context.model,
+        "quartet.task": request_context.task,
+        "quartet.inputs": request_context.inputs,
+        "quartet.tokens": request_context.tokens,
+        "quartet.batch.size": request_context.batch_size,
+        "quartet.batch.tokens": request_context.batch_tokens,
+        "quartet.code": request_context.code,
     }
     return {name: value for name, value in given.items() if value}
 
 
-def failed(exchange: RequestContext) -> bool:
+def failed(request_context: RequestContext) -> bool:
     """Whether the service failed: what the client did wrong is no error of a server's span."""
-    broken = exchange.status == OK and bool(exchange.code)  # in lines that ended with an error
-    return broken or exchange.status >= InternalError.status
+    broken = request_context.status == OK and bool(
+        request_context.code
+    )  # in lines that ended with an error
+    return broken or request_context.status >= InternalError.status
 
 
 def nanoseconds(seconds: float) -> int:

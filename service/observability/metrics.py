@@ -139,7 +139,7 @@ class Metrics:
             "Windows that a model failed on, or gave no number for, alone.",
             "model",
         )
-        self._canaries = self._counter(
+        self._self_tests = self._counter(
             "quartet_canary_runs_total",
             "Computations of a known input, to see that a model is well.",
             "model",
@@ -209,7 +209,7 @@ class Metrics:
 
     def observe_canary(self, model: str, well: bool) -> None:
         self._told.add(model)
-        self._canaries.labels(model, OUTCOMES[well]).inc()
+        self._self_tests.labels(model, OUTCOMES[well]).inc()
 
     def observe_order(self, order: str, well: bool) -> None:
         self._orders.labels(order, OUTCOMES[well]).inc()
@@ -298,7 +298,7 @@ class Metrics:
             family.labels(model)
         self._poison.labels(model)
         for outcome in OUTCOMES:
-            self._canaries.labels(model, outcome)
+            self._self_tests.labels(model, outcome)
         for tenant in self._tenants:
             self._tokens.labels(model, tenant)
 

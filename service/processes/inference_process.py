@@ -48,13 +48,13 @@ class Frontend:
     def __init__(
         self,
         device: Device,
-        curator: ModelManager,
+        manager: ModelManager,
         metrics: Metrics,
         news: Callable[["Frontend"], None],
     ) -> None:
         self.holds: set[str] = set()
         self._device = device
-        self._curator = curator
+        self._manager = manager
         self._metrics = metrics
         self._news = news
         self._work: dict[int, asyncio.Future[Any]] = {}
@@ -134,7 +134,7 @@ class Frontend:
 
     async def _execute(self, asked: channel.Execute) -> None:
         try:
-            answer = await self._curator.execute(asked.command)
+            answer = await self._manager.execute(asked.command)
             self.channel.send(channel.Executed(asked.id, dict(answer)))
         except Exception as error:
             self._fail(asked.id, error)
@@ -234,9 +234,9 @@ def log_cause(error: errors.QuartetError) -> None:
 class Frontends:
     """All HTTP processes that are there."""
 
-    def __init__(self, device: Device, curator: ModelManager, metrics: Metrics) -> None:
+    def __init__(self, device: Device, manager: ModelManager, metrics: Metrics) -> None:
         self._device = device
-        self._curator = curator
+        self._manager = manager
         self._metrics = metrics
         self._there: set[Frontend] = set()
         self._news = asyncio.Event()
@@ -245,38 +245,38 @@ class Frontends:
         self._greeting: set[asyncio.Task[None]] = set()
 
     async def welcome(self, end: socket.socket) -> None:
-        front = Frontend(self._device, self._curator, self._metrics, self._hear)
-        await front.connect(end)
-        if front.channel.open:
-            self._there.add(front)
-            greeting = asyncio.create_task(self._greet(front))
+        frontend = Frontend(self._device, self._manager, self._metrics, self._hear)
+        await frontend.connect(end)
+        if frontend.channel.open:
+            self._there.add(frontend)
+            greeting = asyncio.create_task(self._greet(frontend))
             self._greeting.add(greeting)
             greeting.add_done_callback(self._greeting.discard)
 
-    async def _greet(self, front: Frontend) -> None:
-        if problem := await front.adopt(next(self._catalogues), *self._served):
+    async def _greet(self, frontend: Frontend) -> None:
+        if problem := await frontend.adopt(next(self._catalogues), *self._served):
             log.error("an HTTP process cannot answer for what is served", problem=problem)
-        front.tell(self._device.load())
+        frontend.tell(self._device.load())
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Let all requests go where this catalogue says. Raises ValueError when one process cannot."""
         self._served = models, texts
         number = next(self._catalogues)
-        adopting = [front.adopt(number, models, texts) for front in self._there]
+        adopting = [frontend.adopt(number, models, texts) for frontend in self._there]
         if problems := [*filter(None, await asyncio.gather(*adopting))]:
             raise ValueError(problems[0])
 
     async def left(self, model_id: str) -> None:
         """Wait until no request is with a bundle any more."""
-        while any(model_id in front.holds for front in self._there):
+        while any(model_id in frontend.holds for frontend in self._there):
             await self._next_news()
 
     async def tell_load(self) -> None:
         """Keep them told, so that none has to ask, while the device lives."""
         while True:
             load = self._device.load()
-            for front in self._there:
-                front.tell(load)
+            for frontend in self._there:
+                frontend.tell(load)
             if not self._device.alive():
                 return
             await asyncio.sleep(LOAD_EVERY_S)
@@ -290,9 +290,9 @@ class Frontends:
         self._news.clear()
         await self._news.wait()
 
-    def _hear(self, front: Frontend) -> None:
-        if not front.channel.open:
-            self._there.discard(front)
+    def _hear(self, frontend: Frontend) -> None:
+        if not frontend.channel.open:
+            self._there.discard(frontend)
         self._news.set()
 
 
@@ -308,18 +308,18 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
-            curator = ModelManager(device, settings, metrics, orders.report)
-            curator.open(resume)
+            manager = ModelManager(device, settings, metrics, orders.report)
+            manager.open(resume)
         except Exception as error:
             raise CannotStart(error) from error
-        fronts = Frontends(device, curator, metrics)
-        await curator.follow(fronts)
+        frontends = Frontends(device, manager, metrics)
+        await manager.follow(frontends)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
-        serving = asyncio.create_task(serve(fronts, orders))
-        telling = asyncio.create_task(fronts.tell_load())
+        serving = asyncio.create_task(serve(frontends, orders))
+        telling = asyncio.create_task(frontends.tell_load())
         beating = asyncio.create_task(orders.beat())
-        watching = asyncio.create_task(watch(curator, settings))
+        watching = asyncio.create_task(watch(manager, settings))
         await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
         telling.cancel()
         beating.cancel()
@@ -331,9 +331,9 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         serving.result()
 
 
-async def serve(fronts: Frontends, orders: ControlChannel) -> None:
+async def serve(frontends: Frontends, orders: ControlChannel) -> None:
     """Welcome whom the orders bring, until there are no more and all have left."""
     async for order in orders:
         if order.end is not None:
-            await fronts.welcome(order.end)
-    await fronts.none()
+            await frontends.welcome(order.end)
+    await frontends.none()

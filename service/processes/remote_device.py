@@ -59,7 +59,7 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
-        self._awake = StallClock(TICK_S)
+        self._stall_clock = StallClock(TICK_S)
         self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
         self._heard = 0.0  # when the last load came
         self._ids = itertools.count()
@@ -68,7 +68,7 @@ class RemoteDevice:
         self._again: int | None = None  # is being asked again
         self._doubt = False  # beside one whose client left, which may be computed all the same
         self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
-        self._follower: Subscriber | None = None
+        self._subscriber: Subscriber | None = None
         self._followed = asyncio.Event()
         self._turn = asyncio.Lock()  # catalogues are adopted one after the other
         self._adopted = asyncio.Event()  # the first, or there was a problem
@@ -93,9 +93,9 @@ class RemoteDevice:
         """Whether there is a channel to an inference process, which may still be opening its bundles."""
         return self._channel is not None and self._channel.open
 
-    async def follow(self, follower: Subscriber) -> None:
+    async def follow(self, subscriber: Subscriber) -> None:
         """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
-        self._follower = follower
+        self._subscriber = subscriber
         self._followed.set()
         await self._adopted.wait()
         if self._problem:
@@ -131,7 +131,7 @@ class RemoteDevice:
         return self._load.max_queue_tokens
 
     def load(self) -> Load:
-        silent_s = self._awake.seconds - self._heard
+        silent_s = self._stall_clock.seconds - self._heard
         if self._load.ready and silent_s > SILENT_S:
             problem = f"the inference process has said nothing for {silent_s:.1f} s"
             return replace(self._load, problem=problem)
@@ -140,7 +140,7 @@ class RemoteDevice:
     async def watch(self) -> None:
         """Count how long nothing is heard; time in which this process was stopped or starved makes nobody silent."""
         while True:
-            await self._awake.tick()
+            await self._stall_clock.tick()
 
     def alive(self) -> bool:
         return True  # whatever became of the other process, it is started again
@@ -236,7 +236,7 @@ class RemoteDevice:
                     self._unseen.popleft()
                 for _, flow, left in self._unseen:
                     self._load.add(flow, left)
-                self._heard = self._awake.seconds
+                self._heard = self._stall_clock.seconds
             case channel.Page(id=number):
                 self._obeyed(number, arrays)
             case channel.Executed(id=number):
@@ -258,9 +258,9 @@ class RemoteDevice:
         problem = None
         async with self._turn:
             await self._followed.wait()
-            assert self._follower is not None
+            assert self._subscriber is not None
             try:
-                await self._follower.adopt(told.served, told.read(texts))
+                await self._subscriber.adopt(told.served, told.read(texts))
             except Exception as error:
                 log.debug("cannot adopt what is served", exc_info=True)
                 problem = str(error)
@@ -280,8 +280,8 @@ class RemoteDevice:
 
     async def _leave(self, model_id: str, teller: Channel) -> None:
         """Tell when no request is with a bundle any more."""
-        assert self._follower is not None
-        await self._follower.left(model_id)
+        assert self._subscriber is not None
+        await self._subscriber.left(model_id)
         teller.send(channel.Released(model_id))
 
     def _take(self, computed: channel.Computed, arrays: bytes) -> None:

@@ -75,12 +75,12 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     Raises BundleError or ProviderError when a bundle must not be served.
     """
     async with open_device(settings, metrics) as device:
-        curator = ModelManager(device, settings, metrics)
-        curator.open()
-        engines = Engines(device, curator.execute, metrics.observe_comparison)
+        manager = ModelManager(device, settings, metrics)
+        manager.open()
+        engines = Engines(device, manager.execute, metrics.observe_comparison)
         try:
-            await curator.follow(engines)
-            watching = asyncio.create_task(watch(curator, settings))
+            await manager.follow(engines)
+            watching = asyncio.create_task(watch(manager, settings))
             try:
                 yield engines
             finally:

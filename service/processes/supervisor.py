@@ -83,7 +83,7 @@ class Processes:
         self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
-        self._awake = StallClock(BEAT_S)
+        self._stall_clock = StallClock(BEAT_S)
         self._resume: object = None  # what an inference process leaves the next one
         self._served: set[str] = set()  # roles of which one has been able to serve
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
@@ -99,7 +99,7 @@ class Processes:
         try:
             async with asyncio.TaskGroup() as keeping:
                 keeping.create_task(self._keep("inference"))
-                front = [
+                frontend = [
                     keeping.create_task(self._keep("http"))
                     for _ in range(self._settings.http_workers or 1)
                 ]
@@ -107,7 +107,7 @@ class Processes:
                 if self._source is not None:
                     files = KeyFiles(self._source, self._settings.keys, self._change_keys)
                     watching.append(keeping.create_task(files.watch()))
-                await asyncio.wait(front)
+                await asyncio.wait(frontend)
                 for task in watching:
                     task.cancel()
                 self._over = True
@@ -154,13 +154,13 @@ class Processes:
     async def _watch(self) -> None:
         """Kill whoever serves and says nothing for so long; one that still opens its bundles may take its time."""
         while True:
-            await self._awake.tick()
+            await self._stall_clock.tick()
             for child in self._children:
-                silent_s = self._awake.seconds - child.heard
+                silent_s = self._stall_clock.seconds - child.heard
                 if child.serves is not None and silent_s > self._settings.hang_s:
                     pid = child.process.pid
                     log.error(f"the {child.role} process hangs", pid=pid, silent_s=silent_s)
-                    child.heard = self._awake.seconds
+                    child.heard = self._stall_clock.seconds
                     self._end(child)
 
     def _wanted(self, role: str) -> bool:
@@ -206,7 +206,7 @@ class Processes:
         return child
 
     def _hear(self, child: Child, report: Report) -> None:
-        child.heard = self._awake.seconds
+        child.heard = self._stall_clock.seconds
         if missing := report.get(MISSING):
             self._repeat(child, str(missing).encode())
             return
@@ -239,9 +239,9 @@ class Processes:
             self._give_keys(child)
         if order != PEER or child.role != "http" or not self._of("inference"):
             return  # an inference process without its end is reported by the HTTP process at the other
-        again = self._awake.seconds - child.repeated_at < REPEATED_S
+        again = self._stall_clock.seconds - child.repeated_at < REPEATED_S
         child.repeated = child.repeated + 1 if again else 1
-        child.repeated_at = self._awake.seconds
+        child.repeated_at = self._stall_clock.seconds
         log.warning("the http process has no channel; sending another", pid=child.process.pid)
         for other in self._of("inference"):
             if child.repeated < REPEATS:

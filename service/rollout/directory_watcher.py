@@ -79,9 +79,9 @@ def read_name(manifest: bytes) -> str | None:
 class DirectoryWatcher:
     """Has a curator serve what lies in a directory."""
 
-    def __init__(self, root: Path, curator: ModelManager) -> None:
+    def __init__(self, root: Path, manager: ModelManager) -> None:
         self._root = root.absolute()
-        self._curator = curator
+        self._manager = manager
         self._last: Look = {}
         self._known: dict[Path, SeenBundle] = {}  # what was loaded, or refused, as it was then
         self._stuck: dict[
@@ -109,7 +109,7 @@ class DirectoryWatcher:
             for folder, seen in now.items()
             if (known := seen or self._known.get(folder)) is not None
         }
-        self._curator.resident = {seen.sha256 for seen in bundles.values()}
+        self._manager.resident = {seen.sha256 for seen in bundles.values()}
         gone = self._known.keys() - now.keys() - before.keys()
         for folder, seen in sorted(bundles.items(), key=lambda item: (item[1].came, item[0])):
             new = seen != self._known.get(folder)
@@ -122,14 +122,14 @@ class DirectoryWatcher:
     async def _load(self, folder: Path, seen: SeenBundle, bundles: Iterable[SeenBundle]) -> None:
         """Let it answer for its name, if no other of that name came later."""
         self._stuck.pop(folder, None)
-        if any(model.sha256 == seen.sha256 for model in self._curator.models):
+        if any(model.sha256 == seen.sha256 for model in self._manager.models):
             return  # by the command line, an administrator, or the process before this one
         rivals = [other.came for other in bundles if other.name == seen.name]
         promote = seen.came >= max(rivals)
         try:
-            await self._curator.execute(LoadModel(path=str(folder), promote=promote, by=BY))
+            await self._manager.execute(LoadModel(path=str(folder), promote=promote, by=BY))
         except Conflict:
-            self._stuck[folder] = self._curator.standing
+            self._stuck[folder] = self._manager.standing
         except QuartetError:  # which the curator has told of, as of conflicts
             pass
 
@@ -142,19 +142,19 @@ class DirectoryWatcher:
             return
         try:
             for model in sorted(self._of(folder), key=lambda model: model.state == "current"):
-                await self._curator.execute(UnloadModel(model=model.id, by=BY))
+                await self._manager.execute(UnloadModel(model=model.id, by=BY))
         except QuartetError:
-            self._stuck[folder] = self._curator.standing
+            self._stuck[folder] = self._manager.standing
         else:
             del self._known[folder]
             self._stuck.pop(folder, None)
 
     def _may_try_again(self, folder: Path) -> bool:
         """Whether something was in its way that may be there no longer."""
-        return folder in self._stuck and self._stuck[folder] != self._curator.standing
+        return folder in self._stuck and self._stuck[folder] != self._manager.standing
 
     def _of(self, folder: Path) -> Sequence[ServedModel]:
-        return [model for model in self._curator.models if Path(model.path).absolute() == folder]
+        return [model for model in self._manager.models if Path(model.path).absolute() == folder]
 
     def _tell(self, error: OSError) -> None:
         """A directory that cannot be read is told of once, and says nothing of what lies in it."""
@@ -163,7 +163,7 @@ class DirectoryWatcher:
         self._blind = True
 
 
-async def watch(curator: ModelManager, settings: Settings) -> None:
+async def watch(manager: ModelManager, settings: Settings) -> None:
     """Watch the directory of the settings, if they want it."""
     if settings.models_dir is not None and settings.watch_s is not None:
-        await DirectoryWatcher(settings.models_dir, curator).run(settings.watch_s)
+        await DirectoryWatcher(settings.models_dir, manager).run(settings.watch_s)

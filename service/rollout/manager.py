@@ -68,7 +68,7 @@ class ModelManager:
         self._device = device
         self._settings = settings
         self._report = report
-        self._follower: Subscriber | None = None
+        self._subscriber: Subscriber | None = None
         self._coming: dict[Path, float] = {}  # since when
         self._going: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
@@ -126,10 +126,10 @@ class ModelManager:
             name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name]
         )
 
-    async def follow(self, follower: Subscriber) -> None:
+    async def follow(self, subscriber: Subscriber) -> None:
         """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
-        await follower.adopt(self.models, self._device.texts)
-        self._follower = follower
+        await subscriber.adopt(self.models, self._device.texts)
+        self._subscriber = subscriber
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -276,13 +276,13 @@ class ModelManager:
 
     async def _serve(self, models: Models) -> None:
         """Have all requests go there from now on, and let go of all other bundles. Raises BadBundle."""
-        assert self._follower is not None, "our bug: nobody follows"
+        assert self._subscriber is not None, "our bug: nobody follows"
         before, self.models = self.models, models
         try:
-            await self._follower.adopt(models, self._device.texts)
+            await self._subscriber.adopt(models, self._device.texts)
         except ValueError as error:
             self.models = before
-            await self._follower.adopt(before, self._device.texts)
+            await self._subscriber.adopt(before, self._device.texts)
             raise BadBundle(str(error)) from None
         finally:
             self._let_go_of({model.id: model for model in (*before, *models)})
@@ -294,8 +294,8 @@ class ModelManager:
             self._going[name] = models[name], asyncio.create_task(self._let_go(name))
 
     async def _let_go(self, name: str) -> None:
-        assert self._follower is not None
-        await self._follower.left(name)
+        assert self._subscriber is not None
+        await self._subscriber.left(name)
         await self._device.drop(name)
         del self._going[name]
         self._metrics.forget_others(self._device.texts)

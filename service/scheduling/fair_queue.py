@@ -213,27 +213,27 @@ class FlowQueue:
 
     def pool(self) -> list[Entry]:
         """Return the candidates for the next batch, in order; a request skipped too often goes first."""
-        front = self.front(self.statistics.pool_size)
-        self._smallest = front[0].virtual_start
+        frontend = self.frontend(self.statistics.pool_size)
+        self._smallest = frontend[0].virtual_start
         first = self.longest.first()
         first.skipped = self._batches - self.longest.scheduled
         if first.skipped <= MAX_SKIPPED:
-            return front
-        return [first, *(entry for entry in front if entry is not first)]
+            return frontend
+        return [first, *(entry for entry in frontend if entry is not first)]
 
-    def front(self, size: int) -> list[Entry]:
+    def frontend(self, size: int) -> list[Entry]:
         """Return the `size` entries of smallest start, in O(size), and O(log n) for each entry new to it."""
-        front = [key for key in self._front if key[2].queued]
+        frontend = [key for key in self._front if key[2].queued]
         if len(self._heap) > 2 * self._queued + size:  # most of it was dropped
             self._heap = [key for key in self._heap if key[2].queued]
             heapify(self._heap)
-        while self._heap and (len(front) < size or self._heap[0] < front[-1]):
+        while self._heap and (len(frontend) < size or self._heap[0] < frontend[-1]):
             key = heappop(self._heap)
             if key[2].queued:
-                insort(front, key)
-        for key in front[size:]:
+                insort(frontend, key)
+        for key in frontend[size:]:
             heappush(self._heap, key)
-        self._front = front[:size]
+        self._front = frontend[:size]
         return [entry for _, _, entry in self._front]
 
     def due(self, rate: float) -> Iterator[tuple[float, Entry]]:

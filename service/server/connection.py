@@ -33,7 +33,7 @@ from service.errors import (
     TooManyConnections,
 )
 from service.middleware.request_context import (
-    EXCHANGE,
+    CONTEXT,
     REFUSAL,
     RequestContext,
     RequestLifecycle,
@@ -400,29 +400,29 @@ class Protocol(HttpToolsProtocol, Connection):
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
-        exchange = scope["state"][EXCHANGE] = self.reception.receive(scope)
-        exchange.leaving = self.leaving
-        of_a_page = "origin" in exchange.headers  # which needs more headers
-        if not isinstance(exchange.refusal, Overloaded) or of_a_page:
+        context = scope["state"][CONTEXT] = self.reception.receive(scope)
+        context.leaving = self.leaving
+        of_a_page = "origin" in context.headers  # which needs more headers
+        if not isinstance(context.refusal, Overloaded) or of_a_page:
             return False
-        self.reception.pace.hold(partial(self.turn_away, cycle, exchange, exchange.refusal))
+        self.reception.pace.hold(partial(self.turn_away, cycle, context, context.refusal))
         return True
 
     def turn_away(
-        self, cycle: RequestResponseCycle, exchange: RequestContext, error: Overloaded
+        self, cycle: RequestResponseCycle, context: RequestContext, error: Overloaded
     ) -> None:
         try:
-            self.write_refusal(cycle, exchange, error)
+            self.write_refusal(cycle, context, error)
         except Exception:
             our_bug()
             self.wire.abort()
 
     def write_refusal(
-        self, cycle: RequestResponseCycle, exchange: RequestContext, error: Overloaded
+        self, cycle: RequestResponseCycle, context: RequestContext, error: Overloaded
     ) -> None:
         if not cycle.disconnected:
-            exchange.status, exchange.code = error.status, error.code
-            headers = error.headers | self.reception.headers(exchange)
+            context.status, context.code = error.status, error.code
+            headers = error.headers | self.reception.headers(context)
             if headers.get("Connection") == "close":
                 cycle.keep_alive = False
             elif not cycle.keep_alive:
@@ -433,7 +433,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.transport.close()
         self.on_response_complete()
         scope = cast(Scope, cycle.scope)
-        self.reception.record(scope["method"], scope, exchange)
+        self.reception.record(scope["method"], scope, context)
 
     def send_away(self, cycle: RequestResponseCycle) -> None:
         """Give a connection too many one answer, which is a refusal unless it looks after the service."""

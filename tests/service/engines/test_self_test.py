@@ -32,7 +32,7 @@ class Session:
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.tries: list[tuple[str, bool]] = []
-        self.canaries = SelfTests(self.probe, lambda *tried: self.tries.append(tried))
+        self.self_tests = SelfTests(self.probe, lambda *tried: self.tries.append(tried))
 
     async def probe(self, bundle: str, window: Window) -> dict[str, Any]:
         assert window is WINDOW
@@ -54,8 +54,8 @@ class Session:
 async def trying(*bundles: str) -> AsyncIterator[Session]:
     session = Session()
     for bundle in bundles:
-        session.canaries.add(bundle, known())
-    running = asyncio.create_task(session.canaries.run())
+        session.self_tests.add(bundle, known())
+    running = asyncio.create_task(session.self_tests.run())
     try:
         yield session
     finally:
@@ -74,8 +74,8 @@ async def test_each_bundle_is_tried_in_turn() -> None:
         await session.until(lambda: len(session.tries) >= 4)
         assert ["a@1", "b@1", "a@1", "b@1"] == session.asked[:4]
         assert {True} == {well for _, well in session.tries}
-        assert "" == session.canaries.problem
-        assert not session.canaries.lost
+        assert "" == session.self_tests.problem
+        assert not session.self_tests.lost
 
 
 async def test_what_fails_three_times_is_lost(lines: list[EventDict]) -> None:
@@ -83,10 +83,10 @@ async def test_what_fails_three_times_is_lost(lines: list[EventDict]) -> None:
     async with trying("a@1") as session:
         await session.until(lambda: bool(session.tries))
         session.error = RuntimeError("no memory\nat all")
-        await session.until(lambda: bool(session.canaries.problem))
-        assert "the canary of a@1 failed: no memory at all" == session.canaries.problem
-        assert not session.canaries.lost
-        await session.until(lambda: session.canaries.lost)
+        await session.until(lambda: bool(session.self_tests.problem))
+        assert "the canary of a@1 failed: no memory at all" == session.self_tests.problem
+        assert not session.self_tests.lost
+        await session.until(lambda: session.self_tests.lost)
     assert [("a@1", 1), ("a@1", 2), ("a@1", 3)] == [
         (line["model"], line["in_a_row"]) for line in lines
     ]
@@ -97,12 +97,12 @@ async def test_what_goes_well_again_is_well() -> None:
     async with trying("a@1") as session:
         session.error = RuntimeError()
         await session.until(lambda: len(session.tries) == 2)
-        assert "RuntimeError()" in session.canaries.problem
+        assert "RuntimeError()" in session.self_tests.problem
         session.error = None
-        await session.until(lambda: not session.canaries.problem)
+        await session.until(lambda: not session.self_tests.problem)
         session.error = RuntimeError()
-        await session.until(lambda: bool(session.canaries.problem))
-        assert not session.canaries.lost
+        await session.until(lambda: bool(session.self_tests.problem))
+        assert not session.self_tests.lost
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ async def test_wrong_answers_are_failures(change: dict[str, Any], problem: str) 
     """What is computed has to be numbers, and those of the start."""
     async with trying("a@1") as session:
         session.change = change
-        await session.until(lambda: bool(session.canaries.problem))
-        assert problem in session.canaries.problem
+        await session.until(lambda: bool(session.self_tests.problem))
+        assert problem in session.self_tests.problem
 
 
 def test_what_may_change_is_for_the_bundle_to_say() -> None:
@@ -130,10 +130,10 @@ def test_what_may_change_is_for_the_bundle_to_say() -> None:
 async def test_a_bundle_that_is_busy_and_well_is_left_alone() -> None:
     """As long as its own batches show how it is; the others are tried."""
     async with trying("a@1", "b@1") as session:
-        session.canaries._of["a@1"].well = math.inf
+        session.self_tests._of["a@1"].well = math.inf
         await session.until(lambda: len(session.tries) == 3)
         assert ["b@1"] * 3 == session.asked
-        session.canaries.ended_well("a@1")
+        session.self_tests.ended_well("a@1")
         await session.until(lambda: "a@1" in session.asked)
 
 
@@ -156,9 +156,9 @@ async def test_what_failed_is_tried_whatever_its_batches_say() -> None:
     """Or load would hide that it is well again, or that it is not."""
     async with trying("a@1") as session:
         session.error = RuntimeError()
-        await session.until(lambda: bool(session.canaries.problem))
-        session.canaries._of["a@1"].well = math.inf
-        await session.until(lambda: session.canaries.lost)
+        await session.until(lambda: bool(session.self_tests.problem))
+        session.self_tests._of["a@1"].well = math.inf
+        await session.until(lambda: session.self_tests.lost)
 
 
 async def test_a_bundle_that_is_gone_is_not_missed() -> None:
@@ -166,10 +166,10 @@ async def test_a_bundle_that_is_gone_is_not_missed() -> None:
     async with trying("a@1") as session:
         session.error, session.hold = RuntimeError(), asyncio.Event()
         await session.until(lambda: bool(session.asked))
-        session.canaries.remove("a@1")
+        session.self_tests.remove("a@1")
         session.hold.set()
         await asyncio.sleep(0.03)
-        assert "" == session.canaries.problem
+        assert "" == session.self_tests.problem
         assert ["a@1"] == session.asked
         assert [] == session.tries
 

@@ -106,11 +106,11 @@ def admission() -> EarlyRejection:
 
 def come(made: EarlyRejection, at: float, **who: Any) -> RequestContext:
     """A request of 100 bytes and a second's time. Raises Overloaded."""
-    exchange = RequestContext(
+    context = RequestContext(
         "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **who
     )
-    made({"method": "POST", "path": "/embed"}, exchange)
-    return exchange
+    made({"method": "POST", "path": "/embed"}, context)
+    return context
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ async def test_probes_are_quiet(
     assert lines[-1]["log_level"] == "debug"
 
 
-async def exchange(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> list[Message]:
+async def context(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> list[Message]:
     """The messages of one request to an application behind the middleware."""
 
     class Process:
@@ -220,7 +220,7 @@ async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
         raise RuntimeError("torn")
 
     with pytest.raises(RuntimeError, match="torn"):
-        await exchange(inner)
+        await context(inner)
     assert lines[0]["event"] == "unexpected error"
 
 
@@ -228,9 +228,9 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
     """As the framework has it."""
     pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
-    exchange = RequestLifecycle(metrics=Metrics(), process=Staying()).receive(scope)
-    assert exchange.headers == {"x-priority": "bulk", "x-request-id": "a"}
-    assert exchange.request_id == "a"
+    context = RequestLifecycle(metrics=Metrics(), process=Staying()).receive(scope)
+    assert context.headers == {"x-priority": "bulk", "x-request-id": "a"}
+    assert context.request_id == "a"
 
 
 async def test_a_connection_is_closed_by_one_header() -> None:
@@ -266,17 +266,17 @@ class Staying:
 def test_a_refusal_leaves_no_garbage() -> None:
     """Nothing that only the collector could free: in a flood it would have to all the time."""
 
-    def refuse(scope: Scope, exchange: RequestContext) -> None:
+    def refuse(scope: Scope, context: RequestContext) -> None:
         raise Overloaded("too much", retry_after_s=1.0)
 
     reception = RequestLifecycle(metrics=Metrics(), process=Staying(), checks=[refuse])
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
     gc.disable()
     try:
-        exchange = reception.receive(scope)
-        assert isinstance(exchange.refusal, Overloaded)
-        refusal = weakref.ref(exchange.refusal)
-        del exchange
+        context = reception.receive(scope)
+        assert isinstance(context.refusal, Overloaded)
+        refusal = weakref.ref(context.refusal)
+        del context
         assert refusal() is None
     finally:
         gc.enable()

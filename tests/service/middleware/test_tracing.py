@@ -110,8 +110,10 @@ async def test_its_stages_are_spans_within_it(client: httpx.AsyncClient, made: A
 
 def test_stages_are_as_long_as_they_took(app: FastAPI, made: Any) -> None:
     """But for what would be beyond the end, as the slowest of several windows may be."""
-    exchange = RequestContext("abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200)
-    app.state.reception.trace("POST", "/embed", {"path": "/embed", "headers": []}, exchange)
+    request_context = RequestContext(
+        "abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200
+    )
+    app.state.reception.trace("POST", "/embed", {"path": "/embed", "headers": []}, request_context)
     parse, encode, queue = [stage.end_time - stage.start_time for stage in stages(made)]
     assert (parse, encode) == (125_000_000, 250_000_000)
     assert 0.6e9 < queue < 2e9

@@ -128,17 +128,17 @@ class Pair:
 
     def __init__(self) -> None:
         self.device = FakeDevice()
-        self.curator = FakeCurator()
+        self.manager = FakeCurator()
         self.metrics = Metrics()
         self.broken = asyncio.Event()
         self.remote = RemoteDevice(self.broken.set)
-        self.follower = FakeFollower()
-        self.following = asyncio.create_task(self.remote.follow(self.follower))
+        self.subscriber = FakeFollower()
+        self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
         self.link = ChildControl(ours, lambda report: None)
-        self.fronts = Frontends(self.device, self.curator, self.metrics)  # type: ignore[arg-type]
-        self.serving = asyncio.create_task(serve(self.fronts, ControlChannel(end)))
-        self.telling = asyncio.create_task(self.fronts.tell_load())
+        self.frontends = Frontends(self.device, self.manager, self.metrics)  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(serve(self.frontends, ControlChannel(end)))
+        self.telling = asyncio.create_task(self.frontends.tell_load())
 
     async def connect(self) -> None:
         ours, theirs = socket.socketpair()
@@ -149,8 +149,8 @@ class Pair:
 
     def lose(self) -> None:
         """The inference process is gone."""
-        for front in [*self.fronts._there]:
-            front.channel.close()
+        for frontend in [*self.frontends._there]:
+            frontend.channel.close()
 
 
 @asynccontextmanager
@@ -301,7 +301,7 @@ async def test_an_http_process_that_dies_takes_its_work_along() -> None:
         assert both.remote._channel is not None
         both.remote._channel.close()
         await asyncio.wait_for(both.device.cancelled.wait(), 30)
-        await until(lambda: not both.fronts._there)
+        await until(lambda: not both.frontends._there)
 
 
 # -- an inference process that is lost ---------------------------------------------------------------------------------
@@ -349,9 +349,9 @@ async def test_what_cannot_be_received_is_told() -> None:
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
-        (front,) = both.fronts._there
+        (frontend,) = both.frontends._there
         ended = channel.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
-        front.channel.send(ended, np.zeros(2, np.float16))
+        frontend.channel.send(ended, np.zeros(2, np.float16))
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
@@ -501,14 +501,14 @@ async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) ->
     sent: list[bytes] = []
     async with pair() as both:
         assert both.remote._channel is not None
-        (front,) = both.fronts._there
+        (frontend,) = both.frontends._there
         with monkeypatch.context() as patch:
             patch.setattr(both.remote._channel, "send", lambda *m: sent.append(channel.frame(*m)))
             asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
             await asyncio.sleep(0)
             asked.cancel()
             await asyncio.wait([asked])
-        front.channel.data_received(b"".join(sent))
+        frontend.channel.data_received(b"".join(sent))
         assert both.remote.load() != LOAD
         await until(lambda: both.remote.load() == LOAD)
         assert [] == both.device.seen
@@ -523,8 +523,8 @@ async def test_a_device_that_falls_silent_is_not_ready() -> None:
         assert "has said nothing for 0.8 s" in both.remote.load().problem
         assert LOAD.rates == both.remote.load().rates
         assert 5000 == both.remote.max_queue_tokens
-        for front in both.fronts._there:
-            front.tell(LOAD)
+        for frontend in both.frontends._there:
+            frontend.tell(LOAD)
         await until(lambda: both.remote.load().ready)
         watching.cancel()
 
@@ -624,36 +624,36 @@ async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
     async with pair() as both:
-        await both.fronts.adopt(models, both_texts)
-        assert models == both.follower.models
-        assert {texts.manifest.id: texts} == both.follower.texts
+        await both.frontends.adopt(models, both_texts)
+        assert models == both.subscriber.models
+        assert {texts.manifest.id: texts} == both.subscriber.texts
         both.lose()
-        both.follower.models = ()
+        both.subscriber.models = ()
         await both.connect()
-        assert models == both.follower.models
+        assert models == both.subscriber.models
 
 
 async def test_texts_cross_once(texts: BundleTexts) -> None:
     """What an HTTP process has it is not sent again."""
     async with pair() as both:
-        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.fronts.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
-        assert {} == both.follower.texts
+        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.frontends.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
+        assert {} == both.subscriber.texts
 
 
 async def test_what_cannot_be_adopted_is_told(texts: BundleTexts) -> None:
     """Who decides hears of it, and the HTTP process goes on as before."""
     async with pair() as both:
-        both.follower.error = ValueError("the tokenizer cannot be read")
+        both.subscriber.error = ValueError("the tokenizer cannot be read")
         with pytest.raises(ValueError, match="the tokenizer cannot be read"):
-            await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
+            await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
 async def test_what_is_served_first_must_be_adopted() -> None:
     """An HTTP process that cannot does not start."""
     both = Pair()
-    both.follower.error = ValueError("the tokenizer cannot be read")
+    both.subscriber.error = ValueError("the tokenizer cannot be read")
     ours, theirs = socket.socketpair()
     both.link.give(PEER, theirs)
     theirs.close()
@@ -669,34 +669,34 @@ async def test_what_is_served_first_must_be_adopted() -> None:
 async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleTexts) -> None:
     """Of every HTTP process that there is; one that dies has no requests."""
     async with pair() as both:
-        both.follower.hold.clear()
-        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.fronts.adopt((), {})
-        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        both.subscriber.hold.clear()
+        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.frontends.adopt((), {})
+        leaving = asyncio.create_task(both.frontends.left("tiny@1"))
         await asyncio.sleep(0.05)
         assert not leaving.done()
-        both.follower.hold.set()
+        both.subscriber.hold.set()
         await asyncio.wait_for(leaving, 30)
 
 
 async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
     """Neither a bundle that goes, nor who waits for it to adopt another."""
     async with pair() as both:
-        both.follower.hold.clear()
-        await both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.fronts.adopt((), {})
-        leaving = asyncio.create_task(both.fronts.left("tiny@1"))
+        both.subscriber.hold.clear()
+        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.frontends.adopt((), {})
+        leaving = asyncio.create_task(both.frontends.left("tiny@1"))
         await asyncio.sleep(0.05)
         both.lose()
         await asyncio.wait_for(leaving, 30)
-        await asyncio.wait_for(both.fronts.adopt((), {}), 30)
+        await asyncio.wait_for(both.frontends.adopt((), {}), 30)
 
 
 async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -> None:
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
-        both.follower.hold_models.clear()
-        adopting = asyncio.create_task(both.fronts.adopt((model("tiny@1"),), {"tiny@1": texts}))
+        both.subscriber.hold_models.clear()
+        adopting = asyncio.create_task(both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts}))
         await asyncio.sleep(0.05)
         assert not adopting.done()
         both.lose()
@@ -707,13 +707,13 @@ async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
     """The inference process may be open, but who asks would find no engine."""
     async with pair() as both:
         both.lose()
-        both.follower.hold_models.clear()
+        both.subscriber.hold_models.clear()
         connecting = asyncio.create_task(both.connect())
         await asyncio.sleep(0.3)
         assert not both.remote.load().ready
         with pytest.raises(errors.ReplicaLost):
             await both.remote.submit([text(1)])
-        both.follower.hold_models.set()
+        both.subscriber.hold_models.set()
         await asyncio.wait_for(connecting, 30)
 
 
@@ -723,7 +723,7 @@ async def test_orders_are_forwarded() -> None:
         command = LoadModel(path="a", by="ops", shadow=0.5)
         answer = await both.remote.execute(command)
         assert {"did": "load", **asdict(command)} == answer
-        both.curator.error = errors.Conflict("not that one", param="model")
+        both.manager.error = errors.Conflict("not that one", param="model")
         with pytest.raises(errors.Conflict, match="not that one"):
             await both.remote.execute(UnloadModel(model="a@1", by="ops"))
 
@@ -731,7 +731,7 @@ async def test_orders_are_forwarded() -> None:
 async def test_an_order_that_is_lost_is_not_given_again() -> None:
     """Nobody knows whether it was carried out, so who gave it is told."""
     async with pair() as both:
-        both.curator.hold = asyncio.Event()
+        both.manager.hold = asyncio.Event()
         ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
         await asyncio.sleep(0.05)
         both.lose()

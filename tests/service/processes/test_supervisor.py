@@ -76,12 +76,12 @@ def test_a_system_without_room_for_a_process_is_tried_again(
 async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> None:
     """An HTTP process that reports none gets another; reports while there is no inference process are in vain."""
     main = Processes(Settings(), [])
-    front = child(main, "http")
-    main._hear(front[0], {"missing": "P"})
-    assert front[0].serves is None  # such a report says nothing of that
+    frontend = child(main, "http")
+    main._hear(frontend[0], {"missing": "P"})
+    assert frontend[0].serves is None  # such a report says nothing of that
     back = child(main, "inference")
-    main._hear(front[0], {"missing": "P"})
-    one, other = await anext(front[1]), await anext(back[1])
+    main._hear(frontend[0], {"missing": "P"})
+    one, other = await anext(frontend[1]), await anext(back[1])
     assert (PEER, PEER) == (one.kind, other.kind)
     assert one.end is not None
     assert other.end is not None
@@ -89,44 +89,44 @@ async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> 
     assert b"hello" == other.end.recv(5)
     one.end.close()
     other.end.close()
-    close(front, back)
+    close(frontend, back)
 
 
 async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it did not help for so long, both processes are started again."""
     monkeypatch.setattr(supervisor, "REPEATS", 3)
     main = Processes(Settings(), [])
-    front, back = child(main, "http"), child(main, "inference")
+    frontend, back = child(main, "http"), child(main, "inference")
     for _ in range(2):
-        main._hear(front[0], {"missing": "P"})
-    killed = [made.process for made, _ in (front, back)]
+        main._hear(frontend[0], {"missing": "P"})
+    killed = [made.process for made, _ in (frontend, back)]
     assert [False, False] == [process.killed for process in killed]  # type: ignore[attr-defined]
-    main._hear(front[0], {"missing": "P"})
+    main._hear(frontend[0], {"missing": "P"})
     assert [True, True] == [process.killed for process in killed]  # type: ignore[attr-defined]
-    close(front, back)
+    close(frontend, back)
 
 
 async def test_a_child_that_takes_no_order_is_ended() -> None:
     """Its queue is full, so it would miss what the others act on; the next one is connected anew."""
     main = Processes(Settings(), [])
-    front = child(main, "http")
-    while front[0].link.give(DRAIN):
+    frontend = child(main, "http")
+    while frontend[0].link.give(DRAIN):
         pass
-    main._give(front[0], DRAIN)
-    assert front[0].process.killed  # type: ignore[attr-defined]
-    close(front)
+    main._give(frontend[0], DRAIN)
+    assert frontend[0].process.killed  # type: ignore[attr-defined]
+    close(frontend)
 
 
 async def test_new_keys_reach_children_of_now_and_later() -> None:
     """HTTP processes get them by an order, again if they report it missing, and the next ones at their start."""
     old, new = {"a": Key(sha256="1" * 64)}, {"b": Key(sha256="2" * 64)}
     main = Processes(Settings(keys=old), [])
-    front = child(main, "http")
+    frontend = child(main, "http")
     main._change_keys(new)
-    main._hear(front[0], {"missing": "K"})
+    main._hear(frontend[0], {"missing": "K"})
     for _ in range(2):
-        order = await anext(front[1])
+        order = await anext(frontend[1])
         assert (KEYS, new) == (order.kind, load_keys(order.text))
     settings = supervisor.brief(main._settings, None).splitlines()[0]
     assert ["b"] == [*json.loads(settings)["keys"]]
-    close(front)
+    close(frontend)

@@ -22,7 +22,7 @@ class Watched:
 
     def __init__(self, curated: Curated) -> None:
         self.curated = curated
-        self.watcher = DirectoryWatcher(curated.models_dir, curated.curator)
+        self.watcher = DirectoryWatcher(curated.models_dir, curated.manager)
 
     def save(self, name: str, version: str, /, **manifest: object) -> Path:
         """Write a version in a directory of that name, as `export` does."""
@@ -63,7 +63,7 @@ async def test_of_several_the_last_answers(watched: Watched) -> None:
     for version in ("2", "3", "4"):
         watched.save(version, version)
     await watched.looks()
-    adopted = watched.curated.follower.adopted
+    adopted = watched.curated.subscriber.adopted
     answered = [model.id for models in adopted for model in models if model.state == "current"]
     assert ["tiny@1", "tiny@1", "tiny@1", "tiny@4"] == answered
     assert {"tiny@1", "tiny@2", "tiny@3", "tiny@4"} == {*watched.curated.device.texts}
@@ -96,9 +96,9 @@ async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watch
     await watched.curated.unload("tiny@1")
     shutil.rmtree(watched.curated.models_dir / "a")
     watched.save("c", "3")
-    before = len(watched.curated.follower.adopted)
+    before = len(watched.curated.subscriber.adopted)
     assert {"tiny@3 current", "other@1 current"} == {*await watched.looks()}
-    since = watched.curated.follower.adopted[before:]
+    since = watched.curated.subscriber.adopted[before:]
     assert all("tiny" in {model.name for model in models} for models in since)
 
 
@@ -124,7 +124,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
     """Told of once; and what stays in the way for other reasons is not tried at every look."""
     watched.save("a", "2")
     await watched.looks()
-    watched.curated.follower.hold.clear()
+    watched.curated.subscriber.hold.clear()
     leaving = asyncio.create_task(watched.curated.unload("tiny@2"))
     while "tiny@2 draining" not in await watched.curated.shown():
         await asyncio.sleep(0.001)
@@ -132,7 +132,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
     with capture_logs() as logs:
         for _ in range(4):
             await watched.watcher.heed(look(watched.curated.models_dir))
-        watched.curated.follower.hold.set()
+        watched.curated.subscriber.hold.set()
         await leaving
         assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
     reasons = [line["reason"] for line in logs if line["event"] == "refused"]
@@ -212,7 +212,7 @@ async def test_what_an_administrator_decided_stands(watched: Watched) -> None:
     await watched.curated.unload("tiny@2")
     expected = await watched.looks(3)
     assert not any("tiny@2" in state for state in expected)
-    watched.watcher = DirectoryWatcher(watched.curated.models_dir, watched.curated.curator)
+    watched.watcher = DirectoryWatcher(watched.curated.models_dir, watched.curated.manager)
     shutil.rmtree(watched.curated.models_dir / "a")
     assert expected == await watched.looks(3)
 

@@ -73,9 +73,9 @@ class Curated:
         self.device = device
         self.settings = settings
         self.reports: list[Mapping[str, Any]] = []
-        self.follower = FakeFollower()
+        self.subscriber = FakeFollower()
         self.metrics = metrics
-        self.curator = ModelManager(device, settings, metrics, self.report)
+        self.manager = ModelManager(device, settings, metrics, self.report)
 
     async def report(self, report: Mapping[str, Any]) -> None:
         self.reports.append(report)
@@ -84,16 +84,16 @@ class Curated:
         return save_version(self.full, self.models_dir / version, version, **manifest)
 
     async def load(self, path: Path | str, **order: Any) -> Mapping[str, Any]:
-        return await self.curator.execute(LoadModel(path=str(path), by="ops", **order))
+        return await self.manager.execute(LoadModel(path=str(path), by="ops", **order))
 
     async def unload(self, model: str) -> Mapping[str, Any]:
-        return await self.curator.execute(UnloadModel(model=model, by="ops"))
+        return await self.manager.execute(UnloadModel(model=model, by="ops"))
 
     async def roll_back(self, name: str) -> Mapping[str, Any]:
-        return await self.curator.execute(RollBackModel(model=name, by="ops"))
+        return await self.manager.execute(RollBackModel(model=name, by="ops"))
 
     async def shown(self) -> list[str]:
-        models = (await self.curator.execute(ListModels()))["models"]
+        models = (await self.manager.execute(ListModels()))["models"]
         return [f"{model['id']} {model['state']}" for model in models]
 
     async def gone(self, model: str) -> None:
@@ -115,8 +115,8 @@ async def curated(
     metrics = Metrics()
     async with open_device(settings, metrics) as device:
         made = Curated(tiny_bundle, models_dir, device, settings, metrics)
-        made.curator.open()
-        await made.curator.follow(made.follower)
+        made.manager.open()
+        await made.manager.follow(made.subscriber)
         yield made
 
 
@@ -125,8 +125,8 @@ async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -
     curated.save("2")
     answer = await curated.load("2")
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
-    assert curated.curator.models == curated.follower.adopted[-1]
-    assert {"tiny@1", "tiny@2"} == {*curated.device.texts} == {*curated.follower.texts}
+    assert curated.manager.models == curated.subscriber.adopted[-1]
+    assert {"tiny@1", "tiny@2"} == {*curated.device.texts} == {*curated.subscriber.texts}
     assert ("tiny@2", "tiny@1", []) == (
         answer["model"]["id"],
         answer["previous"]["id"],
@@ -146,12 +146,12 @@ async def test_only_one_old_version_is_kept(curated: Curated) -> None:
 async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
     """The old one goes as soon as nobody is with it."""
     curated.save("2")
-    curated.follower.hold.clear()
+    curated.subscriber.hold.clear()
     answer = await curated.load("2", keep_old=False)
     assert (None, ["tiny@1"]) == (answer["previous"], answer["unloading"])
     assert ["tiny@2 current", "tiny@1 draining"] == await curated.shown()
     assert "tiny@1" in curated.device.texts
-    curated.follower.hold.set()
+    curated.subscriber.hold.set()
     await curated.gone("tiny@1")
     assert ["tiny@2 current"] == await curated.shown()
 
@@ -167,16 +167,16 @@ async def test_there_and_back(curated: Curated) -> None:
     shutil.rmtree(curated.models_dir / "2")
     for expected in ("tiny@1", "tiny@2"):
         assert expected == (await curated.roll_back("tiny"))["model"]["id"]
-        assert expected == curated.follower.adopted[-1][0].id
+        assert expected == curated.subscriber.adopted[-1][0].id
 
 
 async def test_the_same_again_changes_nothing(curated: Curated) -> None:
     """A version that answers already may be loaded by who cannot know; one that is kept answers again."""
     curated.save("2")
     await curated.load("2")
-    told = len(curated.follower.adopted)
+    told = len(curated.subscriber.adopted)
     assert "current" == (await curated.load("2"))["model"]["state"]
-    assert told == len(curated.follower.adopted)
+    assert told == len(curated.subscriber.adopted)
     await curated.roll_back("tiny")
     await curated.load("2")
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
@@ -193,12 +193,12 @@ async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
 async def test_who_goes_is_not_loaded_again_before_it_is_gone(curated: Curated) -> None:
     """Two bundles of one id could not be told apart."""
     curated.save("2")
-    curated.follower.hold.clear()
+    curated.subscriber.hold.clear()
     shutil.copytree(curated.settings.bundles[0], curated.models_dir / "1")
     await curated.load("2", keep_old=False)
     with pytest.raises(Conflict, match="tiny@1 is being unloaded"):
         await curated.load("1")
-    curated.follower.hold.set()
+    curated.subscriber.hold.set()
     await curated.gone("tiny@1")
     await curated.load("1")
     assert ["tiny@1 current", "tiny@2 previous"] == await curated.shown()
@@ -242,7 +242,7 @@ async def test_what_must_not_be_served_changes_nothing(
         await curated.load("2")
     assert ["tiny@1 current"] == await curated.shown()
     assert ["tiny@1"] == [*curated.device.texts]
-    assert 1 == len(curated.follower.adopted)
+    assert 1 == len(curated.subscriber.adopted)
     assert [] == curated.reports
     (told,) = [line for line in lines if line["event"] == "refused"]
     assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
@@ -251,12 +251,12 @@ async def test_what_must_not_be_served_changes_nothing(
 async def test_what_cannot_be_adopted_is_taken_back(curated: Curated) -> None:
     """A bundle that one HTTP process cannot read is served by none."""
     curated.save("2")
-    curated.follower.problem = "the tokenizer cannot be read"
+    curated.subscriber.problem = "the tokenizer cannot be read"
     with pytest.raises(BadBundle, match="the tokenizer cannot be read"):
         await curated.load("2")
     await curated.gone("tiny@2")
     assert ["tiny@1 current"] == await curated.shown()
-    assert ["tiny@1"] == [model.id for model in curated.follower.adopted[-1]]
+    assert ["tiny@1"] == [model.id for model in curated.subscriber.adopted[-1]]
     assert [] == curated.reports
 
 
@@ -280,7 +280,7 @@ async def test_loading_is_seen_and_serving_goes_on(
     await opening.wait()
     await asyncio.sleep(0.01)
     assert ["tiny@1 current", "None loading"] == await curated.shown()
-    AdminModelsResponse.model_validate(await curated.curator.execute(ListModels()))
+    AdminModelsResponse.model_validate(await curated.manager.execute(ListModels()))
     go_on.set()
     await asyncio.gather(*loads)
     await curated.gone("tiny@1")
@@ -335,7 +335,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
     await asyncio.sleep(0.01)
     going = asyncio.create_task(curated.unload("tiny@1"))
     await asyncio.sleep(0.05)
-    models = (await curated.curator.execute(ListModels()))["models"]
+    models = (await curated.manager.execute(ListModels()))["models"]
     assert [("tiny@2", "current", 0), ("tiny@1", "draining", 1)] == [
         (model["id"], model["state"], model["requests"]) for model in models
     ]
@@ -400,7 +400,7 @@ async def test_one_may_stand_by_first(curated: Curated) -> None:
     )
     assert ["tiny@1 current", "tiny@2 pinned"] == await curated.shown()
     await curated.load("2", promote=False)
-    assert 2 == len(curated.follower.adopted)
+    assert 2 == len(curated.subscriber.adopted)
     with pytest.raises(NewEmbeddingSpace):
         await curated.load("2")
     await curated.load("2", allow_new_embedding_space=True)
@@ -510,7 +510,7 @@ async def again(curated: Curated, stack: AsyncExitStack) -> Curated:
     metrics = Metrics()
     device = await stack.enter_async_context(open_device(curated.settings, metrics))
     made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
-    made.curator.open(curated.reports[-1]["resume"])
+    made.manager.open(curated.reports[-1]["resume"])
     return made
 
 
@@ -521,7 +521,7 @@ async def test_the_next_process_serves_the_same(curated: Curated) -> None:
     await curated.roll_back("tiny")
     async with AsyncExitStack() as stack:
         after = await again(curated, stack)
-        assert curated.curator.models == after.curator.models
+        assert curated.manager.models == after.manager.models
         assert ["tiny@1 current", "tiny@2 previous"] == await after.shown()
 
 

@@ -784,7 +784,7 @@ def broken(*_: object) -> None:
         "middleware.early_rejection.Admission.__call__",
         "server.connection.Protocol.on_message_complete",
         "server.connection.Protocol.on_body",
-        "middleware.request_context.new_exchange",
+        "middleware.request_context.new_context",
     ],
 )
 async def test_our_bug_is_never_a_bad_request(
