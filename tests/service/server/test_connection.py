@@ -781,7 +781,7 @@ def broken(*_: object) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "middleware.early_rejection.Admission.__call__",
+        "middleware.early_rejection.EarlyRejection.__call__",
         "server.connection.Protocol.on_message_complete",
         "server.connection.Protocol.on_body",
         "middleware.request_context.new_context",
