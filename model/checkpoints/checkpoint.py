@@ -299,7 +299,9 @@ def init_from(model: Model, source: str | Path) -> None:
     weights = read_weights(folder)
     family = family_of(model.config)
     fill(model.encoder, weights, trunk_names(family), folder)
-    _check_unused(weights, model.encoder, trunk_names(family), folder)
+    with torch.device("meta"):  # the source may have more layers than the model takes
+        whole = family.encoder(read_config(folder))
+    _check_unused(weights, whole, trunk_names(family), folder)
     if not family.encoder.has_pooler:
         return
     (dense,) = pooler_names(family)("dense.weight")
