@@ -18,14 +18,8 @@ from model.checkpoints.tokenizer_tables import (
     TOKENIZER_JSON,
 )
 
-TABLES: tuple[SettingsFile, ...] = (
-    TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
-    SPECIAL_TOKENS_MAP,
-    ADDED_TOKENS,
-    *CONFIG_TABLES,
-    *SENTENCE_TABLES,
-)
+TOKENIZER_TABLES = (TOKENIZER_CONFIG, TOKENIZER_JSON, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+TABLES: tuple[SettingsFile, ...] = (*TOKENIZER_TABLES, *CONFIG_TABLES, *SENTENCE_TABLES)
 MARKS = "<!-- settings: begin -->", "<!-- settings: end -->"
 
 

@@ -61,7 +61,7 @@ def generators(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Generat
     ("file", "setting"),
     [
         pytest.param(file, setting, id=f"{file.file}-{setting.name}")
-        for file in tables.TABLES
+        for file in tables.TOKENIZER_TABLES
         for setting in file.settings
     ],
 )
