@@ -83,13 +83,13 @@ def described(family: Family) -> list[str]:
     module = inspect.getmodule(family.encoder)
     assert module is not None
     assert module.__doc__ is not None
-    file = Path(str(module.__file__)).name
+    path = module.__name__.replace(".", "/") + ".py"
     said = re.split(r"(?<! al)\.\s", " ".join(module.__doc__.split()))[0]  # but for "et al."
     heads = [*family.heads, "embedding"]
     objectives = ["masked LM", *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
         objectives.append("replaced tokens")
-    cells = [f"`{family.model_type}`", f"[{file}](../model/{file}): {said}"]
+    cells = [f"`{family.model_type}`", f"[{Path(path).name}](../{path}): {said}"]
     return [*cells, ", ".join(heads), ", ".join(objectives), family.tokenizer]
 
 

@@ -104,7 +104,9 @@ def joint(scratch: Path, seed: int = 0) -> Path:
     draw(model.heads["answers"].qa_outputs, "qa", generator)
     part = out.with_name(f"{out.name}.part")
     ours.save_joint(part, model, minilm() / "tokenizer.json")
-    (part / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": MAX_TOKENS}))
+    settings = part / "tokenizer_config.json"
+    limited = {**json.loads(settings.read_text()), "model_max_length": MAX_TOKENS}
+    settings.write_text(json.dumps(limited))
     part.rename(out)
     return out
 

@@ -7,11 +7,12 @@ import atexit
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, NoReturn, TextIO, cast
 
 import orjson
 import structlog
@@ -69,6 +70,12 @@ def close() -> None:
     """Wait for the last lines to be written, a second at most: before `os._exit`, and when the interpreter ends."""
     for writer in _writers:
         writer.close()
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End the process without waiting for its threads, once the last lines are written."""
+    close()
+    os._exit(status)
 
 
 def shared_processors(console: bool) -> list[Processor]:

@@ -1,7 +1,6 @@
 """An HTTP process that computes nothing."""
 
 import asyncio
-import os
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,5 +91,4 @@ async def needed(work: Coroutine[Any, Any, None]) -> None:
 def give_up(problem: str = "a message of the inference process cannot be received") -> None:
     """End, to be started again: draining would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)
-    logs.close()
-    os._exit(1)
+    logs.exit_at_once(1)

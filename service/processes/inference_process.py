@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import itertools
-import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -326,8 +325,7 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         watching.cancel()
         if not serving.done():
             log.error("inference cannot go on", problem=device.load().problem)
-            logs.close()
-            os._exit(1)  # any other way to end would wait for a thread that hangs
+            logs.exit_at_once(1)  # any other way to end would wait for a thread that hangs
         serving.result()
 
 

@@ -1,7 +1,6 @@
 """HTTP and inference in one process."""
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from service.engines.registry import Engines
 from service.errors import NotReady
 from service.key_files import KeyFiles
 from service.middleware.access import KeyCheck
+from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
 from service.rollout.directory_watcher import watch
 from service.rollout.manager import ModelManager
@@ -65,7 +65,7 @@ class SingleServer(Server):
                 self.service.check_alive()
             except NotReady as error:
                 log.error("the service cannot go on", problem=error.message)
-                os._exit(CANNOT_GO_ON)
+                exit_at_once(CANNOT_GO_ON)
 
 
 @asynccontextmanager

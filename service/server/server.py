@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from service.middleware.body_memory import BODIES
 from service.middleware.request_context import RequestLifecycle
 from service.middleware.service_state import Service
+from service.observability.logs import exit_at_once
 from service.server.connection import Protocol
 from service.server.excess import Excess
 from service.server.flow_control import BODY_PIECE, Hangups, Reader, piece_size
@@ -127,7 +128,7 @@ class Server(uvicorn.Server):
     def lose_listener(self) -> None:
         """The event loop has closed a listener, as it does where the system refuses to go on: end at once."""
         log.error("the service cannot go on", problem="a listening socket was closed")
-        os._exit(CANNOT_GO_ON)
+        exit_at_once(CANNOT_GO_ON)
 
 
 def connections(settings: Settings, reception: RequestLifecycle) -> type[asyncio.Protocol]:

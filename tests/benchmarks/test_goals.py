@@ -137,7 +137,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         raise servers.StartError("no such luck")
 
     def finds(*_, **__):
-        return [goals.checks.Check("speed", [1.0], 0.9)], {"rates": [1.23456]}
+        return [goals.goal_checks.Check("speed", [1.0], 0.9)], {"rates": [1.23456]}
 
     monkeypatch.setattr(goals, "PARTS", {"bulk": fails, "bundles": finds})
     monkeypatch.setattr(servers, "to_bundle", lambda *_: tmp_path)

@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no config": (drop("config.json"), [], "config.json is missing"),
     "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
     "no tokenizer": (drop("tokenizer.json"), [], "needs tokenizer.json, which is missing"),
-    "no checkpoint": (shutil.rmtree, [], "not a local directory, and not to be had from the hub"),
+    "no checkpoint": (shutil.rmtree, [], "is no local directory, and the hub does not provide it"),
     "name": (lambda _: None, ["--name", "a b"], "--name: 'a b' may have letters"),
     "version": (lambda _: None, ["--version", "1@2"], "--version: '1@2' may have letters"),
     "long": (

@@ -158,7 +158,7 @@ def test_hub_name(
     monkeypatch.setattr(
         huggingface_hub,
         "snapshot_download",
-        lambda name, allow_patterns: {"someone/bert": str(pretrained)}[name],
+        lambda name, **_: {"someone/bert": str(pretrained)}[name],
     )
 
     run(monkeypatch, "[MASK]", "--checkpoint", "someone/bert")

@@ -413,7 +413,7 @@ class TestSamples:
         np.savez(tmp_path / "corpus.npz", **vars(spoken))
         program = (
             "import sys, numpy; from model.data.corpus import Corpus;"
-            "from tests.model.test_samples import digest, sampled;"
+            "from tests.model.data.test_pretraining_batches import digest, sampled;"
             "corpus = Corpus(**numpy.load(sys.argv[1]));"
             f"print(digest(sampled(corpus, {pairs!r})))"
         )
