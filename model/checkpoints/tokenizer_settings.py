@@ -181,7 +181,7 @@ def _read_decoder(settings: TokenizerSettings, path: Path, decoder: Any) -> None
 
 
 def _read_map(settings: TokenizerSettings, path: Path) -> None:
-    """Merge `special_tokens_map.json`, whose values replace those of `tokenizer_config.json`."""
+    """Merge `special_tokens_map.json`, whose values replace the values of `tokenizer_config.json`."""
     lists = ("extra_special_tokens", "additional_special_tokens")
     for name, value in read_object(path).items():
         if not name.endswith("_token") and name not in lists:

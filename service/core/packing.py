@@ -41,7 +41,7 @@ class Layout:
         return int(self.unpack.shape[1])
 
     def token_offset(self, multiple: int = 1) -> Int32s:
-        """`[B, S]` flat slots: those of the real tokens first, then the padding (CUDA's packed attention).
+        """`[B, S]` flat slots: the slots of real tokens first, then the padding slots (CUDA's packed attention).
 
         Here S is the longest sequence's length, rounded up to a multiple.
         """

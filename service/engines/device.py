@@ -31,7 +31,7 @@ class Device(Protocol):
 
     @property
     def max_queue_tokens(self) -> int:
-        """Tokens that may wait, those of one request included."""
+        """Tokens that may wait, including the tokens of a new request."""
 
     def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None

@@ -21,7 +21,7 @@ class Service:
     settings: Settings
     metrics: Recorder
     engines: Engines | None = None
-    leaving: bool = False  # others should be asked; who asks all the same is answered
+    leaving: bool = False  # clients should go elsewhere; requests are still answered
     draining: bool = False
     room: MemoryBudget = field(init=False)
 

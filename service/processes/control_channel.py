@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-LEAVE = b"L"  # say that others should be asked, and answer who asks all the same
+LEAVE = b"L"  # report not ready, and still answer requests
 DRAIN = b"D"  # answer what was accepted, then end
 PEER = b"P"  # comes with one end of a channel to another process
 KEYS = b"K"  # comes with a file in memory that holds all API keys
@@ -108,7 +108,7 @@ class ControlChannel(AsyncIterator[Order]):
         self._keep_reserve()
 
     async def report(self, report: Report) -> None:
-        """Tell the main process; when it is gone, nobody."""
+        """Send a report to the main process, unless it is gone."""
         line = json.dumps(report).encode() if report else b""
         async with self._saying:
             if self._end.fileno() >= 0:

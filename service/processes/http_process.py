@@ -51,7 +51,7 @@ class Worker(Server):
                 task.cancel()
 
     async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
-        """The main process hears it first: from then on it sees when we hang."""
+        """Report to the main process first: from then on it notices a hang."""
         await self.orders.report({})
         self.tasks.append(asyncio.create_task(self.orders.beat()))
         await super().say_it_serves(sockets)

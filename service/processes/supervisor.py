@@ -68,7 +68,7 @@ class Child:
 
 
 class Processes:
-    """One inference process and so many HTTP processes, kept alive until the service is to end.
+    """One inference process and the HTTP processes, kept alive until the service ends.
 
     source: where API keys are read again
     """
@@ -88,7 +88,7 @@ class Processes:
         self._served: set[str] = set()  # roles of which one has been able to serve
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
         self._draining = False
-        self._over = False  # whoever is left is to end
+        self._over = False  # the remaining processes are to end
         self._status = 0
 
     async def run(self) -> int:
@@ -152,7 +152,7 @@ class Processes:
                 return
 
     async def _watch(self) -> None:
-        """Kill whoever serves and says nothing for so long; one that still opens its bundles may take its time."""
+        """Kill a serving process without a heartbeat for `hang_s`; one that still opens its bundles may take longer."""
         while True:
             await self._stall_clock.tick()
             for child in self._children:
@@ -164,7 +164,7 @@ class Processes:
                     self._end(child)
 
     def _wanted(self, role: str) -> bool:
-        """While the service drains, nobody new speaks HTTP, but what was accepted has still to be computed."""
+        """While the service drains, start no HTTP process; accepted requests are still computed."""
         if self._over:
             return False
         return not self._draining or (role == "inference" and bool(self._of("http")))
@@ -215,7 +215,7 @@ class Processes:
         self._served.add(child.role)
 
     def _introduce(self, new: Child) -> None:
-        """Connect a child with those of the other kind."""
+        """Connect a child with the children of the other kind."""
         for other in self._children:
             if other.role != new.role:
                 self._connect(new, other)
@@ -288,7 +288,7 @@ class Processes:
             self._leaving.cancel()
         if not self._draining:
             for listener in self._listeners:
-                listener.close()  # or who connects when the HTTP processes listen no more would wait here
+                listener.close()  # or a client would wait here once the HTTP processes no longer listen
             patience_s = self._settings.drain_s + OVERTIME_S
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True
@@ -310,7 +310,7 @@ class Processes:
 
 
 def brief(settings: Settings, resume: object) -> bytes:
-    """What a child is told on its standard input: settings, and what a process before it left."""
+    """The start-up configuration on a child's standard input: settings, and what the previous process reported."""
     return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
 
 

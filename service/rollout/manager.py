@@ -276,7 +276,7 @@ class ModelManager:
 
     async def _serve(self, models: Models) -> None:
         """Have all requests go there from now on, and let go of all other bundles. Raises BadBundle."""
-        assert self._subscriber is not None, "our bug: nobody follows"
+        assert self._subscriber is not None, "our bug: there is no subscriber"
         before, self.models = self.models, models
         try:
             await self._subscriber.adopt(models, self._device.texts)

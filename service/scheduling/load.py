@@ -25,7 +25,7 @@ CLEAR_SHARE = 0.3  # within it, a request needs no exact judgment in the queue
 
 
 class Flow(NamedTuple):
-    """Who asks for what; priority: an index of `priority.CLASSES`."""
+    """The requests of one model, class and tenant; priority: an index of `priority.CLASSES`."""
 
     bundle: str
     priority: int = 0

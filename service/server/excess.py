@@ -10,8 +10,8 @@ class Abortable(Protocol):
 class Excess:
     """The excess connections of one process, oldest first; `limit`: how many are kept open.
 
-    Without a limit, a flood would take every descriptor that the process is allowed, and with them those of health
-    checks and of the channel to a new inference process.
+    Without a limit, a flood would take every descriptor that the process is allowed, including the descriptors for
+    health checks and for the channel to a new inference process.
     """
 
     def __init__(self, limit: int) -> None:

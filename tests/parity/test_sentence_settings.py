@@ -300,7 +300,7 @@ def test_broken_modules(case: str, folder: Path) -> None:
 
 
 def test_unused_tensor_of_a_dense(folder: Path) -> None:
-    """A tensor that a dense layer has no use for is refused by name."""
+    """A tensor that a dense layer does not use is refused by name."""
     path = folder / "2_Dense/model.safetensors"
     save_file({**load_file(path), "residual.weight": torch.ones(20, 32)}, path)
     with pytest.raises(CheckpointError, match=r"2_Dense: .* residual\.weight"):
@@ -367,7 +367,7 @@ def test_every_setting_of_the_root_is_in_a_table() -> None:
 
 
 def test_files_of_the_transformer() -> None:
-    """The file names are those of sentence-transformers, in its order."""
+    """The file names are the ones that sentence-transformers reads, in its order."""
     source = inspect.getsource(Transformer.load_config)
     assert [*SENTENCE_FILES] == re.findall(r'"(sentence_[\w-]+_config\.json)"', source)
 

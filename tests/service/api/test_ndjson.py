@@ -42,7 +42,7 @@ def test_who_wants_lines_says_so(accept: str, lines: bool) -> None:
 
 
 async def test_what_came_meanwhile_is_taken_together() -> None:
-    """NdjsonStream that wait leave at once, and the end is told after them."""
+    """Waiting lines are sent at once, and the end after them."""
     lines = NdjsonStream()
     lines.add({"index": 1})
     lines.add({"index": 0})
@@ -59,7 +59,7 @@ async def test_what_came_meanwhile_is_taken_together() -> None:
 
 @each_task
 async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> None:
-    """NdjsonStream hold what the one object would hold, and the last sums up."""
+    """The lines contain what the one object would contain, and the last line sums up."""
     body = BODIES[path] if path == "/qa" else {"inputs": ["a", "b"]}
     whole = (await client.post(path, json=body)).json()
     *results, summary = lines_of(await client.post(path, json=body, headers=IN_LINES))

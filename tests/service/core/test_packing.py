@@ -66,7 +66,7 @@ class TestLayout:
 
     @given(LENGTHS, st.sampled_from([1, 3, 8]))
     def test_token_offset(self, lengths: list[int], multiple: int) -> None:
-        """`token_offset` lists the slots of all real tokens in order, then those of the padding; S is a multiple."""
+        """`token_offset` lists the slots of all real tokens in order, then the padding slots; S is a multiple."""
         columns = next(n for n in itertools.count(max(lengths)) if n % multiple == 0)
 
         found = make_layout(lengths).token_offset(multiple)

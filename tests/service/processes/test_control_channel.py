@@ -1,4 +1,4 @@
-"""ControlChannel go to a child and reports come back, whole and in order, until one of the two is gone."""
+"""Commands reach a child and its reports come back, whole and in order, until one of the two is gone."""
 
 import asyncio
 import os
@@ -27,14 +27,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def linked() -> tuple[ChildControl, ControlChannel, list[Report]]:
-    """Both ends, and what the main process hears."""
+    """Both ends, and the reports that the main process receives."""
     heard: list[Report] = []
     ours, theirs = socket.socketpair()
     return ChildControl(ours, heard.append), ControlChannel(theirs), heard
 
 
 async def test_orders_end_with_the_main_process() -> None:
-    """ControlChannel come one by one, each with its socket, until there is nobody to give any."""
+    """Commands arrive one by one, each with its socket, until the main process is gone."""
     link, given, _ = linked()
     one, other = socket.socketpair()
     link.give(PEER, one)
@@ -72,7 +72,7 @@ async def test_orders_to_the_dead_are_dropped() -> None:
 
 
 async def test_orders_to_the_deaf_are_dropped() -> None:
-    """A child that does not listen does not stop who gives the orders."""
+    """A child that does not read does not block the main process."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
     assert link.give(DRAIN)
@@ -146,7 +146,7 @@ async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
 
 
 async def test_reports_come_whole_and_in_order(monkeypatch: Any) -> None:
-    """Signs of life and what is said between them are told apart, also where much is said at once."""
+    """Heartbeats and reports are distinguished, also where many arrive at once."""
     monkeypatch.setattr(control_channel, "BEAT_S", 0.001)
     link, given, heard = linked()
     beating = asyncio.create_task(given.beat())

@@ -22,7 +22,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[EventDict]) -> None:
-    """Whoever reads in the log that it serves may rely on being noticed when it hangs."""
+    """Once the log states that a process serves, a hang of it is noticed."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     worker = Worker(Settings(http_workers=1), ControlChannel(theirs))

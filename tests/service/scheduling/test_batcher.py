@@ -259,7 +259,7 @@ LONG = Budget(tokens=16_384, size=64, area=2**25)  # B * S * S
     ],
 )
 def test_plan_bounds_the_pairs_of_slots(first: int, others: list[int], batch: list[int]) -> None:
-    """Where attention stores a number for all pairs of slots, a long text has no short ones beside it."""
+    """Where attention stores a number for all pairs of slots, a long text shares its batch with no short one."""
     entries = [text(first), *map(text, others)]
     assert batch == lengths(plan(entries, STEEP, LONG, 0.0))
 
