@@ -63,7 +63,7 @@ class DistillSettings(finetune.FinetuneSettings):
     unit: str = (
         "sentences"  # or blocks, as long as max_length; or passages, of all lengths up to it
     )
-    corpus_batch_size: int = 32  # for passages, of those of max_length tokens; else more of them
+    corpus_batch_size: int = 32  # for passages: of max_length tokens each; of shorter ones more
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
