@@ -33,7 +33,7 @@ ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
 PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
-class Packed(nn.Module):
+class PackedGraph(nn.Module):
     """`[T]` tokens with their layout -> every head's output."""
 
     def __init__(self, model: Model) -> None:
@@ -105,7 +105,7 @@ def export_packed(model: Model) -> onnx.ModelProto:
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
-    return _trace(Packed(model), arrays, dims, PACKED_INPUTS, list(model.described))
+    return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, list(model.described))
 
 
 def export_cuda(model: Model) -> onnx.ModelProto:

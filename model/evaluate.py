@@ -36,7 +36,9 @@ from service.core.encode import Encoded, Encoder, Encoding
 
 Floats = NDArray[np.float32]
 Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
-Outputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, and what they gave
+HeadOutputs = Sequence[
+    tuple[Encoded, list[Floats]]
+]  # of each text: its windows, and what they gave
 
 BATCH_TOKENS = 8192  # slots of one evaluation batch, padding counted
 STRIDE = 64
@@ -126,7 +128,7 @@ def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32
 
 
 def judge_texts(
-    found: Sequence[labelled_rows.Text], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.Text], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
     """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; of grades, correlations, and
     average precision where a single label holds or not."""
@@ -183,7 +185,7 @@ def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, flo
 
 
 def judge_sentences(
-    found: Sequence[labelled_rows.Sentence], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.Sentence], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
     """F1, precision and recall of whole entities (CoNLL's); a word's tag is its first token's."""
     answers = [
@@ -226,7 +228,7 @@ def word_tags(
 
 
 def judge_questions(
-    found: Sequence[labelled_rows.QuestionRow], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.QuestionRow], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
     """Exact match and F1 as SQuAD counts them.
 
@@ -324,7 +326,7 @@ def _words_f1(words: list[str], gold: list[str]) -> float:
 
 
 def judge_vectors(
-    found: Sequence[labelled_rows.Similar], texts: Outputs, head: bundle.Head
+    found: Sequence[labelled_rows.Similar], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
     """Spearman and Pearson of the cosine with the score; without scores, how well positives are found."""
     examples.check(found, head)

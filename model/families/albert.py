@@ -52,7 +52,7 @@ class AlbertConfig(BertConfig):
         return super().keeping(layers)
 
 
-class Embeddings(BertEmbeddings):
+class AlbertEmbeddings(BertEmbeddings):
     """BERT's, E wide, and brought to H."""
 
     def __init__(self, config: AlbertConfig):
@@ -66,7 +66,7 @@ class Embeddings(BertEmbeddings):
 class Albert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = AlbertEmbeddings
 
     def make_layers(self, config: AlbertConfig) -> nn.ModuleList:
         groups = range(config.num_hidden_groups)

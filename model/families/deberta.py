@@ -159,7 +159,7 @@ def bucket(distance: Tensor, count: int, farthest: int) -> Tensor:
     return torch.where(distance.abs() <= half, distance, distance.sign() * coarse)
 
 
-class Embeddings(nn.Module):
+class DebertaEmbeddings(nn.Module):
     """Token, and segment and position where the configuration has them, brought from E to H and normalised."""
 
     def __init__(self, config: DebertaConfig):
@@ -224,7 +224,7 @@ class Table(nn.Module):
         return Distances(table, before, after)
 
 
-class SelfAttention(nn.Module):
+class DebertaSelfAttention(nn.Module):
     """Query, key and value of tokens in one projection; distances have a key for queries and a query for keys."""
 
     def __init__(self, config: DebertaConfig):
@@ -306,7 +306,7 @@ class Interleaved(nn.Module):
         return rows.transpose(1, 2).reshape(x.shape[0], -1) + bias  # [T, 3H]
 
 
-class FirstSelfAttention(SelfAttention):
+class FirstSelfAttention(DebertaSelfAttention):
     """The first version's."""
 
     def of_tokens(self, config: DebertaConfig) -> nn.Module:
@@ -342,7 +342,7 @@ class FirstVersionLayer(Layer):
 
 
 class SecondVersionLayer(Layer):
-    make_attention = SelfAttention
+    make_attention = DebertaSelfAttention
 
 
 class ConvolvedLayer(SecondVersionLayer):
@@ -359,7 +359,7 @@ class ConvolvedLayer(SecondVersionLayer):
 class Deberta(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = DebertaEmbeddings
     make_layer = FirstVersionLayer
     has_pooler = False
 

@@ -43,7 +43,7 @@ class DistilBertConfig(BertConfig):
         return super().from_dict({**config, **sizes})
 
 
-class Embeddings(nn.Module):
+class DistilBertEmbeddings(nn.Module):
     """Token + position, normalised."""
 
     def __init__(self, config: DistilBertConfig):
@@ -60,7 +60,7 @@ class Embeddings(nn.Module):
 class DistilBert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = DistilBertEmbeddings
     has_pooler = False
 
 

@@ -51,7 +51,7 @@ class ElectraConfig(BertConfig):
         )
 
 
-class Embeddings(BertEmbeddings):
+class ElectraEmbeddings(BertEmbeddings):
     """BERT's, E wide, and brought to H where that differs."""
 
     def __init__(self, config: ElectraConfig):
@@ -68,13 +68,13 @@ class Embeddings(BertEmbeddings):
 class Electra(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = ElectraEmbeddings
     has_pooler = False
 
 
 # -- what it is pretrained with ----------------------------------------------------------------------------------------
 
-Inputs = tuple[Tensor, Tensor, Tensor, Layout | Padded]  # ids, segments, positions [T]
+ElectraInputs = tuple[Tensor, Tensor, Tensor, Layout | Padded]  # ids, segments, positions [T]
 
 
 class Generator(nn.Module):
@@ -158,7 +158,7 @@ class ReplacedTokens(nn.Module):
         """What a checkpoint has, by the folder in it."""
         return {"": self.discriminator, "generator": self.generator}
 
-    def replace(self, inputs: Inputs, masked: Tensor, token_logits: Tensor) -> Inputs:
+    def replace(self, inputs: ElectraInputs, masked: Tensor, token_logits: Tensor) -> ElectraInputs:
         """The inputs with a token drawn from the logits [M, V] at each masked index; nothing is learnt from drawing."""
         input_ids, *others = inputs
         probabilities = token_logits.detach().float().softmax(-1)
@@ -166,7 +166,7 @@ class ReplacedTokens(nn.Module):
         return (input_ids.index_copy(0, masked, drawn), *others)
 
     def losses(
-        self, inputs: Inputs, masked: Tensor, labels: Tensor, is_next: Tensor
+        self, inputs: ElectraInputs, masked: Tensor, labels: Tensor, is_next: Tensor
     ) -> dict[str, Tensor]:
         """The mean over masked tokens [M] of the generator's, and over all tokens [T] of the discriminator's.
 

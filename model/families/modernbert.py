@@ -165,7 +165,7 @@ def rotate(qkv: Tensor, num_heads: int, by: Rotation) -> Tensor:
     return torch.cat([torch.stack(turned, dim=3), halves[:, 2:]], dim=1).view_as(qkv)
 
 
-class Embeddings(nn.Module):
+class ModernBertEmbeddings(nn.Module):
     """Token and, where the configuration has that, the text it is of, normalised: to the first nothing is added.
 
     Where it stands, attention will know.
@@ -187,7 +187,7 @@ def norm(config: ModernBertConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.norm_bias)
 
 
-class SelfAttention(nn.Module):
+class ModernBertSelfAttention(nn.Module):
     """Query, key and value in one projection; the first two are turned."""
 
     def __init__(self, config: ModernBertConfig):
@@ -206,7 +206,7 @@ class SelfAttention(nn.Module):
         return self.output(attention(turned, self.num_heads, layout, dropout, bias))  # [T, H]
 
 
-class FeedForward(nn.Module):
+class ModernBertFeedForward(nn.Module):
     """One half of the wide layer says how much of the other passes (GeGLU, Shazeer 2020)."""
 
     def __init__(self, config: ModernBertConfig):
@@ -221,7 +221,7 @@ class FeedForward(nn.Module):
         return self.down(self.dropout(self.activation(gate) * value))  # [T, H]
 
 
-class Layer(nn.Module):
+class ModernBertLayer(nn.Module):
     """Pre-norm: each half looks at the stream normalised, and adds to the stream as it is."""
 
     def __init__(self, config: ModernBertConfig, index: int):
@@ -229,9 +229,9 @@ class Layer(nn.Module):
         self.kind = config.layer_types[index]
         # The first layer's input has just been normalised.
         self.attention_norm = norm(config) if index else nn.Identity()
-        self.attention = SelfAttention(config)
+        self.attention = ModernBertSelfAttention(config)
         self.feed_forward_norm = norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = ModernBertFeedForward(config)
 
     def forward(
         self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None
@@ -249,8 +249,10 @@ class ModernBert(nn.Module):
     def __init__(self, config: ModernBertConfig, pooler: bool = True):
         super().__init__()
         self.config = config
-        self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.embeddings = ModernBertEmbeddings(config)
+        self.layers = nn.ModuleList(
+            ModernBertLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = norm(config)
         self.apply(self.init_weights)
 
@@ -263,7 +265,7 @@ class ModernBert(nn.Module):
             module.weight.data[module.padding_idx] = 0.0
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, Layer):
+        if isinstance(module, ModernBertLayer):
             for adding in (module.attention.output, module.feed_forward.down):
                 adding.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
 
@@ -312,7 +314,7 @@ class Transform(nn.Module):
         return self.norm(nn.functional.gelu(self.dense(x)))
 
 
-class TokenClassification(nn.Module):
+class ModernBertTokenClassification(nn.Module):
     """Logits per token; of two labels for an answer's start and end."""
 
     def __init__(self, config: ModernBertConfig, num_labels: int = 2):
@@ -324,7 +326,7 @@ class TokenClassification(nn.Module):
         return self.classifier(self.head(hidden_states))  # [T, C]
 
 
-class SequenceClassification(TokenClassification):
+class ModernBertSequenceClassification(ModernBertTokenClassification):
     """Logits per text or pair."""
 
     def __init__(self, config: ModernBertConfig, num_labels: int):
@@ -335,7 +337,7 @@ class SequenceClassification(TokenClassification):
         return super().forward(self.pooled(hidden_states, layout), layout)  # [B, C]
 
 
-class MaskedLM(Transform):
+class ModernBertMaskedLM(Transform):
     """Then the word embeddings themselves as the output matrix (tied), plus a bias."""
 
     def __init__(self, config: ModernBertConfig):
@@ -369,10 +371,10 @@ MODERNBERT = replace(
     },
     heads={"classification": HEAD, "ner": HEAD, "qa": HEAD},
     make_heads={
-        "classification": SequenceClassification,
-        "ner": TokenClassification,
-        "qa": TokenClassification,
-        "masked_lm": MaskedLM,
+        "classification": ModernBertSequenceClassification,
+        "ner": ModernBertTokenClassification,
+        "qa": ModernBertTokenClassification,
+        "masked_lm": ModernBertMaskedLM,
     },
     objectives={
         "masked_lm": "decoder",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import Layout, Padded, count_slots
 from model.bert import Bert
-from model.families.distilbert import Embeddings as DistilBertEmbeddings
+from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
 from model.families.roberta import ROBERTA, RobertaConfig
 
 FARTHEST = 128  # tokens; beyond it all is equally far
@@ -38,7 +38,7 @@ class MPNetConfig(RobertaConfig):
         return 2  # whatever the padding token's id
 
 
-class Embeddings(DistilBertEmbeddings):
+class MPNetEmbeddings(DistilBertEmbeddings):
     """Token + position, normalised; the first positions are left out, as in RoBERTa."""
 
     def __init__(self, config: MPNetConfig):
@@ -53,7 +53,7 @@ class Embeddings(DistilBertEmbeddings):
 class MPNet(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = MPNetEmbeddings
 
     def __init__(self, config: MPNetConfig, pooler: bool = True):
         super().__init__(config, pooler)

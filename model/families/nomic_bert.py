@@ -15,7 +15,13 @@ from model.attention import Layout, Padded
 from model.bert import Bert, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
-from model.families.modernbert import FeedForward, Rotation, SelfAttention, read_theta, rotation
+from model.families.modernbert import (
+    ModernBertFeedForward,
+    ModernBertSelfAttention,
+    Rotation,
+    read_theta,
+    rotation,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ USUAL: dict[str, Any] = {
 }
 
 
-class Embeddings(nn.Module):
+class NomicBertEmbeddings(nn.Module):
     """Token + segment, normalised. Where it stands, attention will know."""
 
     def __init__(self, config: NomicBertConfig):
@@ -114,7 +120,7 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(self.word(input_ids) + self.token_type(token_type_ids)))
 
 
-class GatedFeedForward(FeedForward):
+class GatedFeedForward(ModernBertFeedForward):
     """Dropout comes after it, as in BERT, and not within."""
 
     def __init__(self, config: NomicBertConfig):
@@ -123,14 +129,14 @@ class GatedFeedForward(FeedForward):
 
 
 class NomicBertLayer(Layer):
-    make_attention = SelfAttention
+    make_attention = ModernBertSelfAttention
     make_feed_forward = GatedFeedForward
 
 
 class NomicBert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = NomicBertEmbeddings
     make_layer = NomicBertLayer
 
     def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Rotation:

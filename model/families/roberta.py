@@ -47,7 +47,7 @@ class RobertaConfig(BertConfig):
         return self.max_position_embeddings - self.first_position
 
 
-class Embeddings(BertEmbeddings):
+class RobertaEmbeddings(BertEmbeddings):
     """BERT's, of which there is one segment, and the first positions are left out."""
 
     def __init__(self, config: RobertaConfig):
@@ -62,7 +62,7 @@ class Embeddings(BertEmbeddings):
 class Roberta(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = Embeddings
+    make_embeddings = RobertaEmbeddings
 
 
 ROBERTA = replace(

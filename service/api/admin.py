@@ -11,9 +11,9 @@ from service.api.call import json_response, receive_json, service_of
 from service.api.native import Route
 from service.api.schemas import (
     AdminModelsResponse,
+    AdminRequest,
     IntroducedResponse,
     LoadRequest,
-    Order,
     PromoteRequest,
     UnloadedResponse,
     validate,
@@ -28,7 +28,7 @@ from service.engines.commands import (
 )
 from service.middleware.request_context import context_of
 
-T = TypeVar("T", bound=Order)
+T = TypeVar("T", bound=AdminRequest)
 
 router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
 

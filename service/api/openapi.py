@@ -15,12 +15,12 @@ from service import errors
 from service.api.decompression import ACCEPTED
 from service.api.ndjson import MEDIA_TYPE
 from service.api.schemas import (
+    AdminRequest,
     ClassifyRequest,
     EmbedRequest,
     ErrorResponse,
     LoadRequest,
     NerRequest,
-    Order,
     PromoteRequest,
     QaRequest,
     Request,
@@ -32,7 +32,7 @@ Object = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
-ORDERS: tuple[type[Order], ...] = (LoadRequest, PromoteRequest)
+ORDERS: tuple[type[AdminRequest], ...] = (LoadRequest, PromoteRequest)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (
     errors.BadRequest,
@@ -212,7 +212,7 @@ def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
 
 
 def admin(
-    response: type[BaseModel], request: type[Order] | None = None, *, of: str | None = None
+    response: type[BaseModel], request: type[AdminRequest] | None = None, *, of: str | None = None
 ) -> Object:
     """How a route for administrators is declared; of: what its path names, as in `PATH_PARAMETERS`."""
     extra: Object = {"security": SECURITY}

@@ -211,7 +211,7 @@ class QaRequest(Request):
         return [self.context or ""] if self.inputs is None else [i.context for i in self.inputs]
 
 
-class Order(_Strict):
+class AdminRequest(_Strict):
     """What an administrator may say of a bundle that is to answer for its name."""
 
     keep_old: bool = Field(
@@ -222,7 +222,7 @@ class Order(_Strict):
     )
 
 
-class LoadRequest(Order):
+class LoadRequest(AdminRequest):
     path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
     promote: bool = Field(
         True,
@@ -237,7 +237,7 @@ class LoadRequest(Order):
     )
 
 
-class PromoteRequest(Order):
+class PromoteRequest(AdminRequest):
     max_changed: float | None = Field(
         None,
         ge=0,

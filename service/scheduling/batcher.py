@@ -26,9 +26,9 @@ from service.scheduling.cost_model import Estimator, Sample
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
 from service.scheduling.executor import (
     BatchStats,
+    EntryResult,
     Job,
     Probe,
-    Result,
     RunBatch,
     Running,
     Threads,
@@ -309,7 +309,7 @@ class Batcher:
             if waiting := [entry for entry in batch if entry.queued]:
                 self._queue.take(waiting, width * seconds)
 
-        def ended(ran: Future[tuple[list[Result], BatchStats]]) -> None:
+        def ended(ran: Future[tuple[list[EntryResult], BatchStats]]) -> None:
             self.running.discard(running)
             self._finish(model.estimators[width], batch, ran)
 
@@ -335,7 +335,7 @@ class Batcher:
         self,
         estimator: Estimator,
         batch: Sequence[Entry],
-        ran: Future[tuple[list[Result], BatchStats]],
+        ran: Future[tuple[list[EntryResult], BatchStats]],
     ) -> None:
         try:
             results, stats = ran.result()
@@ -360,7 +360,7 @@ class Batcher:
         except Exception:
             logger.exception("an observer failed")
 
-    def _answer(self, entry: Entry, result: Result, stats: BatchStats, index: int) -> None:
+    def _answer(self, entry: Entry, result: EntryResult, stats: BatchStats, index: int) -> None:
         request = request_of(entry)
         if request.future.done():
             return

@@ -16,7 +16,7 @@ from service.core.encode import Window
 from service.scheduling.entries import Entry, Outputs
 
 RunBatch = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
-Result = Outputs | errors.InferenceFailed
+EntryResult = Outputs | errors.InferenceFailed
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +166,7 @@ class BatchStats:
 
 def work(
     run: RunBatch, width: int, batch: Sequence[Entry], clock: Callable[[], float]
-) -> tuple[list[Result], BatchStats]:
+) -> tuple[list[EntryResult], BatchStats]:
     """Run a batch; return each entry's result, and the batch's statistics."""
     began = clock()
     results = attempt(run, width, batch)
@@ -186,7 +186,7 @@ def work(
     return results, stats
 
 
-def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[Result]:
+def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[EntryResult]:
     """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
         outputs = run(width, batch[0].bundle, [entry.window for entry in batch])
@@ -203,7 +203,7 @@ def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[Result]:
     return [_own(entry, result) for entry, result in zip(batch, outputs, strict=True)]
 
 
-def _own(entry: Entry, outputs: Outputs) -> Result:
+def _own(entry: Entry, outputs: Outputs) -> EntryResult:
     """Return the outputs of the entry's head, or an error where they are not finite."""
     if entry.head is not None:
         if entry.head not in outputs:
