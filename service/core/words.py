@@ -108,7 +108,7 @@ _COMPOSED = re.compile(rb"[ejvfVT]|L[LS]")
 
 # Where the places that a tokenizer returns may be right as they are: what a text must not match, and a text that shows
 # whether they are. BERT's are right where all characters are common ones. Byte-level ones also need a text in which no
-# two marks meet, and which begins with no space.
+# two marks meet, and which begins with neither a space nor an apostrophe.
 _COMMON = (
     r"\t\n\r -~\u00a1-\u00a5\u00a7\u00a8\u00aa-\u00ac\u00af\u00b1-\u024f\u2010-\u2027\u2030-\u205e"
 )
@@ -119,7 +119,7 @@ _TRIALS = (
         " 5*6 $7 8` ^9 a\\b a+b \u201cc\u201d \u2018d\u2019 e\u2014f \u00bfg \u00abh\u00bb \u00e9\u00fc i\u2019s\u2026",
     ),
     (
-        re.compile(rf"\A |[^{_COMMON}]|[\t\n\r]|[^\w\s]{{2}}"),
+        re.compile(rf"\A[ ']|[^{_COMMON}]|[\t\n\r]|[^\w\s]{{2}}"),
         "Ab cd, (ef) gh. \"ij k\" l-m N'o p's q/r s:t u; v! w? x.y <z =a b> c|d ~e [f] {g h} i_j k@l m&n #o"
         " 1,2 3.4 5% 6*7 $8 9` ^a b\\c d+e \u201cf g\u201d \u2018h i\u2019 j\u2014k \u00bfl \u00abm n\u00bb"
         " \u00e9\u00fc o\u2019s p\u2026",

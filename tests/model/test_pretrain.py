@@ -20,6 +20,7 @@ from model.data.pretraining_batches import PretrainingBatch, Sampler, Specials
 from model.families.bert_names import BERT
 from model.heads import Pretraining
 from model.training import optim
+from model.training.training_run import TrainingRun
 from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps
 
 
@@ -280,13 +281,13 @@ def test_weights_of_losses(
 ) -> None:
     """The whole is the sum of what is taught, each as much as asked, or as the family has it."""
     told: list[dict[str, float]] = []
-    step = pretrain.Run.step
+    step = TrainingRun.step
 
-    def listen(run: pretrain.Run, number: int, losses: dict[str, float], *rest: Any) -> None:
+    def listen(run: TrainingRun, number: int, losses: dict[str, float], *rest: Any) -> None:
         told.append(losses)
         step(run, number, losses, *rest)
 
-    monkeypatch.setattr(pretrain.Run, "step", listen)
+    monkeypatch.setattr(TrainingRun, "step", listen)
     short = {**arguments, "steps": 1, "family": "electra"}
     run(monkeypatch, tmp_path / "own", short)
     run(monkeypatch, tmp_path / "asked", {**short, "weights": {"rtd": 2.5}})

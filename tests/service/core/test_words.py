@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -215,6 +215,7 @@ class TestWords:
         np.testing.assert_array_equal(whole.offsets[: room - 1], cut.offsets[: room - 1])
         np.testing.assert_array_equal(whole.words[: room - 1], cut.words[: room - 1])
 
+    @example("'s")
     @given(text=st.text(st.sampled_from("ab E.,;'s“’é(—%"), max_size=30))
     def test_known_words(self, text: str) -> None:
         """Where the tokenizer's own places are taken as they are, they are what is found."""
