@@ -57,15 +57,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What HTTP processes tell the metrics, by what it is: requests answered, refused, what they took, and copies.
+    """Calls of the metrics' methods in an HTTP process, in their order: the method's name and its arguments.
 
     lost_lines: log lines that the process has lost since it sent the message before
     """
 
-    requests: list[tuple[str, str, int, float]]
-    rejections: list[str]
-    answers: list[tuple[str, str, int, Sequence[float]]]
-    comparisons: list[tuple[str, str, str, int]]
+    calls: list[tuple[str, Sequence[Any]]]
     lost_lines: int = 0
 
 

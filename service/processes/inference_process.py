@@ -86,16 +86,10 @@ class Frontend:
                 self._compute(message, arrays)
             case channel.Cancel(id=number) if number in self._work:
                 self._work[number].cancel()
-            case channel.Observed(requests, rejections, answers, comparisons, lost_lines):
+            case channel.Observed(calls, lost_lines):
                 self._metrics.observe_lost_lines(lost_lines)
-                for request in requests:
-                    self._metrics.observe_request(*request)
-                for reason in rejections:
-                    self._metrics.observe_rejection(reason)
-                for answer in answers:
-                    self._metrics.observe_answer(*answer)
-                for comparison in comparisons:
-                    self._metrics.observe_comparison(*comparison)
+                for method, arguments in calls:
+                    getattr(self._metrics, method)(*arguments)
             case channel.Render(number, routes):
                 self._metrics.expect(routes)
                 self._begin(number, self._render(number))

@@ -32,7 +32,7 @@ PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
 TICK_S = 0.1
 SILENT_S = 0.75  # an inference process that tells no load for so long is not ready
 STARTING = "the inference process is being started"
-KEPT = 10_000  # requests that they remember while the inference process is away
+KEPT = 40_000  # observations that they remember while the inference process is away
 
 
 @dataclass(slots=True, eq=False)
@@ -336,29 +336,27 @@ class RemoteMetrics:
 
     def __init__(self, device: RemoteDevice) -> None:
         self._device = device
-        self._requests: deque[tuple[str, str, int, float]] = deque(maxlen=KEPT)
-        self._rejections: deque[str] = deque(maxlen=KEPT)
-        self._answers: deque[tuple[str, str, int, Sequence[float]]] = deque(maxlen=KEPT)
-        self._comparisons: deque[tuple[str, str, str, int]] = deque(maxlen=KEPT)
+        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=KEPT)
         self._routes: dict[str, bool] = {}
         self._pushing = False
         self._lost_lines = 0  # that were pushed
         self._page = SharedCall(self._fetch)
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
-        self._requests.append((route, model, status, seconds))
-        self._push_soon()
+        self._forward("observe_request", route, model, status, seconds)
 
     def observe_rejection(self, reason: str) -> None:
-        self._rejections.append(reason)
-        self._push_soon()
+        self._forward("observe_rejection", reason)
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
-        self._answers.append((model, tenant, tokens, stages))
-        self._push_soon()
+        self._forward("observe_answer", model, tenant, tokens, stages)
 
     def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
-        self._comparisons.append((model, head, outcome, number))
+        self._forward("observe_comparison", model, head, outcome, number)
+
+    def _forward(self, method: str, *arguments: Any) -> None:
+        """Call a method of the inference process's metrics with the next push."""
+        self._calls.append((method, arguments))
         self._push_soon()
 
     def expect(self, routes: Mapping[str, bool]) -> None:
@@ -379,26 +377,12 @@ class RemoteMetrics:
 
     def _push(self) -> None:
         self._pushing = False
-        kept: tuple[deque[Any], ...] = (
-            self._requests,
-            self._rejections,
-            self._answers,
-            self._comparisons,
-        )
         lost = logs.lost_lines()
-        if not any(kept) and lost == self._lost_lines:
+        if not self._calls and lost == self._lost_lines:
             return
-        seen = channel.Observed(
-            [*self._requests],
-            [*self._rejections],
-            [*self._answers],
-            [*self._comparisons],
-            lost - self._lost_lines,
-        )
-        if self._device.push(seen):
+        if self._device.push(channel.Observed([*self._calls], lost - self._lost_lines)):
             self._lost_lines = lost
-            for queue in kept:
-                queue.clear()
+            self._calls.clear()
 
 
 @asynccontextmanager

@@ -163,7 +163,7 @@ async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
 def test_a_message_of_no_kind_is_our_bug() -> None:
     """Both ends are one version: what is unknown is not passed over."""
     channel = Channel(lambda *_: None, lambda: None)
-    data = bytearray(frame(Observed([], [], [], [])))
+    data = bytearray(frame(Observed([])))
     data[8:10] = b'["'
     with pytest.raises((KeyError, ValueError)):
         channel.data_received(bytes(data).replace(b"Observed", b"Obverted"))
