@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model.checkpoints.settings_table import Handling, Setting, SettingsFile
+from model.checkpoints.settings_table import Handling, Setting, SettingsFile, honored, no_effect
 
 WORDPIECE = "WordPiece classes"
 BLANKS = "byte-level BPE and unigram classes"
@@ -11,15 +11,17 @@ TRANSFORMERS_4 = "read by Python tokenizers of transformers 4 only"
 
 
 def _honored(name: str, note: str = "") -> Setting:
-    return Setting(name, Handling.HONORED, note=note)
+    (setting,) = honored(name, note=note)
+    return setting
 
 
 def _refused(name: str, harmless: tuple[Any, ...], note: str) -> Setting:
+    """Return a setting that is refused, null included unless it is among the harmless values."""
     return Setting(name, Handling.REFUSED, harmless, note)
 
 
 def _ignored(note: str, *names: str) -> tuple[Setting, ...]:
-    return tuple(Setting(name, Handling.NO_EFFECT, note=note) for name in names)
+    return no_effect(*names, note=note)
 
 
 SIDE = (

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from service.core import decode
 from service.core.bundle import BundleTexts, Head, Manifest, Task
+from service.core.decode import Floats
 from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -20,7 +21,6 @@ from service.engines.result_collector import (
     Complete,
     Decode,
     Errors,
-    Floats,
     OnResult,
     ResultCollector,
     windows,

@@ -4,16 +4,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from service.core.decode import Floats
 from service.core.encode import Cut, Window
 from service.errors import QuartetError
 from service.scheduling.entries import Entry, EntryOutcome
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cut)
-Floats = NDArray[np.float32]
 # Decodes one input: its index, its windows, and the head's output for each window.
 Decode = Callable[[int, C, list[Floats]], T]
 # Called with an input's index and its result; None where the input failed.
