@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -116,19 +117,28 @@ def test_keys_change_while_the_service_runs(
     flags = ["--api-keys", path, "--http-workers", workers]
     with serving(tiny_bundle, *flags) as server:
 
-        def statuses(key: str) -> set[int]:
+        def answers(key: str) -> list[int]:
             headers = {"Authorization": f"Bearer {key}"}
-            return {server.post("/embed", BODY, headers).status for _ in range(20)}
+            return [server.post("/embed", BODY, headers).status for _ in range(20)]
+
+        def statuses(key: str) -> set[int]:
+            return set(answers(key))
 
         assert {200} == statuses(old)
         assert {401} == statuses(new)
-        assert {200, 429} == statuses(slow)
+        began = monotonic()
+        before = answers(slow)
+        assert {200, 429} == set(before)
         pids = sorted(chain(*children(server).values()))
 
         path.write_text(record("slow", slow) + rate + record("new", new))
         until(lambda: statuses(old) == {401}, 5)
         assert {200} == statuses(new)
-        assert {429} == statuses(slow)
+        # The kernel chooses the process that takes a connection: one of them may not have counted a request yet.
+        after = answers(slow)
+        assert {200, 429} >= set(after)
+        refilled = (monotonic() - began) / 30
+        assert 2 + refilled >= (before + after).count(200)
 
         path.write_text("[keys.new")
         until(lambda: any("cannot read API keys" in line for line in server.log), 5)
