@@ -1,6 +1,6 @@
 """The application: its life, its routes, its pages, and what becomes of an error."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 from starlette.routing import Route as PlainRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -86,7 +85,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
     )
-    app = Application(
+    app = FastAPI(
         title="Quartet",
         version=__version__,
         description=DESCRIPTION,
@@ -102,7 +101,6 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_middleware(LifecycleMiddleware, reception=reception, process=service)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
-    app.pass_by(router.routes)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
@@ -125,40 +123,6 @@ async def lifespan(
         yield
         service.draining = True
     service.engines = None
-
-
-class Application(FastAPI):
-    """The framework's application, past which the tasks' requests go: its layers take time and do nothing for them."""
-
-    _tasks: ASGIApp
-    _paths: frozenset[str] = frozenset()
-
-    def pass_by(self, routes: Iterable[BaseRoute]) -> None:
-        """Hand what is posted to the routes' own paths straight to them, within the layers that were added so far."""
-        posted = {
-            route.path: route.app
-            for route in routes
-            if isinstance(route, Route) and "POST" in (route.methods or ())
-        }
-
-        async def tasks(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await posted[scope["path"]](scope, receive, send)
-            except QuartetError as error:
-                response = await answer_error(Request(scope), error)
-                await response(scope, receive, send)
-
-        self._paths = frozenset(posted)
-        self._tasks = tasks
-        for layer in reversed(self.user_middleware):
-            self._tasks = layer.cls(self._tasks, *layer.args, **layer.kwargs)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
-            scope["app"] = self
-            await self._tasks(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
 
 
 class BriefFailure:
