@@ -43,6 +43,7 @@ class QuartetError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
+    closes_connection: ClassVar[bool] = False  # nothing after this request can be read
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -143,10 +144,7 @@ class RequestTimeout(QuartetError):
 
     status = 408
     code = "slow_body"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Connection": "close"}
+    closes_connection = True
 
 
 class SlowHeaders(RequestTimeout):

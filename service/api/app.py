@@ -28,7 +28,7 @@ from service.middleware.request_context import (
     LifecycleMiddleware,
     RequestLifecycle,
     check_refusal,
-    refuse,
+    refusal_response,
 )
 from service.middleware.service_state import Service
 from service.middleware.tracing import tracing
@@ -144,18 +144,18 @@ class BriefFailure:
 async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuartetError)
     log_bug(error)
-    return refuse(request.scope, error)
+    return refusal_response(request.scope, error)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """The framework's own errors in our shape: there are two."""
     assert isinstance(error, HTTPException)
     if error.status_code == NotFound.status:
-        return refuse(request.scope, NotFound(f"there is nothing at {request.url.path}"))
+        return refusal_response(request.scope, NotFound(f"there is nothing at {request.url.path}"))
     if error.status_code == MethodNotAllowed.status:
         allowed = allowed_methods(request, error)
         message = f"{request.method} is not allowed here, but {allowed}"
-        return refuse(request.scope, MethodNotAllowed(message, allow=allowed))
+        return refusal_response(request.scope, MethodNotAllowed(message, allow=allowed))
     raise error
 
 

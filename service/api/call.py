@@ -94,7 +94,7 @@ class Call(Generic[R]):
             raise
         if not first:
             asking.result()
-        self.context.tokens = self.context.asked
+        self.context.tokens = self.context.submitted_tokens
         return NdjsonResponse(
             self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
         )
@@ -155,8 +155,8 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
-    engine.enter()
-    context.settle.append(engine.leave)
+    engine.acquire()
+    context.on_finish.append(lambda _: engine.release())
     context.model, context.task, context.inputs = engine.id, schema.task, valid.size
     context.stages = (context.seconds,)
     ticket = Ticket(
@@ -165,7 +165,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         priority=context.priority,
         tenant=context.tenant,
         isolate_errors=valid.on_error == "null",
-        submitted=context.submit,
+        on_submit=context.submit,
         place=valid.place,
     )
     in_lines = wants_lines(context.headers.get("accept", ""))
@@ -176,7 +176,7 @@ async def receive_json(request: HttpRequest, deadline: float = math.inf) -> obje
     """Read a request's body within the limits of the service. Raises what `read_json` does."""
     service, context = service_of(request), context_of(request.scope)
     settings, reservation = service.settings, MemoryReservation(service.room)
-    context.settle.append(reservation.leave)
+    context.on_finish.append(lambda _: reservation.release())
     return await read_json(
         context.headers,
         request.receive,

@@ -48,7 +48,7 @@ class Ticket:
 
     deadline: when the client gives up, in seconds of `time.monotonic`
     isolate_errors: an input that fails has an error and no result; otherwise it fails the whole request
-    submitted: called with the number of tokens when the inputs go to the device
+    on_submit: called with the number of tokens when the inputs go to the device
     place: how the request names the input of an index, for errors
     """
 
@@ -57,7 +57,7 @@ class Ticket:
     priority: int = 0
     tenant: str = ""
     isolate_errors: bool = False
-    submitted: Callable[[int], object] | None = None
+    on_submit: Callable[[int], object] | None = None
     place: str = "inputs[{}]"
 
 
@@ -298,8 +298,8 @@ class Engine:
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
         entries = self._entries(head, encoded, ticket)
-        if ticket.submitted is not None:
-            ticket.submitted(usage.tokens)
+        if ticket.on_submit is not None:
+            ticket.on_submit(usage.tokens)
         collector = ResultCollector(
             encoded, entries, errors, ticket.isolate_errors, decode_one, on_result
         )
@@ -407,13 +407,13 @@ class Engine:
 
     # -- coming and going -------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Keep it open for one more request, until that leaves."""
+    def acquire(self) -> None:
+        """Keep it open for one more request, until `release`."""
         self._users += 1
         self._unused.clear()
 
-    def leave(self, _: int = 0) -> None:
-        """A request needs it no longer, whatever number of tokens it had."""
+    def release(self) -> None:
+        """A request needs it no longer."""
         self._users -= 1
         if not self._users:
             self._unused.set()

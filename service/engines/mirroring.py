@@ -62,7 +62,7 @@ class MirroredTraffic:
         if self.copying or waited or large or self._load().problem:
             self._compared(self._engine.id, reply.head, "dropped", len(reply.results))
             return
-        self._engine.enter()
+        self._engine.acquire()
         self.copying = asyncio.create_task(self._copy(task, args, options, reply))
 
     async def _copy(
@@ -88,7 +88,7 @@ class MirroredTraffic:
             self._tell(reply, failed=answered)
         finally:
             self.copying = None
-            self._engine.leave()
+            self._engine.release()
 
     def _tell(self, reply: Reply[Any], **numbers: int) -> None:
         for outcome, number in numbers.items():
@@ -100,7 +100,7 @@ def bulk(ticket: Ticket) -> Ticket:
     """Of nobody, in no haste, for all its inputs that can be answered; nobody is told when it goes to the device."""
     deadline = time.monotonic() + PATIENCE_S
     return replace(
-        ticket, deadline=deadline, priority=BULK, tenant="", isolate_errors=True, submitted=None
+        ticket, deadline=deadline, priority=BULK, tenant="", isolate_errors=True, on_submit=None
     )
 
 

@@ -99,7 +99,7 @@ class KeyCheck:
         holder.check_permission(permission(path))
         context.priority = lowered(holder.priority, context.headers)
         holder.check_rates()
-        context.settle.append(holder.charge)
+        context.on_finish.append(holder.charge)
 
     def _find(self, authorization: str) -> "KeyHolder":
         scheme, _, key = authorization.partition(" ")
@@ -146,10 +146,10 @@ class KeyHolder:
         if self._requests is not None:
             self._requests.take(1)
 
-    def charge(self, tokens: int) -> None:
-        """Tokens are known when the answer is, so the last request that is let in may be any size."""
+    def charge(self, context: RequestContext) -> None:
+        """Count the tokens of a request that is over, so the last request that is let in may be any size."""
         if self._tokens is not None:
-            self._tokens.take(tokens)
+            self._tokens.take(context.tokens)
 
 
 def bucket(per_minute: int | None, processes: int) -> Bucket | None:

@@ -27,7 +27,7 @@ class MemoryReservation:
         if self._room.left < 0 and self._held > SMALL:
             raise Overloaded("as many large bodies are in work as there is room for")
 
-    def leave(self, _: int = 0) -> None:
-        """It needs none any more, whatever number of tokens it had."""
+    def release(self) -> None:
+        """Give all of it back."""
         self._room.left += self._held
         self._held = 0

@@ -48,7 +48,7 @@ class EarlyRejection:
         if engines is None:
             return
         size = content_length(context.headers)
-        context.settle.append(partial(self._learn, size))
+        context.on_finish.append(lambda over: self._learn(size, over.tokens))
         load = engines.load()
         flows = [
             Flow(bundle, context.priority, context.tenant)
@@ -73,8 +73,8 @@ class EarlyRejection:
         number, who = id(context), (context.priority, context.tenant)
         self._coming[number] = Coming(context.arrival, who, tokens)
         self._coming_tokens[who] += tokens
-        context.submitted = partial(self._arrive, number)
-        context.settle.append(lambda _: self._arrive(number))
+        context.on_submit = partial(self._arrive, number)
+        context.on_finish.append(lambda _: self._arrive(number))
 
     def _arrive(self, number: int) -> None:
         if number in self._coming:

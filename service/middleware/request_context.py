@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 import orjson
@@ -41,10 +41,12 @@ class RequestContext:
 
     headers: the first value of each, by its name in lower case
     trace_id: of the trace that the client says it is part of, or that was begun here; or empty
-    settle: are told of the request's tokens when it is over, 0 if it had none; refusal: why it must not come in;
-    submitted: is called when its texts go to the device; asked: of so many tokens
-    stages: seconds of each, as far in `metrics.STAGES` as it came; leaving: is done when the client has left, where the
-    server tells
+    on_submit: called when the request's texts go to the device; on_finish: each is called with this context when the
+    request is over
+    submitted_tokens: tokens of those texts; tokens: those that count as computed for the client, 0 if it got no answer
+    stages: seconds of each, as far in `metrics.STAGES` as the request came
+    refusal: why it must not come in; closes: whether its connection closes after the answer
+    leaving: done when the client has left, where the server reports it
     """
 
     request_id: str
@@ -53,9 +55,9 @@ class RequestContext:
     trace_id: str = ""
     tenant: str = ""
     priority: int = 0
-    settle: list[Callable[[int], None]] = field(default_factory=list)
-    submitted: Callable[[], object] | None = None
-    asked: int = 0
+    on_submit: Callable[[], object] | None = None
+    on_finish: list[Callable[["RequestContext"], object]] = field(default_factory=list)
+    submitted_tokens: int = 0
     model: str = ""
     task: str = ""
     inputs: int = 0
@@ -66,13 +68,14 @@ class RequestContext:
     status: int = 0
     code: str = ""
     refusal: QuartetError | None = None
+    closes: bool = False
     leaving: asyncio.Future[None] | None = None
 
     def submit(self, tokens: int) -> None:
-        """Its texts go to the device."""
-        self.asked = tokens
-        if self.submitted is not None:
-            self.submitted()
+        """Record that the request's texts, of this many tokens, go to the device."""
+        self.submitted_tokens = tokens
+        if self.on_submit is not None:
+            self.on_submit()
 
     @property
     def names(self) -> dict[str, str]:
@@ -114,15 +117,26 @@ def trace_id(traceparent: str) -> str:
     )
 
 
-def refuse(scope: Scope, error: QuartetError) -> Response:
-    """An error as a response, remembered for the log and the metrics."""
-    context_of(scope).code = error.code
-    return Response(
-        orjson.dumps(error.body),
-        error.status,
-        error.headers,
-        media_type="application/json",
-    )
+class Refusal(NamedTuple):
+    """The answer to a request that fails, without the headers that every answer carries."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def refuse(context: RequestContext, error: QuartetError) -> Refusal:
+    """Make the answer to a request that fails, and record the error for the log and the metrics."""
+    context.code = error.code
+    context.closes |= error.closes_connection
+    headers = {**error.headers, "Content-Type": "application/json"}
+    return Refusal(error.status, headers, orjson.dumps(error.body))
+
+
+def refusal_response(scope: Scope, error: QuartetError) -> Response:
+    """The refusal of a request as a response of the framework."""
+    status, headers, body = refuse(context_of(scope), error)
+    return Response(body, status, headers)
 
 
 Check = Callable[[Scope, RequestContext], None]  # raises a QuartetError to refuse a request
@@ -189,22 +203,23 @@ class RequestLifecycle:
         return context
 
     def headers(self, context: RequestContext) -> dict[str, str]:
-        """What every answer carries."""
-        named = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
-        if self._process.draining:  # the next request on this connection should find another server
-            named["Connection"] = "close"
-        return named
+        """The headers that every answer carries. While the process drains, every answer closes its connection."""
+        headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
+        context.closes |= self._process.draining
+        if context.closes:
+            headers["Connection"] = "close"
+        return headers
 
     def record(self, method: str, scope: Scope, context: RequestContext) -> None:
-        """Settle, count and log a request that is over. A failure is our bug; it changes no answer."""
+        """Finish, count and log a request that is over. A failure is our bug; it changes no answer."""
         try:
             self._record(method, scope, context)
         except Exception:
             our_bug()
 
     def _record(self, method: str, scope: Scope, context: RequestContext) -> None:
-        for settle in context.settle:
-            settle(context.tokens)
+        for finish in context.on_finish:
+            finish(context)
         path = scope["path"]
         route = path if path in self._routes else getattr(scope.get("route"), "path", OTHER)
         status, seconds = context.status or CLIENT_GONE, context.seconds
@@ -269,7 +284,7 @@ class LifecycleMiddleware:
         context = context_of(scope)
         try:
             if context.refusal is not None:
-                await refuse(scope, context.refusal)(scope, receive, send)
+                await refusal_response(scope, context.refusal)(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
         except ClientDisconnected:
@@ -277,12 +292,13 @@ class LifecycleMiddleware:
         except asyncio.CancelledError:
             if context.status or not self.process.draining:
                 raise
-            await refuse(scope, Draining("the server is shutting down"))(scope, receive, send)
+            draining = Draining("the server is shutting down")
+            await refusal_response(scope, draining)(scope, receive, send)
         except Exception:
             error = our_bug()
             if context.status:
                 raise  # the answer is half sent: the server must cut the connection
-            await refuse(scope, error)(scope, receive, send)
+            await refusal_response(scope, error)(scope, receive, send)
 
     def sender(self, scope: Scope, context: RequestContext, send: Send) -> Send:
         async def send_named(message: Message) -> None:
@@ -290,12 +306,9 @@ class LifecycleMiddleware:
                 context.status = message["status"]
                 if context.status == Overloaded.status:
                     await self.reception.pace.turn()
-                others = message.get("headers", ())
-                if self.process.draining:  # of which every answer tells, once
-                    others = [pair for pair in others if pair[0] != b"connection"]
-                named = self.reception.headers(context).items()
-                own = [(name.lower().encode(), value.encode()) for name, value in named]
-                message["headers"] = [*others, *own]
+                common = self.reception.headers(context).items()
+                own = [(name.lower().encode(), value.encode()) for name, value in common]
+                message["headers"] = [*message.get("headers", ()), *own]
             elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}
             await send(message)

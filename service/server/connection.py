@@ -12,7 +12,6 @@ from functools import partial
 from math import inf
 from typing import Any, cast
 
-import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
@@ -35,9 +34,11 @@ from service.errors import (
 from service.middleware.request_context import (
     CONTEXT,
     REFUSAL,
+    Refusal,
     RequestContext,
     RequestLifecycle,
     our_bug,
+    refuse,
 )
 from service.observability.logs import QUIET_ROUTES
 from service.server.excess import Excess
@@ -401,7 +402,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
         context = scope["state"][CONTEXT] = self.reception.receive(scope)
-        context.leaving = self.leaving
+        context.leaving, context.closes = self.leaving, not cycle.keep_alive
         of_a_page = "origin" in context.headers  # which needs more headers
         if not isinstance(context.refusal, Overloaded) or of_a_page:
             return False
@@ -421,13 +422,11 @@ class Protocol(HttpToolsProtocol, Connection):
         self, cycle: RequestResponseCycle, context: RequestContext, error: Overloaded
     ) -> None:
         if not cycle.disconnected:
-            context.status, context.code = error.status, error.code
-            headers = error.headers | self.reception.headers(context)
-            if headers.get("Connection") == "close":
-                cycle.keep_alive = False
-            elif not cycle.keep_alive:
-                headers["Connection"] = "close"
-            self.transport.write(written(error, headers, self.server_state.default_headers))
+            answer = refuse(context, error)
+            context.status = answer.status
+            common = self.reception.headers(context)
+            cycle.keep_alive = not context.closes
+            self.transport.write(to_bytes(answer, common, self.server_state.default_headers))
         cycle.response_started = cycle.response_complete = True
         if not cycle.keep_alive:
             self.transport.close()
@@ -553,18 +552,17 @@ class Body:
         self.connection.on_message_complete()
 
 
-def written(
-    error: QuartetError, headers: Mapping[str, str], default: Iterable[tuple[bytes, bytes]]
+def to_bytes(
+    answer: Refusal, common: Mapping[str, str], default: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """An error as it goes over the wire."""
-    body = orjson.dumps(error.body)
-    own = {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}
+    """An answer with the headers of every answer and of the server, as HTTP/1.1."""
+    headers = {**answer.headers, **common, "Content-Length": str(len(answer.body))}
     lines = [
-        STATUS_LINE[error.status].rstrip(),
+        STATUS_LINE[answer.status].rstrip(),
         *(b"%s: %s" % pair for pair in default),
-        *(f"{name.lower()}: {value}".encode() for name, value in own.items()),
+        *(f"{name.lower()}: {value}".encode() for name, value in headers.items()),
     ]
-    return b"\r\n".join([*lines, b"", body])
+    return b"\r\n".join([*lines, b"", answer.body])
 
 
 def too_large() -> HeadersTooLarge:

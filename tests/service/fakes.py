@@ -34,10 +34,10 @@ class FakeEngine:
         self.reached = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         self.users += 1
 
-    def leave(self, _: int = 0) -> None:
+    def release(self) -> None:
         self.users -= 1
 
     async def classify(self, texts: list[str], pairs: list[str] | None, ticket: Ticket, **options):
@@ -66,8 +66,8 @@ class FakeEngine:
         on_result = asked.pop("on_result")
         self.asked, self.ticket = asked, ticket
         self.reached.set()
-        if ticket.submitted is not None:
-            ticket.submitted(TOKENS)
+        if ticket.on_submit is not None:
+            ticket.on_submit(TOKENS)
         for index, result in enumerate(results if on_result else ()):
             on_result(index, result)
             if index + 1 == self.tell_first:

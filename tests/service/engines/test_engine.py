@@ -330,7 +330,7 @@ async def test_entries(tiny_bundle: Path) -> None:
         told_before.append((len(submitted), tokens))
 
     engine = engine_of(tiny_bundle, device(submit))
-    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", submitted=tell)
+    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", on_submit=tell)
     await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows

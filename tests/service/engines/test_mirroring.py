@@ -45,10 +45,10 @@ class Copied:
             engine, share, lambda: self.load, lambda *it: self.told.append(it), draw
         )
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         self.users += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self.users -= 1
 
     async def task(self, engine: object, *args: Any, **options: Any) -> Reply[Any]:
@@ -62,7 +62,7 @@ class Copied:
         return answer
 
     def hear(self, answered: Reply[Any]) -> None:
-        ticket = Ticket("r", deadline=math.inf, tenant="ann", submitted=lambda: None)
+        ticket = Ticket("r", deadline=math.inf, tenant="ann", on_submit=lambda: None)
         self.shadow(self.task, (["text"], ticket), {"head": None, "on_result": None}, answered)
 
     async def copied(self, answered: Reply[Any], answer: Reply[Any] | Exception) -> None:
@@ -98,7 +98,7 @@ async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
         ticket.isolate_errors,
     )
     assert ticket.deadline < math.inf
-    assert ticket.submitted is None
+    assert ticket.on_submit is None
 
 
 async def test_a_share_is_copied() -> None:

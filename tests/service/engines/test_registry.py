@@ -203,14 +203,14 @@ async def test_an_engine_is_left_when_nobody_needs_it(shelf: Shelf) -> None:
     """Not while a request is with it, though no other can come."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
-    engine.enter()
-    engine.enter()
+    engine.acquire()
+    engine.acquire()
     await shelf.adopt(two="current")
     leaving = asyncio.create_task(shelf.engines.left("tiny@one"))
-    engine.leave()
+    engine.release()
     await asyncio.sleep(0.01)
     assert not leaving.done()
-    engine.leave()
+    engine.release()
     await asyncio.wait_for(leaving, 30)
     with pytest.raises(RuntimeError, match="shutdown"):
         engine._helpers.submit(int)

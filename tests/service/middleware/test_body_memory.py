@@ -21,9 +21,9 @@ def test_large_bodies_share_a_room() -> None:
     second.take(SMALL)
     with pytest.raises(Overloaded):
         second.take(1)
-    second.leave()
+    second.release()
     first.take(SMALL)
-    first.leave()
+    first.release()
     assert 3 * SMALL == room.left
 
 

@@ -156,11 +156,12 @@ def test_what_comes_for_another_bundle_does_not_matter(
 def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
     """The device tells of those whose texts it has; those that are over want nothing."""
     first, second, *_ = let_in(door)
-    assert first.submitted is not None
-    first.submitted()
-    first.submitted()
-    for settle in first.settle + second.settle:
-        settle(0)
+    assert first.on_submit is not None
+    first.on_submit()
+    first.on_submit()
+    for context in (first, second):
+        for finish in context.on_finish:
+            finish(context)
     assert len(let_in(door)) == 2
 
 

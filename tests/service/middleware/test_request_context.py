@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
-from service.errors import Overloaded
+from service.errors import Overloaded, RequestTimeout
 from service.middleware.request_context import (
     CLIENT_GONE,
     LifecycleMiddleware,
     RequestContext,
     RequestLifecycle,
+    refusal_response,
 )
 from service.observability.metrics import Metrics
 from tests.service.fakes import FakeEngine
@@ -234,10 +234,10 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
 
 
 async def test_a_connection_is_closed_by_one_header() -> None:
-    """Whether the answer itself asks for it, the server drains, or both."""
+    """The server drains, and the refusal closes the connection too: both are one header."""
 
     async def asking(scope: Scope, receive: Receive, send: Send) -> None:
-        await Response(headers={"Connection": "close"})(scope, receive, send)
+        await refusal_response(scope, RequestTimeout("slow"))(scope, receive, send)
 
     reception = RequestLifecycle(metrics=Metrics(), process=Leaving())
     sent: list[Message] = []
