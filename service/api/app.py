@@ -79,7 +79,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
     guards = gate(settings)
-    reception = RequestLifecycle(
+    lifecycle = RequestLifecycle(
         metrics=metrics,
         process=service,
         checks=[check_refusal, *guards, EarlyRejection(service)],
@@ -89,16 +89,16 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         title="Quartet",
         version=__version__,
         description=DESCRIPTION,
-        lifespan=partial(lifespan, service, reception, open_engines),
+        lifespan=partial(lifespan, service, lifecycle, open_engines),
         telemetry={"tracing": False, "metrics": False, "logs": False},  # its spans hold the query
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.service = service
-    app.state.reception = reception
+    app.state.lifecycle = lifecycle
     app.state.keys = next((guard for guard in guards if isinstance(guard, KeyCheck)), None)
-    app.add_middleware(LifecycleMiddleware, reception=reception, process=service)
+    app.add_middleware(LifecycleMiddleware, lifecycle=lifecycle, process=service)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
     app.add_middleware(BriefFailure)
@@ -113,10 +113,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
 
 @asynccontextmanager
 async def lifespan(
-    service: Service, reception: RequestLifecycle, open_engines: OpenEngines, _: FastAPI
+    service: Service, lifecycle: RequestLifecycle, open_engines: OpenEngines, _: FastAPI
 ) -> AsyncIterator[None]:
     """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
-    async with tracing() as reception.trace, open_engines(service.settings) as engines:
+    async with tracing() as lifecycle.trace, open_engines(service.settings) as engines:
         service.engines = engines
         for engine in engines.all():
             log.info("opened", model=engine.id, runs=engine.fingerprint)

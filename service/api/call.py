@@ -175,7 +175,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises what `read_json` does."""
     service, context = service_of(request), context_of(request.scope)
-    settings, reservation = service.settings, MemoryReservation(service.room)
+    settings, reservation = service.settings, MemoryReservation(service.body_memory)
     context.on_finish.append(lambda _: reservation.release())
     return await read_json(
         context.headers,

@@ -194,7 +194,7 @@ class Encoder:
     @property
     def longest_stride(self) -> int:
         """The largest stride (tokens that neighbouring windows share) a single text's windows can have."""
-        return self._room // 2
+        return self._capacity // 2
 
     def texts(
         self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
@@ -204,7 +204,7 @@ class Encoder:
         truncate: True cuts at the longest window, "window" makes as many windows as needed, of which neighbours
         share `stride` tokens, and False refuses. Raises TextError naming every text that is too long for False.
         """
-        tokens = self._tokenize(texts, _needed(self._room, truncate))
+        tokens = self._tokenize(texts, _needed(self._capacity, truncate))
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
             Encoded(tuple(_build(self._single, (own[cut],)) for cut in cuts), truncated)
@@ -216,7 +216,7 @@ class Encoder:
     ) -> list[Cut]:
         """The windows of `texts`, without where their tokens stand: in two thirds of the time."""
         encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        _shorten(encodings, _needed(self._room, truncate))
+        _shorten(encodings, _needed(self._capacity, truncate))
         tokens = [encoding.ids for encoding in encodings]
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
@@ -225,7 +225,7 @@ class Encoder:
         ]
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """What a single text's window holds of it."""
         return self.max_length - self._single.size
 
@@ -233,11 +233,11 @@ class Encoder:
         self, lengths: Sequence[int], truncate: Truncate, stride: int
     ) -> list[tuple[list[slice], bool]]:
         """Where single texts are cut, and whether that loses any of each. Raises TextError."""
-        room = self._room
+        capacity = self._capacity
         if truncate is False:
-            self._refuse([index for index, length in enumerate(lengths) if length > room])
+            self._refuse([index for index, length in enumerate(lengths) if length > capacity])
         return [
-            (_cuts(length, room, stride, truncate), truncate is True and length > room)
+            (_cuts(length, capacity, stride, truncate), truncate is True and length > capacity)
             for length in lengths
         ]
 
@@ -245,16 +245,16 @@ class Encoder:
         self, texts: Sequence[str], pairs: Sequence[str], *, truncate: bool = True
     ) -> list[Encoded]:
         """Encode pairs as one sequence each; with `truncate`, the longer text loses tokens first."""
-        room = self.max_length - self._pair.size
+        capacity = self.max_length - self._pair.size
         encoded = []
         too_long = []
         both = zip(self._tokenize(texts), self._tokenize(pairs), strict=True)
         for index, (first, second) in enumerate(both):
-            if len(first) + len(second) > room and not truncate:
+            if len(first) + len(second) > capacity and not truncate:
                 too_long.append(index)
-            sizes = _longest_first(len(first), len(second), room)
+            sizes = _longest_first(len(first), len(second), capacity)
             window = _build(self._pair, (first[: sizes[0]], second[: sizes[1]]))
-            encoded.append(Encoded((window,), len(first) + len(second) > room))
+            encoded.append(Encoded((window,), len(first) + len(second) > capacity))
         self._refuse(too_long)
         return encoded
 
@@ -277,13 +277,13 @@ class Encoder:
         needed = _needed(self.max_length, truncate)
         both = zip(self._tokenize(questions), self._tokenize(contexts, needed), strict=True)
         for index, (question, context) in enumerate(both):
-            room = self.max_length - self._pair.size
-            asked = question[: min(max_query_tokens, room - 1)]  # a token of context at least
-            room -= len(asked)
-            cut_off = len(question) > len(asked) or (truncate is True and len(context) > room)
-            if truncate is False and (cut_off or len(context) > room):
+            capacity = self.max_length - self._pair.size
+            asked = question[: min(max_query_tokens, capacity - 1)]  # a token of context at least
+            capacity -= len(asked)
+            cut_off = len(question) > len(asked) or (truncate is True and len(context) > capacity)
+            if truncate is False and (cut_off or len(context) > capacity):
                 too_long.append(index)
-            cuts = _cuts(len(context), room, min(stride, room // 2), truncate)
+            cuts = _cuts(len(context), capacity, min(stride, capacity // 2), truncate)
             windows = tuple(_build(self._pair, (asked, context[cut])) for cut in cuts)
             encoded.append(Encoded(windows, cut_off))
         self._refuse(too_long, f", or a question than {max_query_tokens}")
@@ -307,9 +307,9 @@ class Encoder:
             raise TextError(too_long, said)
 
 
-def _needed(room: int, truncate: Truncate) -> int | None:
+def _needed(capacity: int, truncate: Truncate) -> int | None:
     """How many tokens of a text are looked at: one more than fit tells that it is too long; None for all."""
-    return None if truncate == "window" else room + 1
+    return None if truncate == "window" else capacity + 1
 
 
 def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> None:
@@ -319,22 +319,22 @@ def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> No
             encoding.truncate(needed)
 
 
-def _cuts(size: int, room: int, stride: int, truncate: Truncate) -> list[slice]:
-    """Where `size` tokens are cut for windows of `room` tokens that share `stride`; at least one, maybe empty."""
-    if truncate != "window" or size <= room:
-        return [slice(0, room)]
-    if not 0 <= stride < room:
-        raise ValueError(f"a stride of {stride} does not fit windows of {room} tokens")
-    step = room - stride
-    return [slice(start, start + room) for start in range(0, size - stride, step)]
+def _cuts(size: int, capacity: int, stride: int, truncate: Truncate) -> list[slice]:
+    """Where `size` tokens are cut for windows of `capacity` tokens that share `stride`; at least one, maybe empty."""
+    if truncate != "window" or size <= capacity:
+        return [slice(0, capacity)]
+    if not 0 <= stride < capacity:
+        raise ValueError(f"a stride of {stride} does not fit windows of {capacity} tokens")
+    step = capacity - stride
+    return [slice(start, start + capacity) for start in range(0, size - stride, step)]
 
 
-def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+def _longest_first(first: int, second: int, capacity: int) -> tuple[int, int]:
     """How many tokens of each text stay when the longer one loses tokens first (HF's `longest_first`)."""
-    if first + second <= room:
+    if first + second <= capacity:
         return first, second
-    shorter = min(first, second, room // 2)
-    return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+    shorter = min(first, second, capacity // 2)
+    return (shorter, capacity - shorter) if first <= second else (capacity - shorter, shorter)
 
 
 def _frame_ids(frame: _Frame, ids: list[int]) -> Window:

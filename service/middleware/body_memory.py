@@ -16,18 +16,18 @@ class MemoryBudget:
 class MemoryReservation:
     """One request's part of the room, from its first byte until it is answered."""
 
-    def __init__(self, room: MemoryBudget) -> None:
-        self._room = room
+    def __init__(self, body_memory: MemoryBudget) -> None:
+        self._budget = body_memory
         self._held = 0
 
     def take(self, size: int) -> None:
         """Raises Overloaded where a large body finds no room for more of it."""
-        self._room.left -= size
+        self._budget.left -= size
         self._held += size
-        if self._room.left < 0 and self._held > SMALL:
+        if self._budget.left < 0 and self._held > SMALL:
             raise Overloaded("as many large bodies are in work as there is room for")
 
     def release(self) -> None:
         """Give all of it back."""
-        self._room.left += self._held
+        self._budget.left += self._held
         self._held = 0

@@ -181,7 +181,7 @@ class RequestLifecycle:
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
     ) -> None:
-        self.pace = RefusalThrottle()
+        self.throttle = RefusalThrottle()
         self._metrics = metrics
         self._process = process
         self._checks = checks
@@ -257,9 +257,9 @@ class RequestLifecycle:
 class LifecycleMiddleware:
     """Answers what was refused and what nobody else caught, and has each request recorded."""
 
-    def __init__(self, app: ASGIApp, *, reception: RequestLifecycle, process: Process) -> None:
+    def __init__(self, app: ASGIApp, *, lifecycle: RequestLifecycle, process: Process) -> None:
         self.app = app
-        self.reception = reception
+        self.lifecycle = lifecycle
         self.process = process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -269,7 +269,7 @@ class LifecycleMiddleware:
         state = scope.get("state", {})
         context, inner = state.get(CONTEXT), scope
         if context is None:
-            context = self.reception.receive(scope)
+            context = self.lifecycle.receive(scope)
             inner = {**inner, "state": {**state, CONTEXT: context}}
         if scope["method"] == "HEAD":  # answered as GET is, without the body
             inner = {**inner, "method": "GET"}
@@ -277,7 +277,7 @@ class LifecycleMiddleware:
         try:
             await self.answer(inner, receive, self.sender(scope, context, send))
         finally:
-            self.reception.record(scope["method"], inner, context)
+            self.lifecycle.record(scope["method"], inner, context)
             NAMES.reset(named)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -305,8 +305,8 @@ class LifecycleMiddleware:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 if context.status == Overloaded.status:
-                    await self.reception.pace.turn()
-                common = self.reception.headers(context).items()
+                    await self.lifecycle.throttle.turn()
+                common = self.lifecycle.headers(context).items()
                 own = [(name.lower().encode(), value.encode()) for name, value in common]
                 message["headers"] = [*message.get("headers", ()), *own]
             elif scope["method"] == "HEAD":

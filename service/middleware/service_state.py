@@ -23,10 +23,10 @@ class Service:
     engines: Engines | None = None
     leaving: bool = False  # clients should go elsewhere; requests are still answered
     draining: bool = False
-    room: MemoryBudget = field(init=False)
+    body_memory: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = MemoryBudget(BODIES * self.settings.max_body_bytes)
+        self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
         """Raises NotReady before the engines are open, Draining once they are closed."""

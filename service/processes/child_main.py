@@ -23,10 +23,10 @@ log = structlog.get_logger()
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    role, orders, *listener = sys.argv[1:]
+    role, control, *listener = sys.argv[1:]
     settings, resume = read_brief(sys.stdin.buffer.read())
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    heard = ControlChannel(socket.socket(fileno=int(orders)))
+    heard = ControlChannel(socket.socket(fileno=int(control)))
     if role == "inference":
         serve_inference(settings, heard, resume)
     else:
@@ -36,11 +36,11 @@ def main() -> None:
 # Each role imports what it needs: an HTTP process has no runtime, and the inference process no framework.
 
 
-def serve_inference(settings: Settings, orders: ControlChannel, resume: Report | None) -> None:
+def serve_inference(settings: Settings, control: ControlChannel, resume: Report | None) -> None:
     from service.processes.inference_process import CannotStart, compute
 
     try:
-        uvloop.run(compute(settings, orders, resume))
+        uvloop.run(compute(settings, control, resume))
     except CannotStart as error:
         log.debug("cannot start", exc_info=True)
         log.error(f"cannot start: {error}")
@@ -48,11 +48,11 @@ def serve_inference(settings: Settings, orders: ControlChannel, resume: Report |
 
 
 def serve_http(
-    settings: Settings, orders: ControlChannel, listeners: Sequence[socket.socket]
+    settings: Settings, control: ControlChannel, listeners: Sequence[socket.socket]
 ) -> None:
     from service.processes.http_process import Worker
 
-    Worker(settings, orders).run([*listeners])
+    Worker(settings, control).run([*listeners])
 
 
 if __name__ == "__main__":

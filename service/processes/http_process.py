@@ -28,9 +28,9 @@ UNCONNECTED_S = (
 class Worker(Server):
     """A server to which the main process brings an inference process, and another when that is lost."""
 
-    def __init__(self, settings: Settings, orders: ControlChannel) -> None:
+    def __init__(self, settings: Settings, control: ControlChannel) -> None:
         self.device = RemoteDevice(give_up)
-        self.orders = orders
+        self.control = control
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
         app = create_app(settings, partial(open_remote_engines, self.device, metrics), metrics)
@@ -52,12 +52,12 @@ class Worker(Server):
 
     async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
         """Report to the main process first: from then on it notices a hang."""
-        await self.orders.report({})
-        self.tasks.append(asyncio.create_task(self.orders.beat()))
+        await self.control.report({})
+        self.tasks.append(asyncio.create_task(self.control.beat()))
         await super().say_it_serves(sockets)
 
     async def obey(self) -> None:
-        async for order in self.orders:
+        async for order in self.control:
             if order.end is not None:
                 await self.device.connect(order.end)
             if order.kind == KEYS and self.keys is not None:
@@ -73,7 +73,7 @@ class Worker(Server):
         while True:
             await asyncio.sleep(UNCONNECTED_S)
             if not self.device.connected:
-                await self.orders.report({MISSING: PEER.decode()})
+                await self.control.report({MISSING: PEER.decode()})
 
     def lose_listener(self) -> None:
         give_up("a listening socket was closed")

@@ -289,7 +289,9 @@ class Frontends:
         self._news.set()
 
 
-async def compute(settings: Settings, orders: ControlChannel, resume: Resume | None = None) -> None:
+async def compute(
+    settings: Settings, control: ControlChannel, resume: Resume | None = None
+) -> None:
     """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
 
     resume: what a process before this one reported of its bundles, which are opened then, and no others.
@@ -301,7 +303,7 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
-            manager = ModelManager(device, settings, metrics, orders.report)
+            manager = ModelManager(device, settings, metrics, control.report)
             manager.open(resume)
         except Exception as error:
             raise CannotStart(error) from error
@@ -309,9 +311,9 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         await manager.follow(frontends)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
-        serving = asyncio.create_task(serve(frontends, orders))
+        serving = asyncio.create_task(serve(frontends, control))
         telling = asyncio.create_task(frontends.tell_load())
-        beating = asyncio.create_task(orders.beat())
+        beating = asyncio.create_task(control.beat())
         watching = asyncio.create_task(watch(manager, settings))
         await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
         telling.cancel()
@@ -323,9 +325,9 @@ async def compute(settings: Settings, orders: ControlChannel, resume: Resume | N
         serving.result()
 
 
-async def serve(frontends: Frontends, orders: ControlChannel) -> None:
+async def serve(frontends: Frontends, control: ControlChannel) -> None:
     """Welcome whom the orders bring, until there are no more and all have left."""
-    async for order in orders:
+    async for order in control:
         if order.end is not None:
             await frontends.welcome(order.end)
     await frontends.none()

@@ -60,7 +60,7 @@ class Child:
 
     role: str
     process: Process
-    link: ChildControl
+    control: ChildControl
     serves: float | None = None
     heard: float = 0.0
     repeated: int = 0
@@ -112,7 +112,7 @@ class Processes:
                     task.cancel()
                 self._over = True
                 for child in self._of("inference"):
-                    child.link.close()  # all it was asked is answered
+                    child.control.close()  # all it was asked is answered
         finally:
             self._kill()
         return self._status
@@ -131,7 +131,7 @@ class Processes:
             else:
                 status = await child.process.wait()
                 self._children.discard(child)
-                child.link.close()
+                child.control.close()
                 facts = {"pid": child.process.pid, "status": status}
                 served_s = None if child.serves is None else time.monotonic() - child.serves
             if status == CANNOT_START and role not in self._served:
@@ -257,12 +257,12 @@ class Processes:
             self._give_keys(child)
 
     def _give_keys(self, child: Child) -> None:
-        if not child.link.give_keys(dump_keys(self._settings.keys)):
+        if not child.control.give_keys(dump_keys(self._settings.keys)):
             self._end(child)  # the next one starts with these keys
 
     def _give(self, child: Child, order: bytes, end: socket.socket | None = None) -> None:
         """Send an order. A child that cannot take it is ended: it would miss what others act on."""
-        if not child.link.give(order, end):
+        if not child.control.give(order, end):
             self._end(child)
 
     def _of(self, role: str) -> Sequence[Child]:

@@ -75,7 +75,7 @@ class Protocol(HttpToolsProtocol, Connection):
         excess: Excess,
         max_connections: int,
         header_timeout_s: float,
-        reception: RequestLifecycle,
+        lifecycle: RequestLifecycle,
         hangups: Hangups,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -84,7 +84,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.excess = excess
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
-        self.reception = reception
+        self.lifecycle = lifecycle
         self.running: RequestResponseCycle | None = None  # `cycle` is the last that came
         self.crowded = False
         self.in_head = False
@@ -401,12 +401,12 @@ class Protocol(HttpToolsProtocol, Connection):
         if self.crowded:
             self.send_away(cycle)
         scope = cast(Scope, cycle.scope)
-        context = scope["state"][CONTEXT] = self.reception.receive(scope)
+        context = scope["state"][CONTEXT] = self.lifecycle.receive(scope)
         context.leaving, context.closes = self.leaving, not cycle.keep_alive
         of_a_page = "origin" in context.headers  # which needs more headers
         if not isinstance(context.refusal, Overloaded) or of_a_page:
             return False
-        self.reception.pace.hold(partial(self.turn_away, cycle, context, context.refusal))
+        self.lifecycle.throttle.hold(partial(self.turn_away, cycle, context, context.refusal))
         return True
 
     def turn_away(
@@ -424,7 +424,7 @@ class Protocol(HttpToolsProtocol, Connection):
         if not cycle.disconnected:
             answer = refuse(context, error)
             context.status = answer.status
-            common = self.reception.headers(context)
+            common = self.lifecycle.headers(context)
             cycle.keep_alive = not context.closes
             self.transport.write(to_bytes(answer, common, self.server_state.default_headers))
         cycle.response_started = cycle.response_complete = True
@@ -432,7 +432,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.transport.close()
         self.on_response_complete()
         scope = cast(Scope, cycle.scope)
-        self.reception.record(scope["method"], scope, context)
+        self.lifecycle.record(scope["method"], scope, context)
 
     def send_away(self, cycle: RequestResponseCycle) -> None:
         """Give a connection too many one answer, which is a refusal unless it looks after the service."""

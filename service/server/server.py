@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=connections(settings, app.state.reception),
+            http=connections(settings, app.state.lifecycle),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
         exit_at_once(CANNOT_GO_ON)
 
 
-def connections(settings: Settings, reception: RequestLifecycle) -> type[asyncio.Protocol]:
+def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio.Protocol]:
     """What makes one process's connections, which share a limit."""
     served, excess = divide(share_of_connections(settings))
     admitted: set[Protocol] = set()
@@ -147,7 +147,7 @@ def connections(settings: Settings, reception: RequestLifecycle) -> type[asyncio
             excess=extra,
             max_connections=served,
             header_timeout_s=settings.header_timeout_s,
-            reception=reception,
+            lifecycle=lifecycle,
             hangups=hangups,
         )
         return Reader(protocol, buffer)
@@ -166,9 +166,9 @@ def divide(connections: int) -> tuple[int, int]:
     Where the system allows fewer files than the connections need, fewer are served.
     """
     allowed = allowed_files(connections)
-    room = max(allowed - OWN_FILES, allowed // 2, 2)
-    served = min(connections, room // 2)
-    return served, min(room - served, max(connections, FEW))
+    available = max(allowed - OWN_FILES, allowed // 2, 2)
+    served = min(connections, available // 2)
+    return served, min(available - served, max(connections, FEW))
 
 
 def allowed_files(connections: int) -> int:

@@ -72,14 +72,14 @@ def encode(words: Sequence[str], sequence: int = 0) -> Encoding:
 
 
 def cut(
-    encoding: Encoding, logits: NDArray[np.float32], room: int, stride: int
+    encoding: Encoding, logits: NDArray[np.float32], capacity: int, stride: int
 ) -> tuple[list[Encoding], list[NDArray[np.float32]]]:
     """Windows of `room` text tokens of which neighbours share `stride`, and their logits."""
     before = np.flatnonzero(encoding.sequence == encoding.sequence.max())[0]
     size = len(encoding) - before - 1
     windows, parts = [], []
-    for start in range(before, before + max(size - stride, 1), room - stride):
-        stop = min(start + room, len(encoding) - 1)
+    for start in range(before, before + max(size - stride, 1), capacity - stride):
+        stop = min(start + capacity, len(encoding) - 1)
         rows = np.r_[:before, start:stop, -1]
         columns = ("input_ids", "token_type_ids", "offsets", "words", "sequence")
         windows.append(Encoding(*(getattr(encoding, column)[rows] for column in columns)))
@@ -320,17 +320,17 @@ class TestNer:
     @given(
         data=st.data(),
         words=words_of_pieces,
-        room=st.integers(1, 9),
+        capacity=st.integers(1, 9),
         strategy=st.sampled_from(AGGREGATION_STRATEGIES),
     )
     def test_windows_that_agree(
-        self, data: st.DataObject, words: list[str], room: int, strategy: str
+        self, data: st.DataObject, words: list[str], capacity: int, strategy: str
     ) -> None:
         """A text cut into windows whose logits agree gives what it gives whole."""
         encoding, text = encode(words), join(words)
         shape = (len(encoding), len(LABELS))
         logits = data.draw(arrays(np.float32, shape, elements=eighths))
-        windows, parts = cut(encoding, logits, room, data.draw(st.integers(0, room - 1)))
+        windows, parts = cut(encoding, logits, capacity, data.draw(st.integers(0, capacity - 1)))
 
         in_windows = ner(windows, parts, text, labels=LABELS, aggregation_strategy=strategy)
 
@@ -342,7 +342,7 @@ class TestNer:
         """Where windows overlap, a token is read where its nearest edge is farthest."""
         words = ["a", "b", "c", "d", "e", "f", "g"]
         encoding = encode(words)
-        windows, _ = cut(encoding, one_hot(encoding, *["O"] * 7), room=5, stride=3)
+        windows, _ = cut(encoding, one_hot(encoding, *["O"] * 7), capacity=5, stride=3)
         logits = [one_hot(windows[0], *["B-PER"] * 5), one_hot(windows[1], *["B-LOC"] * 5)]
 
         entities = ner(windows, logits, join(words), labels=LABELS, aggregation_strategy="none")
@@ -358,7 +358,7 @@ class TestNer:
         columns = ("token_type_ids", "offsets", "words", "sequence")
         encoding = Encoding(np.arange(7), *(getattr(encoding, column)[rows] for column in columns))
         logits = one_hot(encoding, "B-PER", "I-PER", "I-PER", "B-LOC", "I-LOC")
-        windows, parts = cut(encoding, logits, room=3, stride=1)
+        windows, parts = cut(encoding, logits, capacity=3, stride=1)
 
         entities = ner(windows, parts, "한 글", labels=LABELS, aggregation_strategy="none")
 
@@ -479,7 +479,7 @@ class TestQa:
     @given(
         data=st.data(),
         words=words_of_pieces,
-        room=st.integers(1, 12),
+        capacity=st.integers(1, 12),
         max_answer_tokens=st.integers(1, 8),
         top_k=st.integers(1, 40),
         null_threshold=st.none() | eighths,
@@ -488,7 +488,7 @@ class TestQa:
         self,
         data: st.DataObject,
         words: list[str],
-        room: int,
+        capacity: int,
         max_answer_tokens: int,
         top_k: int,
         null_threshold: float | None,
@@ -498,8 +498,8 @@ class TestQa:
         windows, parts = cut(
             encoding,
             np.zeros((len(encoding), 2), np.float32),
-            room,
-            data.draw(st.integers(0, room - 1)),
+            capacity,
+            data.draw(st.integers(0, capacity - 1)),
         )
         parts = [data.draw(arrays(np.float32, part.shape, elements=eighths)) for part in parts]
 
@@ -545,7 +545,7 @@ class TestQa:
     def test_one_softmax_over_all_windows(self) -> None:
         """One softmax covers the tokens of all windows and the [CLS] of each."""
         encoding = encode(["a", "b"], sequence=1)
-        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), room=1, stride=0)
+        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), capacity=1, stride=0)
 
         answers = answer(windows, logits, "a b", top_k=9)
 
@@ -555,7 +555,7 @@ class TestQa:
     def test_equal_scores(self) -> None:
         """Answers with equal scores come in text order, whichever window they are from."""
         encoding = encode(["a", "b", "c"], sequence=1)
-        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), room=2, stride=1)
+        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), capacity=2, stride=1)
         windows, logits = [windows[0], *windows], [logits[0].copy(), *logits]
         logits[0][4] = 3  # b in the first window, a in the second
         logits[1][3] = 3
@@ -571,7 +571,7 @@ class TestQa:
         logits = peaks(encoding, start=2, end=2)
 
         [whole] = answer([encoding], [logits], join(words))
-        [in_windows] = answer(*cut(encoding, logits, room=3, stride=1), join(words))
+        [in_windows] = answer(*cut(encoding, logits, capacity=3, stride=1), join(words))
 
         assert (whole.answer, in_windows.answer) == ("Westminster", "Westminster")
 
@@ -597,7 +597,7 @@ class TestQa:
         """A span that two windows hold is not twice as likely as one that only one holds."""
         words = ["a", "b", "c"]
         encoding = encode(words, sequence=1)
-        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), room=2, stride=1)
+        windows, logits = cut(encoding, np.zeros((7, 2), np.float32), capacity=2, stride=1)
 
         answers = answer(windows, logits, join(words), top_k=9, max_answer_tokens=1)
 
@@ -662,7 +662,7 @@ class TestQa:
     def test_null_of_the_least_likely_window(self) -> None:
         """Every window must be without an answer: the null answer is as likely as the least."""
         encoding = encode(["a", "b"], sequence=1)
-        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), room=1, stride=0)
+        windows, logits = cut(encoding, np.zeros((6, 2), np.float32), capacity=1, stride=0)
         logits[0][0] = 9
 
         answers = answer(windows, logits, "a b", top_k=9, handle_impossible_answer=True)

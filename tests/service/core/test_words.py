@@ -206,14 +206,14 @@ class TestWords:
         assert (offsets[:, 0] <= offsets[:, 1]).all()
         assert offsets.size == 0 or 0 <= offsets.min() <= offsets.max() <= len(text)
 
-    @given(text=texts, room=st.integers(3, 9))
-    def test_truncated_text(self, encoder: Encoder, text: str, room: int) -> None:
+    @given(text=texts, capacity=st.integers(3, 9))
+    def test_truncated_text(self, encoder: Encoder, text: str, capacity: int) -> None:
         """What is cut off does not change the places and words of what is left."""
-        short = Encoder(encoder.tokenizer, room)
+        short = Encoder(encoder.tokenizer, capacity)
         [whole], [cut] = (one.texts([text + " end" * 99])[0].windows for one in (encoder, short))
 
-        np.testing.assert_array_equal(whole.offsets[: room - 1], cut.offsets[: room - 1])
-        np.testing.assert_array_equal(whole.words[: room - 1], cut.words[: room - 1])
+        np.testing.assert_array_equal(whole.offsets[: capacity - 1], cut.offsets[: capacity - 1])
+        np.testing.assert_array_equal(whole.words[: capacity - 1], cut.words[: capacity - 1])
 
     @example("'s")
     @given(text=st.text(st.sampled_from("ab E.,;'s“’é(—%"), max_size=30))

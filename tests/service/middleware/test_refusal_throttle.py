@@ -35,13 +35,13 @@ def on_leaping_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable
     return run
 
 
-async def turns(pace: RefusalThrottle, count: int) -> list[float]:
+async def turns(throttle: RefusalThrottle, count: int) -> list[float]:
     """Seconds that each of so many refusals, all at once, was held back."""
     time = asyncio.get_running_loop().time
     began = time()
 
     async def turn() -> float:
-        await pace.turn()
+        await throttle.turn()
         return time() - began
 
     return await asyncio.gather(*[turn() for _ in range(count)])
@@ -73,8 +73,8 @@ async def test_nobody_is_held_longer_than_that() -> None:
 async def test_no_more_are_held_than_that() -> None:
     """The one that has waited longest goes instead."""
     await asyncio.sleep(1)
-    pace = RefusalThrottle(per_s=1, held_s=10, most=3)
-    waiting = [asyncio.create_task(pace.turn()) for _ in range(20)]
+    throttle = RefusalThrottle(per_s=1, held_s=10, most=3)
+    waiting = [asyncio.create_task(throttle.turn()) for _ in range(20)]
     await asyncio.sleep(0.05)
     assert [task.done() for task in waiting] == [True] * 17 + [False] * 3
     for task in waiting:
@@ -85,22 +85,22 @@ async def test_no_more_are_held_than_that() -> None:
 @on_leaping_loop
 async def test_who_is_gone_is_let_go() -> None:
     """A turn that nobody waits for any more harms nobody."""
-    pace = RefusalThrottle(per_s=20, held_s=1, most=100)
-    waiting = [asyncio.create_task(pace.turn()) for _ in range(25)]
+    throttle = RefusalThrottle(per_s=20, held_s=1, most=100)
+    waiting = [asyncio.create_task(throttle.turn()) for _ in range(25)]
     await asyncio.sleep(0)
     for task in waiting:
         task.cancel()
     await asyncio.sleep(2)
-    assert not pace._held
+    assert not throttle._held
 
 
-def chain(pace: RefusalThrottle, gone: list[int], name: int, left: int) -> Callable[[], None]:
+def chain(throttle: RefusalThrottle, gone: list[int], name: int, left: int) -> Callable[[], None]:
     """A refusal that schedules the next one of its connection, `left` times, as with pipelined requests."""
 
     def go() -> None:
         gone.append(name)
         if left:
-            pace.hold(chain(pace, gone, name, left - 1))
+            throttle.hold(chain(throttle, gone, name, left - 1))
 
     return go
 
@@ -110,9 +110,9 @@ async def test_refusals_that_follow_each_other_do_not_nest() -> None:
     """Neither evicted refusals nor those that go together after a pause recurse."""
     await asyncio.sleep(1000)
     gone: list[int] = []
-    pace = RefusalThrottle(per_s=1, held_s=1000, most=100)
+    throttle = RefusalThrottle(per_s=1, held_s=1000, most=100)
     for name in range(300):
-        pace.hold(chain(pace, gone, name, 99))
+        throttle.hold(chain(throttle, gone, name, 99))
     while len(gone) < 30_000:
         await asyncio.sleep(1)
     assert [100] * 300 == [gone.count(name) for name in range(300)]
@@ -128,10 +128,10 @@ async def test_a_refusal_that_fails_affects_no_other() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    pace = RefusalThrottle(per_s=1, held_s=1, most=1)
-    pace.hold(lambda: None)
-    pace.hold(lambda: None)
-    pace.hold(fail)
-    pace.hold(lambda: gone.append(1))
+    throttle = RefusalThrottle(per_s=1, held_s=1, most=1)
+    throttle.hold(lambda: None)
+    throttle.hold(lambda: None)
+    throttle.hold(fail)
+    throttle.hold(lambda: gone.append(1))
     await asyncio.sleep(2)
     assert ([1], [ZeroDivisionError]) == (gone, [type(error) for error in errors])

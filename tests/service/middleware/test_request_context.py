@@ -174,8 +174,8 @@ async def context(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> l
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     process = Process()
-    reception = RequestLifecycle(metrics=Metrics(), process=process)
-    await LifecycleMiddleware(inner, reception=reception, process=process)(scope, receive, send)
+    lifecycle = RequestLifecycle(metrics=Metrics(), process=process)
+    await LifecycleMiddleware(inner, lifecycle=lifecycle, process=process)(scope, receive, send)
     return sent
 
 
@@ -239,7 +239,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
     async def asking(scope: Scope, receive: Receive, send: Send) -> None:
         await refusal_response(scope, RequestTimeout("slow"))(scope, receive, send)
 
-    reception = RequestLifecycle(metrics=Metrics(), process=Leaving())
+    lifecycle = RequestLifecycle(metrics=Metrics(), process=Leaving())
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -249,7 +249,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
         raise AssertionError("nothing is read")
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await LifecycleMiddleware(asking, reception=reception, process=Leaving())(scope, receive, send)
+    await LifecycleMiddleware(asking, lifecycle=lifecycle, process=Leaving())(scope, receive, send)
     names = [name for name, _ in sent[0]["headers"]]
     assert names.count(b"connection") == 1
     assert b"x-request-id" in names
@@ -269,11 +269,11 @@ def test_a_refusal_leaves_no_garbage() -> None:
     def refuse(scope: Scope, context: RequestContext) -> None:
         raise Overloaded("too much", retry_after_s=1.0)
 
-    reception = RequestLifecycle(metrics=Metrics(), process=Staying(), checks=[refuse])
+    lifecycle = RequestLifecycle(metrics=Metrics(), process=Staying(), checks=[refuse])
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
     gc.disable()
     try:
-        context = reception.receive(scope)
+        context = lifecycle.receive(scope)
         assert isinstance(context.refusal, Overloaded)
         refusal = weakref.ref(context.refusal)
         del context

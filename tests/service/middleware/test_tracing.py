@@ -41,7 +41,7 @@ async def made(app: FastAPI, client: httpx.AsyncClient) -> AsyncIterator[Any]:
     exporter = memory.InMemorySpanExporter()
     provider = sdk.TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    app.state.reception.trace = RequestSpans(provider.get_tracer("test"))
+    app.state.lifecycle.trace = RequestSpans(provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -113,7 +113,7 @@ def test_stages_are_as_long_as_they_took(app: FastAPI, made: Any) -> None:
     request_context = RequestContext(
         "abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200
     )
-    app.state.reception.trace("POST", "/embed", {"path": "/embed", "headers": []}, request_context)
+    app.state.lifecycle.trace("POST", "/embed", {"path": "/embed", "headers": []}, request_context)
     parse, encode, queue = [stage.end_time - stage.start_time for stage in stages(made)]
     assert (parse, encode) == (125_000_000, 250_000_000)
     assert 0.6e9 < queue < 2e9
@@ -238,7 +238,7 @@ async def test_a_tracer_that_fails_fails_nobody(
         def start_span(self, *_: object, **__: object) -> None:
             raise RuntimeError("broken")
 
-    app.state.reception.trace = RequestSpans(Broken())
+    app.state.lifecycle.trace = RequestSpans(Broken())
     for _ in range(3):
         assert (await client.post("/classify", json=BODY)).status_code == 200
     assert [line["event"] for line in lines].count("request") == 3
@@ -329,7 +329,7 @@ async def test_a_collector_that_is_away_holds_up_no_end(
 
     monkeypatch.setattr(sdk.TracerProvider, "shutdown", slow)
     async with tracing.tracing() as trace:
-        app.state.reception.trace = trace
+        app.state.lifecycle.trace = trace
         assert (await client.post("/classify", json=BODY)).status_code == 200
     assert not ended.is_set()
     may_end.set()

@@ -105,11 +105,11 @@ def bare() -> RequestLifecycle:
 
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, settings: Settings, idle_s: float = 75, reception: RequestLifecycle | None = None
+    app: ASGIApp, settings: Settings, idle_s: float = 75, lifecycle: RequestLifecycle | None = None
 ) -> AsyncIterator[Listening]:
     config = uvicorn.Config(
         app,
-        http=connections(settings, reception or bare()),
+        http=connections(settings, lifecycle or bare()),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -146,7 +146,7 @@ def listen(engines: FakeEngines) -> Listen:
         app = create_app(Settings(**settings), engines.open, Metrics())
         async with (
             app.router.lifespan_context(app),
-            listening(app, Settings(**settings), idle_s, app.state.reception) as server,
+            listening(app, Settings(**settings), idle_s, app.state.lifecycle) as server,
         ):
             yield server
 
@@ -228,7 +228,7 @@ async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> N
     app = create_app(Settings(), engines.open, metrics)
     async with (
         app.router.lifespan_context(app),
-        listening(app, Settings(), reception=app.state.reception) as server,
+        listening(app, Settings(), lifecycle=app.state.lifecycle) as server,
     ):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.setblocking(False)
