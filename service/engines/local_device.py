@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import structlog
 
+from service import health
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cuda import find_gpu
 from service.core.encode import Window
@@ -31,6 +32,7 @@ from service.core.session import (
 from service.engines.device import RunsOn
 from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
+from service.health import StallClock, hang_limit_s
 from service.observability.logs import Sparing
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
@@ -46,10 +48,6 @@ WARM_UP_S = 0.3
 QUEUE_S = 3.0  # of a GPU's work may wait, where no setting says how much
 QUEUE_MOST = 2**23  # tokens of that: about 50 bytes each, in all processes
 SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
-TICK_S = 0.1
-HANG_TIMES = (
-    20  # what is expected of a batch: one that takes longer, and longer than `hang_s`, hangs
-)
 
 
 class Runner:
@@ -308,16 +306,17 @@ class LocalDevice:
             watching.create_task(self._count_ages())
 
     async def _count_ages(self) -> None:
-        """By our own ticks: time in which this process was stopped makes no batch older."""
+        """Count the ages of the running batches by a stall clock."""
+        clock = StallClock(health.TICK_S)
         while True:
-            await asyncio.sleep(TICK_S)
+            await clock.tick()
             for batch in self.batcher.running:
-                batch.age_s += TICK_S
+                batch.age_s += clock.tick_s
 
     def _hung(self) -> str:
         """Tells of a batch that has run for much too long, if there is one."""
         for batch in self.batcher.running:
-            if batch.age_s > max(self._hang_s, HANG_TIMES * batch.expected_s):
+            if batch.age_s > hang_limit_s(self._hang_s, batch.expected_s):
                 what = f"{batch.size} texts, {batch.tokens} tokens"
                 return f"a batch of {batch.bundle} ({what}) has run for {batch.age_s:.1f} s"
         return ""

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
+from service import health
 from service.core.bundle import Golden, Tolerance, disagreement
 from service.core.encode import Window
 from service.scheduling.entries import Outputs
 
 log = structlog.get_logger()
-
-EVERY_S = 0.75  # without a sign that all is well; so readiness says no within a second
-LOOK_S = 0.1
-LAST = 3  # failures in a row, after which only a restart can help
 
 ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
@@ -48,7 +45,7 @@ class SelfTest:
     def due(self, now: float) -> bool:
         """Whether it is to be tried; what failed is tried whatever its batches say."""
         known = self.tried if self.problem else max(self.tried, self.well)
-        return now - known >= EVERY_S
+        return now - known >= health.SELF_TEST_S
 
     def compare(self, outputs: Outputs) -> str:
         """How the outputs of today differ from those of the start, if they do."""
@@ -87,7 +84,9 @@ class SelfTests:
     @property
     def lost(self) -> bool:
         """Whether a bundle has failed so often that nothing more is to be expected."""
-        return any(self_test.failures >= LAST for self_test in self._of.values())
+        return any(
+            self_test.failures >= health.SELF_TEST_FAILURES for self_test in self._of.values()
+        )
 
     async def run(self) -> None:
         """Try those that have not shown to be well for a while, one after the other, again and again."""
@@ -96,7 +95,7 @@ class SelfTests:
                 if self_test.due(time.monotonic()):
                     self_test.tried = time.monotonic()
                     await self._try(bundle, self_test)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(health.SELF_TEST_POLL_S)
 
     async def _try(self, bundle: str, self_test: SelfTest) -> None:
         try:

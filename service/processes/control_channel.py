@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from service import health
+
 LEAVE = b"L"  # report not ready, and still answer requests
 DRAIN = b"D"  # answer what was accepted, then end
 PEER = b"P"  # comes with one end of a channel to another process
@@ -24,8 +26,6 @@ KEYS = b"K"  # comes with a file in memory that holds all API keys
 
 WITH_DESCRIPTOR = {PEER, KEYS}
 MISSING = "missing"  # in a report: the order whose descriptor did not arrive
-BEAT_S = 0.25  # between signs of life
-MISSED_S = 0.25  # before a missing descriptor is reported: as soon as that, there is hardly more room for it
 
 Report = Mapping[str, object]
 
@@ -119,7 +119,7 @@ class ControlChannel(AsyncIterator[Order]):
         """Tell it again and again that this process lives."""
         while True:
             await self.report({})
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(health.HEARTBEAT_S)
 
     async def __anext__(self) -> Order:
         while True:
@@ -133,7 +133,7 @@ class ControlChannel(AsyncIterator[Order]):
                 return Order(kind)
             if descriptors:
                 return order_with(kind, descriptors[0])
-            await asyncio.sleep(MISSED_S)
+            await asyncio.sleep(health.DESCRIPTOR_MISSING_S)
             await self.report({MISSING: kind.decode()})
 
     def _receive(self) -> tuple[bytes, list[int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from service import health
 from service.api.app import create_app
 from service.keys import load_keys
 from service.middleware.access import KeyCheck
@@ -19,10 +20,6 @@ from service.server.server import Server
 from service.settings import Settings
 
 log = structlog.get_logger()
-
-UNCONNECTED_S = (
-    1.0  # without a channel, before that is reported: most of the time another is on its way
-)
 
 
 class Worker(Server):
@@ -71,7 +68,7 @@ class Worker(Server):
     async def watch_channel(self) -> None:
         """Report again and again that there is no channel. The main process knows whether there should be one."""
         while True:
-            await asyncio.sleep(UNCONNECTED_S)
+            await asyncio.sleep(health.CHANNEL_MISSING_S)
             if not self.device.connected:
                 await self.control.report({MISSING: PEER.decode()})
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import errors
+from service import errors, health
 from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.engines.device import Device
@@ -30,8 +30,6 @@ from service.scheduling.load import Load
 from service.settings import Settings
 
 log = structlog.get_logger()
-
-LOAD_EVERY_S = 0.1
 
 
 class CannotStart(Exception):
@@ -272,7 +270,7 @@ class Frontends:
                 frontend.tell(load)
             if not self._device.alive():
                 return
-            await asyncio.sleep(LOAD_EVERY_S)
+            await asyncio.sleep(health.LOAD_REPORT_S)
 
     async def none(self) -> None:
         """Wait until none is left."""

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import errors
+from service import errors, health
 from service.engines.commands import Command
 from service.engines.model_state import Subscriber
 from service.engines.registry import Engines
+from service.health import LastSign, StallClock
 from service.observability import logs
 from service.observability.shared_call import SharedCall
 from service.processes import channel
 from service.processes.channel import Channel
-from service.processes.stall_clock import StallClock
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
 from service.scheduling.load import Flow, Left, Load
 from service.settings import Settings
@@ -29,8 +29,6 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
-TICK_S = 0.1
-SILENT_S = 0.75  # an inference process that tells no load for so long is not ready
 STARTING = "the inference process is being started"
 KEPT = 40_000  # observations that they remember while the inference process is away
 
@@ -59,9 +57,9 @@ class RemoteDevice:
         self._opened = asyncio.Event()
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
-        self._stall_clock = StallClock(TICK_S)
+        self._stall_clock = StallClock(health.TICK_S)
         self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
-        self._heard = 0.0  # when the last load came
+        self._last_load = LastSign(self._stall_clock)
         self._ids = itertools.count()
         self._asked: dict[int, Asked] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
@@ -131,9 +129,9 @@ class RemoteDevice:
         return self._load.max_queue_tokens
 
     def load(self) -> Load:
-        silent_s = self._stall_clock.seconds - self._heard
-        if self._load.ready and silent_s > SILENT_S:
-            problem = f"the inference process has said nothing for {silent_s:.1f} s"
+        silent_s = self._last_load.silent_s
+        if self._load.ready and silent_s > health.LOAD_SILENCE_S:
+            problem = f"the inference process has sent nothing for {silent_s:.1f} s"
             return replace(self._load, problem=problem)
         return self._load
 
@@ -236,7 +234,7 @@ class RemoteDevice:
                     self._unseen.popleft()
                 for _, flow, left in self._unseen:
                     self._load.add(flow, left)
-                self._heard = self._stall_clock.seconds
+                self._last_load.renew()
             case channel.Page(id=number):
                 self._obeyed(number, arrays)
             case channel.Executed(id=number):

@@ -9,6 +9,7 @@ from functools import partial
 import structlog
 from fastapi import FastAPI
 
+from service import health
 from service.api.app import create_app
 from service.engines.local_device import open_device
 from service.engines.registry import Engines
@@ -24,8 +25,6 @@ from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
 
 log = structlog.get_logger()
-
-CHECK_S = 0.25  # between two looks at the device
 
 
 def serve_alone(
@@ -60,7 +59,7 @@ class SingleServer(Server):
     async def watch_device(self) -> None:
         """End when only a restart can help, since a thread that hangs can be ended in no other way."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(health.DEVICE_POLL_S)
             try:
                 self.service.check_alive()
             except NotReady as error:

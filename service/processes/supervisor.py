@@ -24,10 +24,11 @@ from typing import Any
 
 import structlog
 
+from service import health
+from service.health import LastSign, StallClock
 from service.key_files import KeyFiles
 from service.keys import Keys, dump_keys
 from service.processes.control_channel import (
-    BEAT_S,
     DRAIN,
     KEYS,
     LEAVE,
@@ -36,35 +37,28 @@ from service.processes.control_channel import (
     ChildControl,
     Report,
 )
-from service.processes.stall_clock import StallClock
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
 
 log = structlog.get_logger()
 
 CANNOT_START = 3
-FAILED_STARTS = 10  # of a process, in a row: then the service ends, after more than half a minute
-REPEATS = 20  # of a descriptor that did not arrive, in a row, about one a second
-REPEATED_S = 5.0  # without such a report, and what was sent did arrive
-PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # before a child that keeps dying is started again
-OVERTIME_S = 2.0  # for children that do not end when their time is over
-SETTLED_S = 30.0  # a child that served so long did not die of its start
 
 
 @dataclass(eq=False)
 class Child:
-    """A process of ours; `serves`: since when, by `time.monotonic`; `heard`: its last report, by our own ticks.
+    """A child process; `serves`: since when, by `time.monotonic`; `last_report`: of its reports.
 
-    repeated: how often in a row a descriptor was sent to it again, the last time at `repeated_at`, by our own ticks
+    repeated: how often in a row a descriptor was sent to it again, the last time at `last_repeat`
     """
 
     role: str
     process: Process
     control: ChildControl
+    last_report: LastSign
+    last_repeat: LastSign
     serves: float | None = None
-    heard: float = 0.0
     repeated: int = 0
-    repeated_at: float = 0.0
 
 
 class Processes:
@@ -83,7 +77,7 @@ class Processes:
         self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
-        self._stall_clock = StallClock(BEAT_S)
+        self._stall_clock = StallClock(health.HEARTBEAT_S)
         self._resume: object = None  # what an inference process leaves the next one
         self._served: set[str] = set()  # roles of which one has been able to serve
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
@@ -138,11 +132,11 @@ class Processes:
                 self._give_up(status)
             if not self._wanted(role):
                 return
-            deaths = 1 if served_s is not None and served_s > SETTLED_S else deaths + 1
+            deaths = 1 if served_s is not None and served_s > health.SETTLED_S else deaths + 1
             failures = failures + 1 if served_s is None else 0
-            pause = PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
+            pause = health.RESTART_PAUSES_S[min(deaths, len(health.RESTART_PAUSES_S)) - 1]
             log.error(f"the {role} process ended", **facts, again_in_s=pause)
-            if failures >= FAILED_STARTS:
+            if failures >= health.FAILED_STARTS:
                 problem = f"the {role} process could not be started {failures} times in a row"
                 log.error("the service cannot go on", problem=problem)
                 self._give_up(CANNOT_GO_ON)
@@ -156,11 +150,11 @@ class Processes:
         while True:
             await self._stall_clock.tick()
             for child in self._children:
-                silent_s = self._stall_clock.seconds - child.heard
+                silent_s = child.last_report.silent_s
                 if child.serves is not None and silent_s > self._settings.hang_s:
                     pid = child.process.pid
                     log.error(f"the {child.role} process hangs", pid=pid, silent_s=silent_s)
-                    child.heard = self._stall_clock.seconds
+                    child.last_report.renew()
                     self._end(child)
 
     def _wanted(self, role: str) -> bool:
@@ -192,7 +186,9 @@ class Processes:
             process.stdin.write(brief(self._settings, self._resume))
             await process.stdin.drain()
         process.stdin.close()
-        child = Child(role, process, ChildControl(ours, lambda report: self._hear(child, report)))
+        control = ChildControl(ours, lambda report: self._hear(child, report))
+        last_report, last_repeat = LastSign(self._stall_clock), LastSign(self._stall_clock)
+        child = Child(role, process, control, last_report, last_repeat)
         self._introduce(child)
         self._children.add(child)
         if self._settings.keys is not keys:
@@ -206,7 +202,7 @@ class Processes:
         return child
 
     def _hear(self, child: Child, report: Report) -> None:
-        child.heard = self._stall_clock.seconds
+        child.last_report.renew()
         if missing := report.get(MISSING):
             self._repeat(child, str(missing).encode())
             return
@@ -239,12 +235,12 @@ class Processes:
             self._give_keys(child)
         if order != PEER or child.role != "http" or not self._of("inference"):
             return  # an inference process without its end is reported by the HTTP process at the other
-        again = self._stall_clock.seconds - child.repeated_at < REPEATED_S
+        again = child.last_repeat.silent_s < health.CHANNEL_ARRIVED_S
         child.repeated = child.repeated + 1 if again else 1
-        child.repeated_at = self._stall_clock.seconds
+        child.last_repeat.renew()
         log.warning("the http process has no channel; sending another", pid=child.process.pid)
         for other in self._of("inference"):
-            if child.repeated < REPEATS:
+            if child.repeated < health.CHANNEL_REPEATS:
                 self._connect(child, other)
             else:
                 log.error("a channel cannot be sent", pids=[child.process.pid, other.process.pid])
@@ -289,7 +285,7 @@ class Processes:
         if not self._draining:
             for listener in self._listeners:
                 listener.close()  # or a client would wait here once the HTTP processes no longer listen
-            patience_s = self._settings.drain_s + OVERTIME_S
+            patience_s = self._settings.drain_s + health.KILL_AFTER_S
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True
         for child in self._of("http"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
+from service import health
 from service.core import bundle, session
 from service.core.bundle import BundleError
 from service.core.cuda import Gpu
@@ -79,7 +80,7 @@ def test_what_failed_alone_is_told_of_without_its_text(
 
 async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they run and the process is watched."""
-    monkeypatch.setattr(local_device, "TICK_S", 0.001)
+    monkeypatch.setattr(health, "TICK_S", 0.001)
     running = Running("m@1", 8, 312, 0.1)
     device.batcher.running.add(running)
     watching = asyncio.create_task(device.watch())

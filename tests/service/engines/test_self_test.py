@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
+from service import health
 from service.core.bundle import Golden, Tolerance
 from service.core.encode import Window
-from service.engines import self_test
 from service.engines.self_test import SelfTest, SelfTests, smallest
 
 WINDOW = Window(np.array([2, 3]), np.array([0, 0]))
@@ -64,8 +64,8 @@ async def trying(*bundles: str) -> AsyncIterator[Session]:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "EVERY_S", 0.01)
-    monkeypatch.setattr(self_test, "LOOK_S", 0.001)
+    monkeypatch.setattr(health, "SELF_TEST_S", 0.01)
+    monkeypatch.setattr(health, "SELF_TEST_POLL_S", 0.001)
 
 
 async def test_each_bundle_is_tried_in_turn() -> None:

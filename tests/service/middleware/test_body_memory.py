@@ -15,8 +15,8 @@ LARGE = {"inputs": "a" * 2 * SMALL}
 
 def test_large_bodies_share_a_room() -> None:
     """One that comes when it is full is refused, however far it is; what others leave can be had again."""
-    room = MemoryBudget(3 * SMALL)
-    first, second = MemoryReservation(room), MemoryReservation(room)
+    body_memory = MemoryBudget(3 * SMALL)
+    first, second = MemoryReservation(body_memory), MemoryReservation(body_memory)
     first.take(2 * SMALL)
     second.take(SMALL)
     with pytest.raises(Overloaded):
@@ -24,23 +24,23 @@ def test_large_bodies_share_a_room() -> None:
     second.release()
     first.take(SMALL)
     first.release()
-    assert 3 * SMALL == room.left
+    assert 3 * SMALL == body_memory.left
 
 
 def test_small_bodies_always_have_room() -> None:
     """They are let in while large ones fill it, and are counted."""
-    room = MemoryBudget(SMALL)
-    MemoryReservation(room).take(SMALL)
-    small = MemoryReservation(room)
+    body_memory = MemoryBudget(SMALL)
+    MemoryReservation(body_memory).take(SMALL)
+    small = MemoryReservation(body_memory)
     small.take(SMALL)
-    assert -SMALL == room.left
+    assert -SMALL == body_memory.left
     with pytest.raises(Overloaded):
         small.take(1)
 
 
 def test_there_is_room_for_some_of_the_largest() -> None:
     """The room grows with what one body may have."""
-    assert BODIES * 1000 == Service(Settings(max_body_bytes=1000), Metrics()).room.left
+    assert BODIES * 1000 == Service(Settings(max_body_bytes=1000), Metrics()).body_memory.left
 
 
 async def test_requests_hold_their_room_until_they_are_answered(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from structlog.typing import EventDict
 
+from service import health
 from service.keys import Key, dump_keys
-from service.processes import http_process as worker_module
 from service.processes.channel import Cancel, frame
 from service.processes.control_channel import ChildControl, ControlChannel, Report
 from service.processes.http_process import Worker, needed
@@ -57,7 +57,7 @@ async def test_who_cannot_receive_what_is_computed_ends(monkeypatch: pytest.Monk
 
 async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as none comes: an order may get lost on its way, or the other end at its."""
-    monkeypatch.setattr(worker_module, "UNCONNECTED_S", 0.001)
+    monkeypatch.setattr(health, "CHANNEL_MISSING_S", 0.001)
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()
     reports: list[Report] = []

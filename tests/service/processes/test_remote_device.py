@@ -520,7 +520,7 @@ async def test_a_device_that_falls_silent_is_not_ready() -> None:
         both.telling.cancel()
         watching = asyncio.create_task(both.remote.watch())
         await until(lambda: not both.remote.load().ready)
-        assert "has said nothing for 0.8 s" in both.remote.load().problem
+        assert "has sent nothing for 0.8 s" in both.remote.load().problem
         assert LOAD.rates == both.remote.load().rates
         assert 5000 == both.remote.max_queue_tokens
         for frontend in both.frontends._there:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from structlog.typing import EventDict
 
+from service import health
+from service.health import LastSign
 from service.keys import Key, load_keys
 from service.processes import supervisor
 from service.processes.control_channel import DRAIN, KEYS, PEER, ChildControl, ControlChannel
@@ -19,7 +21,7 @@ from service.settings import Settings
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(health, "RESTART_PAUSES_S", (0.01,))
 
 
 class FakeProcess:
@@ -38,23 +40,24 @@ def child(main: Processes, role: str) -> tuple[Child, ControlChannel]:
     """A child of this role, and its own end of the orders."""
     ours, theirs = socket.socketpair()
     process: Any = FakeProcess()
-    made = Child(role, process, ChildControl(ours, lambda report: main._hear(made, report)))
+    control = ChildControl(ours, lambda report: main._hear(made, report))
+    made = Child(role, process, control, LastSign(main._stall_clock), LastSign(main._stall_clock))
     main._children.add(made)
     return made, ControlChannel(theirs)
 
 
 def close(*pairs: tuple[Child, ControlChannel]) -> None:
-    for made, orders in pairs:
-        made.link.close()
-        orders._free_reserve()
-        orders._end.close()
+    for made, control in pairs:
+        made.control.close()
+        control._free_reserve()
+        control._end.close()
 
 
 def test_a_process_that_cannot_be_started_again_ends_the_service(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[EventDict]
 ) -> None:
     """After a number of failed starts in a row the service ends, for its supervisor to see."""
-    monkeypatch.setattr(supervisor, "FAILED_STARTS", 2)
+    monkeypatch.setattr(health, "FAILED_STARTS", 2)
     main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
     main._served.add("inference")  # once, long ago
     assert 4 == asyncio.run(main.run())
@@ -69,7 +72,7 @@ def test_a_system_without_room_for_a_process_is_tried_again(
     monkeypatch.setattr(sys, "executable", "/nothing")
     assert 4 == asyncio.run(Processes(Settings(), []).run())
     problems = [line["problem"] for line in lines if line["event"].endswith("process ended")]
-    assert supervisor.FAILED_STARTS <= len(problems)
+    assert health.FAILED_STARTS <= len(problems)
     assert all("No such file" in problem for problem in problems)
 
 
@@ -94,7 +97,7 @@ async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> 
 
 async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it did not help for so long, both processes are started again."""
-    monkeypatch.setattr(supervisor, "REPEATS", 3)
+    monkeypatch.setattr(health, "CHANNEL_REPEATS", 3)
     main = Processes(Settings(), [])
     frontend, back = child(main, "http"), child(main, "inference")
     for _ in range(2):
@@ -110,7 +113,7 @@ async def test_a_child_that_takes_no_order_is_ended() -> None:
     """Its queue is full, so it would miss what the others act on; the next one is connected anew."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
-    while frontend[0].link.give(DRAIN):
+    while frontend[0].control.give(DRAIN):
         pass
     main._give(frontend[0], DRAIN)
     assert frontend[0].process.killed  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from service.processes.stall_clock import StallClock
+from service.health import LastSign, StallClock, hang_limit_s
 
 
 async def test_it_counts_the_ticks_that_were_waited_for() -> None:
@@ -22,3 +22,21 @@ async def test_it_stands_still_while_the_process_does() -> None:
     time.sleep(0.2)
     await ticking
     assert 0.01 == stall_clock.seconds
+
+
+async def test_silence_is_counted_from_the_last_sign() -> None:
+    """It begins when the sign is made, and again when it is renewed."""
+    clock = StallClock(0.001)
+    await clock.tick()
+    sign = LastSign(clock)
+    assert 0 == sign.silent_s
+    await clock.tick()
+    assert 0.001 == sign.silent_s
+    sign.renew()
+    assert 0 == sign.silent_s
+
+
+def test_a_long_batch_may_take_long() -> None:
+    """The setting is the least limit, and a batch that is expected to take longer has more."""
+    assert 10 == hang_limit_s(10, 0.1)
+    assert 40 == hang_limit_s(10, 2)
