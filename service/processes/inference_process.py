@@ -24,7 +24,7 @@ from service.processes import channel
 from service.processes.channel import Channel
 from service.processes.control_channel import ControlChannel
 from service.rollout.directory_watcher import watch
-from service.rollout.manager import ModelManager, Resume
+from service.rollout.model_manager import ModelManager, Resume
 from service.scheduling.entries import Entry, EntryOutcome, Outcome
 from service.scheduling.load import Load
 from service.settings import Settings

@@ -14,12 +14,12 @@ from service.api.app import create_app
 from service.engines.local_device import open_device
 from service.engines.registry import Engines
 from service.errors import NotReady
-from service.key_files import KeyFiles
+from service.key_file_watcher import KeyFiles
 from service.middleware.access import KeyCheck
 from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
 from service.rollout.directory_watcher import watch
-from service.rollout.manager import ModelManager
+from service.rollout.model_manager import ModelManager
 from service.server.server import Server
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource

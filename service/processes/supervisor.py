@@ -26,7 +26,7 @@ import structlog
 
 from service import health
 from service.health import LastSign, StallClock
-from service.key_files import KeyFiles
+from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
 from service.processes.control_channel import (
     DRAIN,

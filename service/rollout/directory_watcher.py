@@ -19,7 +19,7 @@ from service.core.bundle import MANIFEST
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.model_state import ServedModel
 from service.errors import Conflict, QuartetError
-from service.rollout.manager import ModelManager
+from service.rollout.model_manager import ModelManager
 from service.settings import Settings
 
 log = structlog.get_logger()

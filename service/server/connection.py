@@ -41,7 +41,7 @@ from service.middleware.request_context import (
     refuse,
 )
 from service.observability.logs import QUIET_ROUTES
-from service.server.excess import Excess
+from service.server.excess_connections import Excess
 from service.server.flow_control import Connection, Hangups, ReadFlow
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it

@@ -21,7 +21,7 @@ from service.middleware.request_context import RequestLifecycle
 from service.middleware.service_state import Service
 from service.observability.logs import exit_at_once
 from service.server.connection import Protocol
-from service.server.excess import Excess
+from service.server.excess_connections import Excess
 from service.server.flow_control import BODY_PIECE, Hangups, Reader, piece_size
 from service.server.sockets import accept_all, let_nobody_connect, url_of
 from service.settings import Settings

@@ -1,6 +1,6 @@
 """Excess connections are few, and the newest of them are kept."""
 
-from service.server.excess import Excess
+from service.server.excess_connections import Excess
 
 
 class Connection:

@@ -31,7 +31,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.observability.metrics import Counts, Metrics
-from service.rollout.manager import ModelManager, check_answers, locate
+from service.rollout.model_manager import ModelManager, check_answers, locate
 from service.scheduling.entries import Entry
 from service.settings import Settings
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.typing import EventDict
 
-from service import key_files
-from service.key_files import KeyFiles
+from service import key_file_watcher
+from service.key_file_watcher import KeyFiles
 from service.keys import Keys
 from service.settings_sources import KeySource, configure
 
@@ -19,7 +19,7 @@ from service.settings_sources import KeySource, configure
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files are looked at all the time, in a directory of the test's own."""
-    monkeypatch.setattr(key_files, "CHECK_S", 0.005)
+    monkeypatch.setattr(key_file_watcher, "CHECK_S", 0.005)
     monkeypatch.chdir(tmp_path)
 
 
@@ -134,7 +134,7 @@ async def test_a_signal_reads_at_once(
     monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
     """SIGHUP waits for no look at the files, and needs no change."""
-    monkeypatch.setattr(key_files, "CHECK_S", 1000)
+    monkeypatch.setattr(key_file_watcher, "CHECK_S", 1000)
     Path("keys.toml").write_text(records(a="1"))
     async with watched(api_keys="keys.toml") as changes:
         os.kill(os.getpid(), signal.SIGHUP)
