@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from service.rollout import directory_watcher
 from service.rollout.directory_watcher import DirectoryWatcher, look
-from tests.service.rollout.test_manager import Curated, curated
+from tests.service.rollout.test_model_manager import Curated, curated
 from tests.versions import WEIGHTS
 
 __all__ = ["curated"]

@@ -24,8 +24,9 @@ from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Left, Load
 from service.server import connection as connection_module
 from service.server.connection import Protocol
+from service.server.connection_limits import FEW
 from service.server.flow_control import PIECE, piece_size
-from service.server.server import FEW, connections
+from service.server.server import connections
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 

@@ -1,81 +1,12 @@
 import asyncio
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from fastapi import FastAPI
 from structlog.typing import EventDict
 
-from service.server.server import (
-    OTHER_FILES,
-    OWN_FILES,
-    Server,
-    divide,
-    make_room,
-    share_of_connections,
-)
+from service.server.server import Server
 from service.settings import Settings
-
-
-@contextmanager
-def files(soft: int) -> Iterator[None]:
-    """The test's process may have so many open, and may raise that."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.parametrize(("workers", "share"), [(0, 1000), (1, 1000), (3, 334)])
-def test_processes_share_the_connections(workers: int, share: int) -> None:
-    """Each keeps its part, rounded up."""
-    assert share == share_of_connections(Settings(http_workers=workers, max_connections=1000))
-
-
-def test_a_process_makes_room_for_its_connections(lines: list[EventDict]) -> None:
-    """It may open twice as many files as it keeps connections, and some more."""
-    with files(soft=100):
-        make_room(50)
-        assert 100 + OTHER_FILES == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert [] == lines
-
-
-def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
-    """A limit that is high enough is not lowered."""
-    with files(soft=1000):
-        make_room(50)
-        assert 1000 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def test_too_little_room_is_told(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system allows less, the log says how much less."""
-    allowed: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
-    make_room(50)
-    assert [(200, 200)] == allowed
-    assert (200, 100 + OTHER_FILES) == (lines[0]["has"], lines[0]["need"])
-
-
-@pytest.mark.parametrize(
-    ("hard", "connections", "expected"),
-    [
-        (resource.RLIM_INFINITY, 1000, (1000, 1000)),
-        (100_000, 2, (2, 256)),
-        (OWN_FILES + 500, 1000, (250, 250)),
-        (200, 1000, (50, 50)),
-    ],
-)
-def test_files_are_kept_for_what_is_no_connection(
-    monkeypatch: pytest.MonkeyPatch, hard: int, connections: int, expected: tuple[int, int]
-) -> None:
-    """Connections that are served, and those beyond, never need all files that the process may open."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, hard))
-    assert expected == divide(connections)
 
 
 async def test_a_lost_listener_ends_the_process(

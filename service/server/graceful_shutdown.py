@@ -1,0 +1,87 @@
+"""Graceful shutdown: a server that answers all whom it accepted before it ends.
+
+On SIGTERM it reports that it is not ready, for the setting `drain_delay_s`, and still answers. Then it drains: it
+closes its listeners, accepts what is in their queues, answers what was accepted, and ends after `drain_s` at most.
+"""
+
+import asyncio
+import math
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from service.middleware.service_state import Service
+from service.observability.logs import exit_at_once
+from service.server.sockets import accept_all, let_nobody_connect
+from service.settings_sources import CANNOT_GO_ON
+
+log = structlog.get_logger()
+
+GRACE_S = 0.4  # for clients that have connected and are about to send a request
+
+
+class GracefulServer(uvicorn.Server):
+    """Uvicorn's server with our shutdown; `listening`: the listeners that the event loop accepts from."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+        self.drains = math.inf  # when, by `time.monotonic`
+        self.listening: Sequence[socket.socket] = ()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
+        log.info("draining", seconds=self.service.settings.drain_s)
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            let_nobody_connect(listener)
+            await self.admit_all(listener)
+        await asyncio.sleep(GRACE_S / 2)
+        for listener in sockets or []:
+            await self.admit_all(listener)  # those who had been half way
+            listener.close()
+        await asyncio.sleep(GRACE_S / 2)
+        await super().shutdown(sockets)
+
+    async def admit_all(self, listener: socket.socket) -> None:
+        for connection in [*accept_all(listener)]:
+            await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
+
+    def connection(self) -> asyncio.BaseProtocol:
+        """One connection's protocol, as uvicorn makes it."""
+        state, lifespan = self.server_state, self.lifespan.state
+        make: Callable[..., asyncio.BaseProtocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=state, app_state=lifespan)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # No logging here: the signal may have interrupted a log line, which holds the log's lock.
+        delay_s = self.service.settings.drain_delay_s
+        if sig == signal.SIGTERM and delay_s and self.started and not self.service.leaving:
+            self.service.leaving = True
+            self.drains = time.monotonic() + delay_s
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Stop listening, answer what was accepted, and end; asked twice, end."""
+        self.service.leaving = self.service.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.should_exit and time.monotonic() >= self.drains:
+            self.drain()
+        if not self.should_exit and any(listener.fileno() < 0 for listener in self.listening):
+            self.lose_listener()
+        return await super().on_tick(counter)
+
+    def lose_listener(self) -> None:
+        """The event loop has closed a listener, as it does where the system refuses to go on: end at once."""
+        log.error("the service cannot go on", problem="a listening socket was closed")
+        exit_at_once(CANNOT_GO_ON)
