@@ -43,13 +43,15 @@ async def list_models(request: Request) -> Response:
 async def load_model(request: Request) -> Response:
     """Let a bundle answer for its name: it is read, checked and tried, while all goes on as before."""
     body = await read_order(request, LoadRequest)
-    return await answer(request, LoadModel(**body.model_dump(), by=by(request)))
+    return await answer(request, LoadModel(**body.model_dump(), by=tenant_of(request)))
 
 
 @router.delete("/admin/models/{model}", **openapi.admin(UnloadedResponse, of="model"))
 async def unload_model(request: Request) -> Response:
     """Serve a bundle no longer; the answer comes when its memory is free."""
-    return await answer(request, UnloadModel(model=request.path_params["model"], by=by(request)))
+    return await answer(
+        request, UnloadModel(model=request.path_params["model"], by=tenant_of(request))
+    )
 
 
 @router.post(
@@ -59,13 +61,17 @@ async def promote_model(request: Request) -> Response:
     """Let a bundle that is loaded answer for its name."""
     body = await read_order(request, PromoteRequest)
     model = request.path_params["model"]
-    return await answer(request, PromoteModel(**body.model_dump(), model=model, by=by(request)))
+    return await answer(
+        request, PromoteModel(**body.model_dump(), model=model, by=tenant_of(request))
+    )
 
 
 @router.post("/admin/models/{name}/rollback", **openapi.admin(IntroducedResponse, of="name"))
 async def roll_back_model(request: Request) -> Response:
     """Let the bundle answer for a name that did before."""
-    return await answer(request, RollBackModel(model=request.path_params["name"], by=by(request)))
+    return await answer(
+        request, RollBackModel(model=request.path_params["name"], by=tenant_of(request))
+    )
 
 
 async def read_order(request: Request, schema: type[T]) -> T:
@@ -83,6 +89,6 @@ async def answer(request: Request, command: Command) -> Response:
     return json_response(await engines.execute(command))
 
 
-def by(request: Request) -> str:
+def tenant_of(request: Request) -> str:
     """Who asks, for the log."""
     return context_of(request.scope).tenant

@@ -22,7 +22,7 @@ from service.api import admin, openapi
 from service.api.native import Route, router
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
-from service.middleware.access import KeyCheck, gate
+from service.middleware.access import KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
 from service.middleware.request_context import (
     LifecycleMiddleware,
@@ -78,7 +78,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     served = [*router.routes, *admin.router.routes]
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
-    guards = gate(settings)
+    guards = access_checks(settings)
     lifecycle = RequestLifecycle(
         metrics=metrics,
         process=service,

@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Request)
 T = TypeVar("T")
 
 
-class Ask(Protocol[T]):
+class EngineCall(Protocol[T]):
     """An engine's call that lacks only the callback for its results."""
 
     def __call__(
@@ -48,7 +48,7 @@ class Call(Generic[R]):
     receive: Receive
     in_lines: bool
 
-    async def answer(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+    async def answer(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
         """What the engine says, shown result by result: together under `name` and an s, or in lines."""
         if self.in_lines:
             return await self._stream(ask, name, show)
@@ -70,7 +70,7 @@ class Call(Generic[R]):
             ]
         return content
 
-    async def _stream(self, ask: Ask[T], name: str, show: Callable[[T], object]) -> Response:
+    async def _stream(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
         """A line for each input, as soon as it is there, and a last one that sums up or names the error.
 
         What fails before the first line is an error like any other; from then on all tokens count, whoever hangs up.

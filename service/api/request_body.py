@@ -61,7 +61,7 @@ async def read_json(
         late = partial(DeadlineExceeded, "the body did not arrive before the deadline")
     else:
         late = partial(RequestTimeout, f"the body did not arrive within {timeout_s:g} s")
-    with Until(min(timeout_s, left_s), late):
+    with TaskTimeout(min(timeout_s, left_s), late):
         body = await read_bytes(receive, max_bytes, inflate, take)
     if len(body) > max_parts:
         check_parts(body, max_parts)
@@ -145,10 +145,10 @@ def parse_json(body: bytes) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(explain(body, error)) from None
+        raise BadRequest(describe_json_error(body, error)) from None
 
 
-def explain(body: bytes, error: orjson.JSONDecodeError) -> str:
+def describe_json_error(body: bytes, error: orjson.JSONDecodeError) -> str:
     if not body:
         return "the body is empty"
     try:
@@ -172,7 +172,7 @@ async def answer_in_time(
     """
     late = partial(DeadlineExceeded, "the answer was not ready in time")
     watched = leaving or asyncio.ensure_future(disconnected(receive))
-    with Until(seconds_left(deadline), late) as limit:
+    with TaskTimeout(seconds_left(deadline), late) as limit:
 
         def leave(_: asyncio.Future[None]) -> None:
             limit.end(ClientDisconnected)
@@ -186,7 +186,7 @@ async def answer_in_time(
                 watched.cancel()
 
 
-class Until:
+class TaskTimeout:
     """Ends what the current task does in this block, after so many seconds or when told to, with an error.
 
     As `asyncio.timeout` does it, by cancelling the task; but it may be ended early, and costs half as much.
@@ -199,7 +199,7 @@ class Until:
         self._late = late
         self._error: Callable[[], Exception] | None = None
 
-    def __enter__(self) -> "Until":
+    def __enter__(self) -> "TaskTimeout":
         asking = asyncio.current_task()
         assert asking is not None, "our bug: nobody asks"
         self._asking, self._cancelling = asking, asking.cancelling()

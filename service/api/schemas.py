@@ -30,7 +30,7 @@ def as_list(value: object) -> object:
     raise PydanticCustomError("texts_type", "must be a string or a list of strings")
 
 
-def exactly(value: object) -> object:
+def check_truncate(value: object) -> object:
     if value is True or value is False or value == "window":
         return value
     raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
@@ -38,7 +38,9 @@ def exactly(value: object) -> object:
 
 NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
-Truncate = Annotated[Literal[True, False, "window"], BeforeValidator(exactly)]  # 1 is no true
+Truncate = Annotated[
+    Literal[True, False, "window"], BeforeValidator(check_truncate)
+]  # 1 is no true
 ListOfTexts = Annotated[list[str], Field(min_length=1)]
 Texts = Annotated[
     ListOfTexts,
@@ -94,7 +96,7 @@ class TextRequest(Request):
         return len(self.inputs)
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        return listed("inputs", self.inputs)
+        return numbered("inputs", self.inputs)
 
 
 class ClassifyRequest(TextRequest):
@@ -116,7 +118,7 @@ class ClassifyRequest(TextRequest):
 
     def texts(self) -> Iterator[tuple[str, str]]:
         yield from super().texts()
-        yield from listed("text_pair", self.text_pair or ())
+        yield from numbered("text_pair", self.text_pair or ())
 
 
 class NerRequest(TextRequest):
@@ -212,7 +214,7 @@ class QaRequest(Request):
 
 
 class AdminRequest(_Strict):
-    """What an administrator may say of a bundle that is to answer for its name."""
+    """What an administrator may describe_fault of a bundle that is to answer for its name."""
 
     keep_old: bool = Field(
         True, description="keep the version that answered before, so that a rollback is instant"
@@ -270,7 +272,7 @@ def validate(schema: type[S], body: object) -> S:
         return schema.model_validate(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        raise explain(faults, schema.model_fields) from None
+        raise to_invalid_input(faults, schema.model_fields) from None
 
 
 def most_parts(max_inputs: int) -> int:
@@ -291,11 +293,11 @@ def refuse_long(request: Request, most: int) -> None:
         raise TooLarge(message, param=long[0])
 
 
-def listed(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+def numbered(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     return ((f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 
-def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
+def to_invalid_input(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
     """One readable error of all faults: places that share a fault are listed together.
 
     Unknown fields, of which a body may have any number, are named up to `NAMED`.
@@ -304,7 +306,7 @@ def explain(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInp
     others = [fault for fault in faults if fault["type"] != "extra_forbidden"]
     places: dict[str, list[str]] = {}
     for fault in [*others, *unknown[:NAMED]]:
-        places.setdefault(say(fault, fields), []).append(place(fault["loc"]))
+        places.setdefault(describe_fault(fault, fields), []).append(place(fault["loc"]))
     told = [f"{', '.join(names)}: {fault}" for fault, names in places.items()]
     if len(unknown) > NAMED:
         told.append(f"and {len(unknown) - NAMED} more unknown fields")
@@ -318,7 +320,7 @@ def place(location: Sequence[int | str]) -> str:
     return "".join(steps).removeprefix(".")
 
 
-def say(fault: ErrorDetails, fields: Iterable[str]) -> str:
+def describe_fault(fault: ErrorDetails, fields: Iterable[str]) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown field{did_you_mean(str(fault['loc'][-1])[:SHOWN], fields)}"
     if fault["type"] in PHRASES:

@@ -18,7 +18,7 @@ from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
-    Complete,
+    CompleteInput,
     Decode,
     Errors,
     OnResult,
@@ -98,7 +98,7 @@ Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
 Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
 
 
-def copied(task: Method[P, T]) -> Method[P, T]:
+def mirrored(task: Method[P, T]) -> Method[P, T]:
     """Hand requests that were answered, all at once, to whoever wants copies."""
 
     @wraps(task)
@@ -130,7 +130,7 @@ class Engine:
 
     # -- the four tasks ---------------------------------------------------------------------------
 
-    @copied
+    @mirrored
     async def classify(
         self,
         texts: list[str],
@@ -166,7 +166,7 @@ class Engine:
         sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
         return await self._answer(name, ticket, encode, labels, sizes, on_result)
 
-    @copied
+    @mirrored
     async def ner(
         self,
         texts: list[str],
@@ -196,7 +196,7 @@ class Engine:
 
         return await self._answer(name, ticket, encode, entities, _characters(texts), on_result)
 
-    @copied
+    @mirrored
     async def qa(
         self,
         questions: list[str],
@@ -237,7 +237,7 @@ class Engine:
         sizes = _characters(questions, contexts)
         return await self._answer(name, ticket, encode, answers, sizes, on_result)
 
-    @copied
+    @mirrored
     async def embed(
         self,
         texts: list[str],
@@ -318,7 +318,7 @@ class Engine:
         """Submit entries, and decode each input as soon as its last outcome is there; a large one in a thread."""
         large: list[asyncio.Task[None]] = []
 
-        async def decode_in_thread(complete: Complete[C], began: float) -> None:
+        async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:
             result = await self._in_thread(partial(collector.decode, complete), True)
             collector.finish(complete, result, began)
 

@@ -33,7 +33,7 @@ from service.engines.device import RunsOn
 from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
 from service.health import StallClock, hang_limit_s
-from service.observability.logs import Sparing
+from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Estimator, Sample, measure
@@ -133,7 +133,7 @@ def fingerprint(window: Window) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedBundle:
     """A bundle whose goldens agree here, and of whose batches is known what they cost."""
 
     texts: BundleTexts
@@ -178,7 +178,7 @@ class LocalDevice:
         self._gpu_rates: dict[str, float] = {}  # tokens per second; 0 on the CPU
         self._hang_s = settings.hang_s
         self._metrics = metrics
-        self._poison = Sparing()
+        self._poison = LogLimiter()
         self.batcher = Batcher(
             self._run,
             slots=slots.number,
@@ -191,7 +191,7 @@ class LocalDevice:
         )
         self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
-    def open(self, bundle: Bundle) -> Opened:
+    def open(self, bundle: Bundle) -> OpenedBundle:
         """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.
 
         Raises BundleError or ProviderError when it must not be served.
@@ -214,7 +214,9 @@ class LocalDevice:
             full = self._run_full_batches(bundle, runner, area)
             rate = self._slots.number * full[0].tokens / full[0].seconds
         estimators = runner.warm_up(full)
-        return Opened(texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate)
+        return OpenedBundle(
+            texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate
+        )
 
     def _run_full_batches(self, bundle: Bundle, runner: Runner, area: float) -> list[Sample]:
         """Run the largest batches on all slots at once, so that a GPU without the memory for them fails here.
@@ -248,7 +250,7 @@ class LocalDevice:
         number = 2 if session.graph.precision == "fp16" else 4  # bytes
         return find_gpu().memory // (2 * self._slots.number * SCORES * number)
 
-    def add(self, opened: Opened) -> None:
+    def add(self, opened: OpenedBundle) -> None:
         """Compute for a bundle from now on."""
         name = opened.texts.manifest.id
         self.texts[name] = opened.texts

@@ -108,10 +108,10 @@ def outcome(one: Any, other: Any) -> str:
     """What became of the answer to a copy of an input that has one; `other` is None where there is none."""
     if other is None:
         return "failed"
-    return "same" if alike(one, other) else "changed"
+    return "same" if same_answer(one, other) else "changed"
 
 
-def alike(one: Any, other: Any) -> bool:
+def same_answer(one: Any, other: Any) -> bool:
     """Whether two answers to one input have the same best label, entities or best span, or nearly the same vector."""
     if isinstance(one, np.ndarray):
         return one.shape == other.shape and cosine(one, other) >= CLOSE

@@ -11,7 +11,7 @@ ServingState = Literal["current", "previous", "pinned"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ModelRecord:
     """What has to be known of a bundle to serve it again as it was.
 
     id: `name@version`; sha256: of its manifest; since: when it got its state, in seconds of `time.time`. State:
@@ -32,7 +32,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel(Kept):
+class ServedModel(ModelRecord):
     """A bundle that is served."""
 
     runs_on: RunsOn
@@ -76,7 +76,7 @@ def settled(models: Sequence[ServedModel], now: float) -> Models:
     return found
 
 
-def introduced(
+def introduce_model(
     models: Models,
     new: ServedModel,
     now: float,
@@ -100,7 +100,7 @@ def introduced(
     return tuple(rest)
 
 
-def added(models: Models, new: ServedModel, now: float) -> Models:
+def add_model(models: Models, new: ServedModel, now: float) -> Models:
     """Let a bundle answer who names it in full, and for its name if nobody does; one of a name gets copies."""
     alone = new.shadow > 0
     rest = [replace(m, shadow=0.0) if alone and m.name == new.name else m for m in models]
@@ -109,7 +109,7 @@ def added(models: Models, new: ServedModel, now: float) -> Models:
     return settled((*rest, new), now)
 
 
-def without(models: Models, model_id: str, now: float) -> Models:
+def remove_model(models: Models, model_id: str, now: float) -> Models:
     """Serve a bundle no longer; if it answered for its name, another does now, in its place."""
     gone = next(model for model in models if model.id == model_id)
     rest = settled([model for model in models if model is not gone], now)

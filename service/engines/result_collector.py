@@ -18,7 +18,7 @@ OnResult = Callable[[int, T | None], None]
 Errors = dict[int, QuartetError]  # by the input's index
 
 
-class Complete(NamedTuple, Generic[C]):
+class CompleteInput(NamedTuple, Generic[C]):
     """An input whose windows all have an output; `place`: its index in the request."""
 
     place: int
@@ -65,7 +65,7 @@ class ResultCollector(Generic[C, T]):
             raise self._request_error
         return [self._results.get(index) for index in range(len(self._encoded))]
 
-    def add(self, entry: Entry, outcome: EntryOutcome) -> Complete[C] | None:
+    def add(self, entry: Entry, outcome: EntryOutcome) -> CompleteInput[C] | None:
         """Add an entry's outcome; return the input that it completes, if it completes one."""
         index = self._input[entry]
         item = self._encoded[index]
@@ -78,13 +78,13 @@ class ResultCollector(Generic[C, T]):
         own = self._entries[index]
         if not all(other in self._outputs for other in own):
             return None
-        return Complete(index, item, [self._outputs.pop(other) for other in own])
+        return CompleteInput(index, item, [self._outputs.pop(other) for other in own])
 
-    def decode(self, complete: Complete[C]) -> T:
+    def decode(self, complete: CompleteInput[C]) -> T:
         """Decode an input; in any thread."""
         return self._decode_one(*complete)
 
-    def finish(self, complete: Complete[C], result: T, began: float) -> None:
+    def finish(self, complete: CompleteInput[C], result: T, began: float) -> None:
         """Keep and report the result of an input whose decoding began at `began` (`time.perf_counter`)."""
         self._results[complete.place] = result
         self.decode_s += time.perf_counter() - began

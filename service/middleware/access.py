@@ -24,7 +24,7 @@ METRICS = "/metrics"
 ADMIN = "/admin"
 
 
-def gate(settings: Settings) -> Sequence[Check]:
+def access_checks(settings: Settings) -> Sequence[Check]:
     """The checks, in the order in which a request passes them."""
     all_read = settings.api_key is None and settings.api_keys is None
     assert all_read, "our bug: there are keys that were not read"
@@ -63,7 +63,7 @@ def check_without_keys(is_open: Set[str], scope: Scope, context: RequestContext)
         return
     if permission(path) == "admin":
         raise Forbidden("administration needs keys, and none is configured")
-    context.priority = lowered(0, context.headers)
+    context.priority = requested_priority(0, context.headers)
 
 
 class KeyCheck:
@@ -97,7 +97,7 @@ class KeyCheck:
         holder = self._find(context.headers.get("authorization", ""))
         context.tenant = holder.name
         holder.check_permission(permission(path))
-        context.priority = lowered(holder.priority, context.headers)
+        context.priority = requested_priority(holder.priority, context.headers)
         holder.check_rates()
         context.on_finish.append(holder.charge)
 
@@ -163,7 +163,7 @@ def permission(path: str) -> Permission:
     return "admin" if path == ADMIN or path.startswith(f"{ADMIN}/") else "inference"
 
 
-def lowered(priority: int, headers: Mapping[str, str]) -> int:
+def requested_priority(priority: int, headers: Mapping[str, str]) -> int:
     """The priority that the header asks for, if it is lower. Raises InvalidInput for an unknown word."""
     asked = headers.get(PRIORITY_HEADER.lower())
     if asked is None:

@@ -23,7 +23,7 @@ COMING_S = 0.5  # that a request is reckoned with which is not with the batcher 
 Who = tuple[int, str]  # a request's class and tenant
 
 
-class Coming(NamedTuple):
+class ExpectedRequest(NamedTuple):
     """A request that was let in, and so many tokens that are expected of it."""
 
     since: float
@@ -37,7 +37,7 @@ class EarlyRejection:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tokens: dict[int, float] = {}  # by the bits of a body's size
-        self._coming: dict[int, Coming] = {}  # oldest first
+        self._coming: dict[int, ExpectedRequest] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
     def __call__(self, scope: Scope, context: RequestContext) -> None:
@@ -71,7 +71,7 @@ class EarlyRejection:
     def _come(self, context: RequestContext, tokens: int) -> None:
         """Reckon with a request until the batcher does, or it is over: many may come before one gets there."""
         number, who = id(context), (context.priority, context.tenant)
-        self._coming[number] = Coming(context.arrival, who, tokens)
+        self._coming[number] = ExpectedRequest(context.arrival, who, tokens)
         self._coming_tokens[who] += tokens
         context.on_submit = partial(self._arrive, number)
         context.on_finish.append(lambda _: self._arrive(number))

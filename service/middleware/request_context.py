@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, Draining, InternalError, Overloaded, QuartetError
 from service.middleware.refusal_throttle import RefusalThrottle
-from service.observability.logs import NAMES, QUIET_ROUTES, Sparing, log_request
+from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
 from service.observability.metrics import REFUSALS, Recorder
 
 log = structlog.get_logger()
@@ -159,7 +159,7 @@ class Process(Protocol):
     def draining(self) -> bool: ...
 
 
-def our_bug() -> InternalError:
+def log_internal_error() -> InternalError:
     """What the client is told of the exception that is being handled; the log gets the rest."""
     log.exception("unexpected error")
     return InternalError("our bug: the server's log tells more under this request's id")
@@ -186,7 +186,7 @@ class RequestLifecycle:
         self._process = process
         self._checks = checks
         self._routes = routes
-        self._refusals = Sparing()
+        self._refusals = LogLimiter()
         self._log = structlog.get_logger().bind()
 
     def receive(self, scope: Scope) -> RequestContext:
@@ -199,7 +199,7 @@ class RequestLifecycle:
             # Its traceback has frames that know the exchange: a circle, which only the garbage collector would break.
             context.refusal = error.with_traceback(None)
         except Exception:
-            context.refusal = our_bug()
+            context.refusal = log_internal_error()
         return context
 
     def headers(self, context: RequestContext) -> dict[str, str]:
@@ -215,7 +215,7 @@ class RequestLifecycle:
         try:
             self._record(method, scope, context)
         except Exception:
-            our_bug()
+            log_internal_error()
 
     def _record(self, method: str, scope: Scope, context: RequestContext) -> None:
         for finish in context.on_finish:
@@ -295,7 +295,7 @@ class LifecycleMiddleware:
             draining = Draining("the server is shutting down")
             await refusal_response(scope, draining)(scope, receive, send)
         except Exception:
-            error = our_bug()
+            error = log_internal_error()
             if context.status:
                 raise  # the answer is half sent: the server must cut the connection
             await refusal_response(scope, error)(scope, receive, send)

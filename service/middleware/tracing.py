@@ -33,7 +33,7 @@ from starlette.types import Scope
 from service import __version__
 from service.errors import InternalError
 from service.middleware.request_context import CLIENT_GONE, OTHER, RequestContext, Trace
-from service.observability.logs import Sparing
+from service.observability.logs import LogLimiter
 from service.observability.metrics import OK, STAGES
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ async def tracing() -> AsyncIterator[Trace | None]:
 
     What is wrong is told to the log: it keeps nobody from being served.
     """
-    names = asked(os.environ)
+    names = requested_exporters(os.environ)
     if not names:
         yield None
         return
-    with complaints():
+    with limited_warnings():
         try:
             provider = open_provider(names)
         except ImportError:
@@ -83,8 +83,8 @@ async def tracing() -> AsyncIterator[Trace | None]:
             await asyncio.to_thread(ending.join, CLOSE_S)
 
 
-def asked(environ: Mapping[str, str]) -> list[str]:
-    """The exporters that are asked for by name, or by the endpoint that one needs."""
+def requested_exporters(environ: Mapping[str, str]) -> list[str]:
+    """The exporters that are requested_exporters for by name, or by the endpoint that one needs."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     by_default = "otlp" if any(map(environ.get, ENDPOINTS)) else "none"
@@ -121,12 +121,12 @@ def open_exporter(name: str) -> "SpanExporter":
     raise LookupError(f"no exporter {name!r} is installed")
 
 
-class Complaints(logging.Handler):
+class SdkWarnings(logging.Handler):
     """Tells what the SDK warns of, now and then: a collector that is away is found away again for every batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._sparing = Sparing(1, QUIET_S)
+        self._sparing = LogLimiter(1, QUIET_S)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._sparing.may_tell():
@@ -135,9 +135,9 @@ class Complaints(logging.Handler):
 
 
 @contextmanager
-def complaints() -> Iterator[Complaints]:
+def limited_warnings() -> Iterator[SdkWarnings]:
     """Hear what the SDK has to say, instead of all that the log would."""
-    loggers, handler = logging.getLogger("opentelemetry"), Complaints()
+    loggers, handler = logging.getLogger("opentelemetry"), SdkWarnings()
     before = loggers.propagate
     loggers.propagate = False
     loggers.addHandler(handler)
@@ -153,7 +153,7 @@ class RequestSpans:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._failures = Sparing(1, QUIET_S)
+        self._failures = LogLimiter(1, QUIET_S)
 
     def __call__(
         self, method: str, route: str, scope: Scope, request_context: RequestContext

@@ -141,7 +141,7 @@ def log_bug(error: Exception) -> None:
         structlog.get_logger().error(error.message, exc_info=error)
 
 
-class Sparing:
+class LogLimiter:
     """Lets so many lines a second, or in each period from a first one on, pass and counts the others.
 
     For lines that come when there is no time for them.

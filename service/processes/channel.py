@@ -150,7 +150,7 @@ class Catalogue:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LoadReport:
     """The device's load, every so often, which the requests up to `seen` are part of.
 
     waiting: each flow, with the bits, number and tokens of its requests
@@ -163,7 +163,7 @@ class Told:
     max_queue_tokens: int
 
     @classmethod
-    def of(cls, load: Load, seen: int) -> "Told":
+    def of(cls, load: Load, seen: int) -> "LoadReport":
         waiting = [
             (
                 (flow.bundle, flow.priority, flow.tenant),
@@ -235,7 +235,7 @@ Message = (
     | Adopted
     | Released
     | Catalogue
-    | Told
+    | LoadReport
     | Computed
     | Failed
     | Page

@@ -26,7 +26,7 @@ class Worker(Server):
     """A server to which the main process brings an inference process, and another when that is lost."""
 
     def __init__(self, settings: Settings, control: ControlChannel) -> None:
-        self.device = RemoteDevice(give_up)
+        self.device = RemoteDevice(exit_for_restart)
         self.control = control
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
@@ -39,21 +39,21 @@ class Worker(Server):
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        for work in (self.obey(), self.watch_channel()):
-            self.tasks.append(asyncio.create_task(needed(work)))
+        for work in (self.follow_commands(), self.watch_channel()):
+            self.tasks.append(asyncio.create_task(exit_on_failure(work)))
         try:
             await super().serve(sockets)
         finally:
             for task in self.tasks:
                 task.cancel()
 
-    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
+    async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         """Report to the main process first: from then on it notices a hang."""
         await self.control.report({})
         self.tasks.append(asyncio.create_task(self.control.beat()))
-        await super().say_it_serves(sockets)
+        await super().report_serving(sockets)
 
-    async def obey(self) -> None:
+    async def follow_commands(self) -> None:
         async for order in self.control:
             if order.end is not None:
                 await self.device.connect(order.end)
@@ -73,19 +73,21 @@ class Worker(Server):
                 await self.control.report({MISSING: PEER.decode()})
 
     def lose_listener(self) -> None:
-        give_up("a listening socket was closed")
+        exit_for_restart("a listening socket was closed")
 
 
-async def needed(work: Coroutine[Any, Any, None]) -> None:
+async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
     """Do work without which this process is of no use: if it fails, end, to be started again."""
     try:
         await work
     except Exception as error:
         log.error("unexpected error", exc_info=error)
-        give_up("it no longer obeys the main process")
+        exit_for_restart("it no longer obeys the main process")
 
 
-def give_up(problem: str = "a message of the inference process cannot be received") -> None:
+def exit_for_restart(
+    problem: str = "a message of the inference process cannot be received",
+) -> None:
     """End, to be started again: draining would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)
     logs.exit_at_once(1)

@@ -76,7 +76,7 @@ class Frontend:
         return await adopted
 
     def tell(self, load: Load) -> None:
-        self.channel.send(channel.Told.of(load, self._seen))
+        self.channel.send(channel.LoadReport.of(load, self._seen))
 
     def _receive(self, message: channel.Message, arrays: bytes) -> None:
         match message:
@@ -235,7 +235,7 @@ class Frontends:
         self._served: tuple[Models, Mapping[str, BundleTexts]] = ((), {})
         self._greeting: set[asyncio.Task[None]] = set()
 
-    async def welcome(self, end: socket.socket) -> None:
+    async def add_http_process(self, end: socket.socket) -> None:
         frontend = Frontend(self._device, self._manager, self._metrics, self._hear)
         await frontend.connect(end)
         if frontend.channel.open:
@@ -327,5 +327,5 @@ async def serve(frontends: Frontends, control: ControlChannel) -> None:
     """Welcome whom the orders bring, until there are no more and all have left."""
     async for order in control:
         if order.end is not None:
-            await frontends.welcome(order.end)
+            await frontends.add_http_process(order.end)
     await frontends.none()

@@ -23,7 +23,7 @@ from service.observability.shared_call import SharedCall
 from service.processes import channel
 from service.processes.channel import Channel
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
-from service.scheduling.load import Flow, Left, Load
+from service.scheduling.load import Flow, Load, RemainingWork
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ KEPT = 40_000  # observations that they remember while the inference process is 
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SentRequest:
     """A request that waits for its answer; `sent`: the entries that were sent last, whose places outcomes tell."""
 
     answer: PendingRequest
@@ -58,10 +58,12 @@ class RemoteDevice:
         self._channel: Channel | None = None
         self._load = Load(problem=STARTING)
         self._stall_clock = StallClock(health.TICK_S)
-        self._unseen: deque[tuple[int, Flow, Left]] = deque()  # sent, and no part of a load yet
+        self._unseen: deque[tuple[int, Flow, RemainingWork]] = (
+            deque()
+        )  # sent, and no part of a load yet
         self._last_load = LastSign(self._stall_clock)
         self._ids = itertools.count()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, SentRequest] = {}
         self._lost: deque[int] = deque()  # to be asked again, small ones first
         self._again: int | None = None  # is being asked again
         self._doubt = False  # beside one whose client left, which may be computed all the same
@@ -107,9 +109,9 @@ class RemoteDevice:
         device = self._device()
         number = next(self._ids)
         answer = PendingRequest(entries, asyncio.get_running_loop().create_future(), on_outcome)
-        self._asked[number] = Asked(answer, entries)
+        self._asked[number] = SentRequest(answer, entries)
         device.send(*submission(number, answer, entries))
-        left = Left(sum(entry.tokens for entry in entries), len(entries))
+        left = RemainingWork(sum(entry.tokens for entry in entries), len(entries))
         self._load.add(entries[0].flow, left)
         self._unseen.append((number, entries[0].flow, left))
         try:
@@ -228,7 +230,7 @@ class RemoteDevice:
                     asked.answer.fail(error)
                 elif (order := self._orders.get(number)) and not order.done():
                     order.set_exception(error)
-            case channel.Told() if self._opened.is_set():
+            case channel.LoadReport() if self._opened.is_set():
                 self._load = message.load
                 while self._unseen and self._unseen[0][0] <= message.seen:
                     self._unseen.popleft()

@@ -44,7 +44,7 @@ class SeenBundle:
 Look = Mapping[Path, SeenBundle | None]
 
 
-def look(root: Path) -> dict[Path, SeenBundle | None]:
+def scan_bundles(root: Path) -> dict[Path, SeenBundle | None]:
     """All that lies there and has a manifest, but for links and what is hidden. Raises OSError.
 
     What is there and cannot be read just now is None.
@@ -93,7 +93,7 @@ class DirectoryWatcher:
         """Look so often."""
         while True:
             try:
-                await self.heed(await asyncio.to_thread(look, self._root))
+                await self.heed(await asyncio.to_thread(scan_bundles, self._root))
                 self._blind = False
             except OSError as error:
                 self._tell(error)

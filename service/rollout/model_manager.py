@@ -28,8 +28,8 @@ from service.engines.commands import (
     RollBackModel,
     UnloadModel,
 )
-from service.engines.local_device import LocalDevice, Opened, trim
-from service.engines.model_state import Kept, Models, ServedModel, Subscriber
+from service.engines.local_device import LocalDevice, OpenedBundle, trim
+from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
 from service.errors import (
     BadBundle,
     ChangedAnswers,
@@ -89,7 +89,7 @@ class ModelManager:
         if resume is None:
             opened = [self._open(path) for path in self._settings.bundles]
         else:
-            opened = self._open_again([Kept(**kept) for kept in resume["models"]])
+            opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])
         self.models = model_state.settled(opened, time.time())
 
     def _open(self, path: Path) -> ServedModel:
@@ -99,7 +99,7 @@ class ModelManager:
             raise BundleError(path, reason)
         return self._add(path, self._device.open(bundle))
 
-    def _open_again(self, former: Iterable[Kept]) -> list[ServedModel]:
+    def _open_again(self, former: Iterable[ModelRecord]) -> list[ServedModel]:
         opened: list[ServedModel] = []
         problems: list[Exception] = []
         for kept in former:
@@ -118,7 +118,7 @@ class ModelManager:
             raise problems[0]
         return opened
 
-    def _add(self, path: Path, opened: Opened) -> ServedModel:
+    def _add(self, path: Path, opened: OpenedBundle) -> ServedModel:
         """Let the device compute for a bundle that nobody asks for yet."""
         self._device.add(opened)
         name, sha256 = opened.texts.manifest.id, opened.texts.sha256
@@ -181,7 +181,7 @@ class ModelManager:
         allowed = command.allow_new_embedding_space or not promote
         folder = locate(self._settings.models_dir, command.path)
         async with self._opening:
-            with self._listed(folder), refusing():
+            with self._listed(folder), bundle_errors():
                 bundle = await asyncio.to_thread(bundles.load, folder)
                 known = self._known(bundle)
                 self._check_space(bundle.manifest, allowed)
@@ -218,7 +218,7 @@ class ModelManager:
         """Unload a version; return when its memory is free."""
         async with self._deciding:
             leaving = self._find(command.model)
-            rest = model_state.without(self.models, leaving.id, time.time())
+            rest = model_state.remove_model(self.models, leaving.id, time.time())
             if not rest:
                 raise Conflict(f"{leaving.id} is the last one that is served")
             await self._serve(rest)
@@ -248,7 +248,7 @@ class ModelManager:
         old = model_state.current(self.models, new.name)
         if new is not old:
             now, resident = time.time(), self.resident
-            later = model_state.introduced(
+            later = model_state.introduce_model(
                 self.models, new, now, keep_old=keep_old, resident=resident
             )
             await self._serve(later)
@@ -262,7 +262,7 @@ class ModelManager:
             raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
         new = replace(new, shadow=shadow)
         if new not in self.models:
-            await self._serve(model_state.added(self.models, new, time.time()))
+            await self._serve(model_state.add_model(self.models, new, time.time()))
             log.info("load", model=new.id, sha256=new.sha256, shadow=shadow, by=by)
         return self._introduced(new)
 
@@ -366,7 +366,7 @@ class ModelManager:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def bundle_errors() -> Iterator[None]:
     """Whatever keeps a bundle from being opened is told to who asked for it."""
     try:
         yield
@@ -425,7 +425,7 @@ def locate(models_dir: Path | None, path: str) -> Path:
 
 
 def kept_of(model: ServedModel) -> dict[str, Any]:
-    return {field.name: getattr(model, field.name) for field in fields(Kept)}
+    return {field.name: getattr(model, field.name) for field in fields(ModelRecord)}
 
 
 def moment(seconds: float) -> str:

@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from service.scheduling.cost_model import Estimator
 from service.scheduling.entries import Entry, PendingRequest
-from service.scheduling.load import Backlog, Flow, Left, weights
+from service.scheduling.load import Backlog, Flow, RemainingWork, weights
 
 MAX_SKIPPED = 16  # batches of a flow without an entry of a request before that request goes first
 # The next batch is planned from the entries of this many batches. A larger pool finds more entries of similar length,
@@ -152,7 +152,7 @@ class FlowQueue:
         """Count a request that is admitted and will enter."""
         self.statistics.tokens += request.tokens
         self.statistics.size += len(request.entries)
-        self.backlog.change(Left(), Left(request.tokens, len(request.entries)))
+        self.backlog.change(RemainingWork(), RemainingWork(request.tokens, len(request.entries)))
 
     def enter(self, request: QueuedRequest) -> None:
         start = self._virtual_start
@@ -192,12 +192,12 @@ class FlowQueue:
             self._heap.clear()
 
     def _shrink(self, request: QueuedRequest, entries: Sequence[Entry]) -> None:
-        before = Left(request.tokens, request.left)
+        before = RemainingWork(request.tokens, request.left)
         for entry in entries:
             self.remove(entry)
             request.tokens -= entry.tokens
         request.left -= len(entries)
-        self.backlog.change(before, Left(request.tokens, request.left))
+        self.backlog.change(before, RemainingWork(request.tokens, request.left))
 
     def remove(self, entry: Entry) -> None:
         entry.queued = False

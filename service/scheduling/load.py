@@ -41,7 +41,7 @@ def weights(flows: Collection[Flow]) -> dict[Flow, float]:
     }
 
 
-class Left(NamedTuple):
+class RemainingWork(NamedTuple):
     """What is left of a request; nothing is left of none."""
 
     tokens: int = 0
@@ -63,11 +63,11 @@ class Backlog:
     )  # in tokens, all requests of as many bits together
 
     @classmethod
-    def of(cls, *requests: Left) -> "Backlog":
+    def of(cls, *requests: RemainingWork) -> "Backlog":
         """The backlog of some requests."""
         backlog = cls()
         for request in requests:
-            backlog.change(Left(), request)
+            backlog.change(RemainingWork(), request)
         return backlog
 
     @property
@@ -77,7 +77,7 @@ class Backlog:
     def copy(self) -> "Backlog":
         return Backlog(self.requests.copy(), self.sizes.copy())
 
-    def change(self, before: Left, after: Left) -> None:
+    def change(self, before: RemainingWork, after: RemainingWork) -> None:
         """What is left of a request changes."""
         for left, sign in ((before, -1), (after, 1)):
             if left.windows:
@@ -121,11 +121,11 @@ class Load:
             backlog.tokens / self.rates[flow.bundle] for flow, backlog in self.waiting.items()
         )
 
-    def add(self, flow: Flow, request: Left) -> None:
+    def add(self, flow: Flow, request: RemainingWork) -> None:
         """Count what was sent to the device since it told its load, unless it is for a bundle that came since then."""
         if flow.bundle not in self.rates:
             return
-        self.waiting.setdefault(flow, Backlog()).change(Left(), request)
+        self.waiting.setdefault(flow, Backlog()).change(RemainingWork(), request)
 
     def wait_s(self, flow: Flow, tokens: int, coming: int = 0) -> float:
         """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known.

@@ -37,12 +37,12 @@ from service.middleware.request_context import (
     Refusal,
     RequestContext,
     RequestLifecycle,
-    our_bug,
+    log_internal_error,
     refuse,
 )
 from service.observability.logs import QUIET_ROUTES
-from service.server.excess_connections import Excess
-from service.server.flow_control import Connection, Hangups, ReadFlow
+from service.server.excess_connections import ExcessConnections
+from service.server.flow_control import Connection, HangupWatcher, ReadFlow
 
 HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
 ADDRESS_BYTES = 8192  # of what a request asks for, which the log and some answers repeat
@@ -55,7 +55,7 @@ STALLED_BYTES = 65_536
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
-class Enough(Exception):
+class StopParsing(Exception):
     """The rest of what came is not to be parsed."""
 
 
@@ -72,11 +72,11 @@ class Protocol(HttpToolsProtocol, Connection):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         admitted: set["Protocol"],
-        excess: Excess,
+        excess: ExcessConnections,
         max_connections: int,
         header_timeout_s: float,
         lifecycle: RequestLifecycle,
-        hangups: Hangups,
+        hangups: HangupWatcher,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.hangups = hangups
@@ -94,8 +94,8 @@ class Protocol(HttpToolsProtocol, Connection):
         self.head_bytes = 0  # of the headers that are there
         self.heard = False  # of a header or a piece of a body in what came last
         self.unheard = 0  # bytes that came since, in which there was none
-        self.late = Alarm(self.loop)  # for a head to be whole, and in the end for silence
-        self.stalled = Alarm(self.loop)
+        self.late = Timer(self.loop)  # for a head to be whole, and in the end for silence
+        self.stalled = Timer(self.loop)
 
     # -- what the event loop tells -----------------------------------------------------------------
 
@@ -164,10 +164,10 @@ class Protocol(HttpToolsProtocol, Connection):
         if len(self.pipeline) >= PIPELINED:
             self.cycle.keep_alive = False  # the last one to be answered
             self.deaf = True
-            raise Enough
+            raise StopParsing
         if self.pipeline:
             last, app = self.pipeline[0]
-            self.pipeline[0] = cast(RequestResponseCycle, Waiting(last)), app
+            self.pipeline[0] = cast(RequestResponseCycle, PackedRequest(last)), app
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self.in_head = self.heard = True
@@ -301,8 +301,8 @@ class Protocol(HttpToolsProtocol, Connection):
             self.refuse(cause)
         elif isinstance(cause, HttpParserError):
             self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
-        elif not isinstance(cause, Enough):
-            self.refuse(our_bug())
+        elif not isinstance(cause, StopParsing):
+            self.refuse(log_internal_error())
 
     def stay(self, rest: bytes) -> bytes:
         """Read a request that offers another protocol as if it did not; gives what is to be parsed for that.
@@ -310,7 +310,7 @@ class Protocol(HttpToolsProtocol, Connection):
         The parser takes it to have no body, whatever its headers say, and goes on behind it.
         """
         framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in FRAMING]
-        self.parser = HttpRequestParser(Body(self))
+        self.parser = HttpRequestParser(BodyParser(self))
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         return b"POST / HTTP/1.1\r\n%s\r\n%s" % (b"".join(framing), rest)
 
@@ -365,7 +365,7 @@ class Protocol(HttpToolsProtocol, Connection):
             on_response=self.on_response_complete,
         )
 
-    def unpack(self, waiting: "Waiting") -> RequestResponseCycle:
+    def unpack(self, waiting: "PackedRequest") -> RequestResponseCycle:
         """The request as it was before it was packed."""
         own, body, keep_alive, expect_100_continue = marshal.loads(waiting.packed)
         scope = {**self.scope, **own, "state": self.app_state.copy()}
@@ -379,7 +379,7 @@ class Protocol(HttpToolsProtocol, Connection):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
-        if isinstance(cycle, Waiting):
+        if isinstance(cycle, PackedRequest):
             cycle = self.unpack(cycle)
             if not self.pipeline:
                 self.cycle = cycle  # no request came after it
@@ -393,7 +393,7 @@ class Protocol(HttpToolsProtocol, Connection):
             if self.turn_away_early(cycle):
                 return
         except Exception:
-            cast(Scope, cycle.scope)["state"].setdefault(REFUSAL, our_bug())
+            cast(Scope, cycle.scope)["state"].setdefault(REFUSAL, log_internal_error())
         super()._start_asgi_task(cycle, app)
 
     def turn_away_early(self, cycle: RequestResponseCycle) -> bool:
@@ -415,7 +415,7 @@ class Protocol(HttpToolsProtocol, Connection):
         try:
             self.write_refusal(cycle, context, error)
         except Exception:
-            our_bug()
+            log_internal_error()
             self.wire.abort()
 
     def write_refusal(
@@ -463,7 +463,7 @@ async def send_unchunked(
     await app(scope, receive, send_bare)
 
 
-class Waiting:
+class PackedRequest:
     """A whole request that waits behind another, packed into one object.
 
     The objects of a short request take a hundred times the bytes that were sent.
@@ -478,7 +478,7 @@ class Waiting:
         self.packed = marshal.dumps((own, bytes(cycle.body), cycle.keep_alive, expects))
 
 
-class Alarm:
+class Timer:
     """A timer that is set and stopped again and again."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -526,7 +526,7 @@ class Transport:
             self.write(b"")
 
 
-class Body:
+class BodyParser:
     """Hears of one body from a parser whose head the connection has seen before, and passes on what comes behind it."""
 
     def __init__(self, connection: Protocol) -> None:

@@ -7,7 +7,7 @@ class Abortable(Protocol):
     def abort(self) -> None: ...
 
 
-class Excess:
+class ExcessConnections:
     """The excess connections of one process, oldest first; `limit`: how many are kept open.
 
     Without a limit, a flood would take every descriptor that the process is allowed, including the descriptors for

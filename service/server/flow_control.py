@@ -64,7 +64,7 @@ class Reader(asyncio.BufferedProtocol):
         self._connection.resume_writing()
 
 
-class Hangups:
+class HangupWatcher:
     """Sockets that are not read, and what to call when their client closes its direction or the connection.
 
     The event loop notices that only of a socket that is read to its end. Without epoll, it is not noticed.
@@ -106,7 +106,7 @@ class ReadFlow(FlowControl):
     def __init__(
         self,
         transport: asyncio.Transport,
-        hangups: Hangups,
+        hangups: HangupWatcher,
         may_read: Callable[[], bool],
         left: Callable[[], object],
     ) -> None:

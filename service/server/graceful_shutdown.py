@@ -17,7 +17,7 @@ import uvicorn
 
 from service.middleware.service_state import Service
 from service.observability.logs import exit_at_once
-from service.server.sockets import accept_all, let_nobody_connect
+from service.server.sockets import accept_all, stop_accepting
 from service.settings_sources import CANNOT_GO_ON
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class GracefulServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         for listener in sockets or []:
-            let_nobody_connect(listener)
+            stop_accepting(listener)
             await self.admit_all(listener)
         await asyncio.sleep(GRACE_S / 2)
         for listener in sockets or []:

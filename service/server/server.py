@@ -20,8 +20,8 @@ from service.server.connection_limits import (
     raise_file_limit,
     share_of_connections,
 )
-from service.server.excess_connections import Excess
-from service.server.flow_control import BODY_PIECE, Hangups, Reader, piece_size
+from service.server.excess_connections import ExcessConnections
+from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
 from service.server.sockets import url_of
 from service.settings import Settings
@@ -61,9 +61,9 @@ class Server(GracefulServer):
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again and again
         gc.set_threshold(GARBAGE)
-        await self.say_it_serves(sockets or [])
+        await self.report_serving(sockets or [])
 
-    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
+    async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
             log.info("serving", **urls, pid=os.getpid())
@@ -73,8 +73,8 @@ def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio
     """What makes one process's connections, which share a limit."""
     served, excess = divide_connections(share_of_connections(settings))
     admitted: set[Protocol] = set()
-    extra = Excess(excess)
-    hangups = Hangups()
+    extra = ExcessConnections(excess)
+    hangups = HangupWatcher()
     piece = piece_size(BODIES * settings.max_body_bytes, served)
     buffer = memoryview(bytearray(BODY_PIECE * piece))
 

@@ -32,7 +32,7 @@ def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
             yield listener.accept()[0]
 
 
-def let_nobody_connect(listener: socket.socket) -> None:
+def stop_accepting(listener: socket.socket) -> None:
     """Let the system be deaf to who asks to connect, for all processes that have this listener.
 
     Closing alone would reset who had connected after the last was accepted. Whoever finds us deaf asks again, a second

@@ -6,7 +6,7 @@ import orjson
 import pytest
 from starlette.types import Message, Receive
 
-from service.api.request_body import Until, answer_in_time, check_parts, read_json
+from service.api.request_body import TaskTimeout, answer_in_time, check_parts, read_json
 from service.errors import (
     BadRequest,
     ClientDisconnected,
@@ -271,7 +271,7 @@ async def test_a_task_that_is_cancelled_beside_its_deadline_is_cancelled() -> No
     """Whoever cancelled it waits for that; a deadline alone leaves the task as it was."""
 
     async def work(others: int) -> None:
-        with Until(60, DeadlineExceeded) as limit:
+        with TaskTimeout(60, DeadlineExceeded) as limit:
             limit.end(ClientDisconnected)
             limit.end(TooLarge)  # too late: it ends already
             for _ in range(others):

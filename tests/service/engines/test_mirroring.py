@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
-from service.engines.mirroring import MirroredTraffic, alike
+from service.engines.mirroring import MirroredTraffic, same_answer
 from service.errors import InferenceFailed, InvalidInput, Overloaded
 from service.scheduling.load import Load
 
@@ -183,4 +183,4 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
 )
 def test_the_same_answer(one: Any, other: Any, same: bool) -> None:
     """Says the same, however sure it is."""
-    assert same == alike(one, other) == alike(other, one)
+    assert same == same_answer(one, other) == same_answer(other, one)

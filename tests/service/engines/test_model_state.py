@@ -9,12 +9,12 @@ from service.engines.model_state import (
     Models,
     ServedModel,
     ServingState,
-    added,
+    add_model,
     current,
-    introduced,
+    introduce_model,
     previous,
+    remove_model,
     settled,
-    without,
 )
 
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
@@ -64,29 +64,29 @@ def test_somebody_answers_for_every_name(found: list[str], then: list[str]) -> N
 )
 def test_a_new_one_takes_the_place_of_the_old(before: list[str], new: str, then: list[str]) -> None:
     """The old one is kept, and who was kept before goes."""
-    assert then == shown(introduced(served(*before), model(new), NOW))
+    assert then == shown(introduce_model(served(*before), model(new), NOW))
 
 
 def test_a_resident_stays() -> None:
     """Pinned, where another takes its place as the previous one."""
     before = served("a@2 current", "a@1 previous")
-    later = introduced(before, model("a@3"), NOW, resident={"0123"})
+    later = introduce_model(before, model("a@3"), NOW, resident={"0123"})
     assert ["a@3 current", "a@2 previous", "a@1 pinned"] == shown(later)
 
 
 def test_who_stands_by_answers_if_nobody_else_does() -> None:
     """And else only who names its version."""
     before = served("a@1 current")
-    later = added(added(before, model("a@2"), NOW), model("b@1"), NOW)
+    later = add_model(add_model(before, model("a@2"), NOW), model("b@1"), NOW)
     assert ["a@1 current", "a@2 pinned", "b@1 current"] == shown(later)
 
 
 def test_one_of_a_name_gets_copies() -> None:
     """The last that is to; none does who answers for the name, or did."""
-    models = added(served("a@1 current"), replace(model("a@2"), shadow=0.5), NOW)
-    models = added(models, replace(model("a@3"), shadow=0.1), NOW)
+    models = add_model(served("a@1 current"), replace(model("a@2"), shadow=0.5), NOW)
+    models = add_model(models, replace(model("a@3"), shadow=0.1), NOW)
     assert [0.0, 0.0, 0.1] == [each.shadow for each in models]
-    models = introduced(added(models, replace(models[2], shadow=0.2), NOW), models[2], NOW)
+    models = introduce_model(add_model(models, replace(models[2], shadow=0.2), NOW), models[2], NOW)
     assert ["a@3 current", "a@1 previous", "a@2 pinned"] == shown(models)
     assert not any(each.shadow for each in models)
 
@@ -95,7 +95,7 @@ def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:
     """And so does the one before it: who steps back must not land on a version that was left long ago."""
     before = served("b@1 current", "a@2 current", "a@1 previous")
     assert ["b@1 current", "a@3 current"] == shown(
-        introduced(before, model("a@3"), NOW, keep_old=False)
+        introduce_model(before, model("a@3"), NOW, keep_old=False)
     )
 
 
@@ -105,7 +105,7 @@ def test_there_and_back() -> None:
     for expected in ("a@1", "a@2", "a@1"):
         former = previous(models, "a")
         assert former is not None
-        models = introduced(models, former, NOW)
+        models = introduce_model(models, former, NOW)
         answering, kept = current(models, "a"), previous(models, "a")
         assert answering is not None
         assert kept is not None
@@ -117,7 +117,7 @@ def test_a_pinned_one_can_answer_for_its_name() -> None:
     """It comes to the place of the one that did."""
     before = served("a@2 current", "b@1 current", "a@1 pinned")
     assert ["a@1 current", "a@2 previous", "b@1 current"] == shown(
-        introduced(before, before[2], NOW)
+        introduce_model(before, before[2], NOW)
     )
 
 
@@ -132,20 +132,20 @@ def test_a_pinned_one_can_answer_for_its_name() -> None:
 def test_who_goes_is_followed_by_the_one_before(gone: str, then: list[str]) -> None:
     """The rest stays as it was."""
     before = served("a@2 current", "a@1 previous", "a@0 pinned", "b@1 current")
-    assert then == shown(without(before, gone, NOW))
+    assert then == shown(remove_model(before, gone, NOW))
 
 
 def test_who_follows_takes_the_place() -> None:
     """Wherever it stood itself, so that another name does not become the default."""
     before = served("a@0 pinned", "b@1 current", "a@1 current", "c@1 current", "a@2 previous")
     then = ["a@0 pinned", "b@1 current", "a@2 current", "c@1 current"]
-    assert then == shown(without(before, "a@1", NOW))
+    assert then == shown(remove_model(before, "a@1", NOW))
     assert ["a@2 current", "b@1 current"] == shown(
-        without(served("a@1 current", "b@1 current", "a@2 pinned"), "a@1", NOW)
+        remove_model(served("a@1 current", "b@1 current", "a@2 pinned"), "a@1", NOW)
     )
 
 
 def test_since_when() -> None:
     """A model is in its state since the change that put it there."""
-    models = introduced(served("a@1 current", "b@1 current"), model("a@2"), NOW)
+    models = introduce_model(served("a@1 current", "b@1 current"), model("a@2"), NOW)
     assert [NOW, NOW, 1.0] == [model.since for model in models]

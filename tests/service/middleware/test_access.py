@@ -228,7 +228,7 @@ async def test_tokens_are_charged_when_the_answer_is_there(client_with: Connect)
 def test_rates_are_divided_among_processes() -> None:
     """Each of several HTTP processes lets its part through."""
     settings = Settings(keys={"slow": kept("slow", requests_per_minute=8)}, http_workers=4)
-    (check,) = access.gate(settings)
+    (check,) = access.access_checks(settings)
     scope, headers = {"path": "/embed"}, {"authorization": bearing("slow")["Authorization"]}
     check(scope, RequestContext("a", 0.0, headers))
     check(scope, RequestContext("b", 0.0, headers))
@@ -249,7 +249,7 @@ def test_keys_may_be_replaced() -> None:
 
     slow = kept("slow", requests_per_minute=1)
     keys = {"slow": slow, "raised": kept("raised", requests_per_minute=1), "gone": kept("gone")}
-    (check,) = access.gate(Settings(keys=keys))
+    (check,) = access.access_checks(Settings(keys=keys))
     assert isinstance(check, access.KeyCheck)
     assert ["ok"] * 3 == [outcome(name) for name in keys]
 
@@ -322,6 +322,6 @@ async def test_the_line_names_the_tenant_and_never_the_key(
 def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path: Path) -> None:
     """A mistake of ours must not leave a service open that should be closed."""
     with pytest.raises(AssertionError, match="our bug"):
-        access.gate(Settings(api_key="0123456789abcdef"))
+        access.access_checks(Settings(api_key="0123456789abcdef"))
     with pytest.raises(AssertionError, match="our bug"):
-        access.gate(Settings(api_keys=tmp_path))
+        access.access_checks(Settings(api_keys=tmp_path))

@@ -15,7 +15,7 @@ from service.middleware.early_rejection import COMING_S, EarlyRejection, content
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
-from service.scheduling.load import Backlog, Flow, Left, Load
+from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -28,7 +28,7 @@ def waiting(*tokens: int, flow: Flow = TINY) -> Load:
     """A device that does 100 tokens a second, and has requests of so many."""
     return Load(
         {flow.bundle: 100.0},
-        {flow: Backlog.of(*[Left(n, 1) for n in tokens])} if tokens else {},
+        {flow: Backlog.of(*[RemainingWork(n, 1) for n in tokens])} if tokens else {},
     )
 
 
@@ -61,7 +61,7 @@ async def test_the_least_asked_bundle_decides(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """Which one is asked stands in the body: only if all would be late it need not be read."""
-    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
+    busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
@@ -70,7 +70,7 @@ async def test_who_is_never_asked_decides_nothing(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """A version that is kept for a rollback is idle whatever waits for the others."""
-    busy = {Flow("tiny@1"): Backlog.of(*[Left(1, 1)] * 1000)}
+    busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     engines.expected = ["tiny@1", "gone@1"]
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 429
@@ -149,7 +149,9 @@ def test_what_comes_for_another_bundle_does_not_matter(
     door: EarlyRejection, engines: FakeEngines
 ) -> None:
     """It may be for the one that is flooded: who asks the other one is let in."""
-    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(Left(1000, 1))})
+    engines.told = Load(
+        {"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(RemainingWork(1000, 1))}
+    )
     assert len(let_in(door)) == 100
 
 

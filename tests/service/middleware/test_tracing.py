@@ -15,7 +15,7 @@ from structlog.typing import EventDict
 from service.errors import DeadlineExceeded, Overloaded
 from service.middleware import tracing
 from service.middleware.request_context import RequestContext
-from service.middleware.tracing import RequestSpans, asked, complaints
+from service.middleware.tracing import RequestSpans, limited_warnings, requested_exporters
 from tests.service.fakes import FakeEngine
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
@@ -30,7 +30,7 @@ AWAY = "http://127.0.0.1:9"  # where nobody listens
 
 @pytest.fixture(autouse=True)
 def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for comes from the test alone."""
+    """What is requested_exporters for comes from the test alone."""
     for name in (*tracing.ENDPOINTS, *tracing.PROTOCOLS, "OTEL_TRACES_EXPORTER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -58,7 +58,7 @@ def stages(made: Any) -> list[Any]:
 async def test_a_request_is_a_span_by_the_semantic_conventions(
     client: httpx.AsyncClient, made: Any
 ) -> None:
-    """What was asked, how it ended, and what it took of which model."""
+    """What was requested_exporters, how it ended, and what it took of which model."""
     await client.post("/classify?q=secret", json=BODY, headers={"X-Request-Id": "abc"})
     span = server_span(made)
     assert (span.name, span.status.status_code.name) == ("POST /classify", "UNSET")
@@ -262,7 +262,7 @@ async def test_a_tracer_that_fails_fails_nobody(
 )
 def test_the_standard_variables_ask(environ: dict[str, str], names: list[str]) -> None:
     """An exporter by name, or an endpoint for one; and nothing of ours."""
-    assert asked(environ) == names
+    assert requested_exporters(environ) == names
 
 
 async def test_the_resource_is_ours_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def propagating() -> Iterator[logging.Logger]:
     before = logger.propagate
     yield logger
     assert logger.propagate == before
-    assert not any(isinstance(handler, tracing.Complaints) for handler in logger.handlers)
+    assert not any(isinstance(handler, tracing.SdkWarnings) for handler in logger.handlers)
 
 
 def test_a_collector_that_is_away_is_told_of_now_and_then(
@@ -349,7 +349,7 @@ def test_a_collector_that_is_away_is_told_of_now_and_then(
 ) -> None:
     """One line, however often it is said; what is no warning is not told."""
     inner = logging.getLogger("opentelemetry.exporter")
-    with complaints():
+    with limited_warnings():
         for number in range(50):
             inner.error("failed to export batch %d", number)
             inner.info("nothing")

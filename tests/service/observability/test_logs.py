@@ -109,7 +109,7 @@ def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
 def test_lines_of_one_kind_may_be_spared() -> None:
     """Two in a second are told; the first of the next says how many were not."""
     now = 7.9
-    lines = logs.Sparing(2, clock=lambda: now)
+    lines = logs.LogLimiter(2, clock=lambda: now)
     assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]
     now = 8.8
     assert not lines.may_tell()

@@ -16,7 +16,7 @@ from service.keys import Key, digest
 from service.observability.metrics import ORDERS, OUTCOMES, STAGES, Metrics
 from service.processes.single_process import open_local_engines
 from service.scheduling.executor import BatchStats
-from service.scheduling.load import Backlog, Flow, Left, Load
+from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.settings import Settings
 from tests.service.conftest import living
 from tests.service.fakes import FakeEngine, FakeEngines
@@ -72,7 +72,7 @@ def test_the_device_is_asked_when_read() -> None:
     )
     metrics.watch(lambda: loads[-1], lambda: models)
     first = samples(metrics.render().decode())
-    waiting = {Flow("tiny@1"): Backlog.of(Left(30, 2), Left(12, 1))}
+    waiting = {Flow("tiny@1"): Backlog.of(RemainingWork(30, 2), RemainingWork(12, 1))}
     loads.append(Load(waiting=waiting, max_queue_tokens=2000))
     models["tiny@2"] = models.pop("tiny@1") | {"precision": "fp32"}
     then = samples(metrics.render().decode())

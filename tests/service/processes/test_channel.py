@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.processes.channel import Cancel, Channel, Computed, Observed, Submit, Told, frame
+from service.processes.channel import Cancel, Channel, Computed, LoadReport, Observed, Submit, frame
 
 SUBMIT = Submit(
     id=7,
@@ -31,7 +31,7 @@ MESSAGES: list[tuple[Any, bytes]] = [
         Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]),
         np.ones(2, np.float32).tobytes(),
     ),
-    (Told(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000), b""),
+    (LoadReport(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000), b""),
 ]
 
 

@@ -11,7 +11,7 @@ from service import health
 from service.keys import Key, dump_keys
 from service.processes.channel import Cancel, frame
 from service.processes.control_channel import ChildControl, ControlChannel, Report
-from service.processes.http_process import Worker, needed
+from service.processes.http_process import Worker, exit_on_failure
 from service.settings import Settings
 
 
@@ -27,7 +27,7 @@ async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[
     listener = socket.create_server(("127.0.0.1", 0))
     worker = Worker(Settings(http_workers=1), ControlChannel(theirs))
     ours.setblocking(False)
-    said = asyncio.create_task(worker.say_it_serves([listener]))
+    said = asyncio.create_task(worker.report_serving([listener]))
     while not lines:
         assert not said.done()
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_a_worker_takes_new_keys() -> None:
     link = ChildControl(ours, lambda report: None)
     keys = {name: Key(sha256=digit * 64) for name, digit in (("a", "1"), ("b", "2"))}
     worker = Worker(Settings(http_workers=1, keys={"a": keys["a"]}), ControlChannel(theirs))
-    obeying = asyncio.create_task(worker.obey())
+    obeying = asyncio.create_task(worker.follow_commands())
     link.give_keys(dump_keys({"b": keys["b"]}))
     assert worker.keys is not None
     await until(lambda: worker.keys.names == ["b"])
@@ -104,7 +104,7 @@ async def test_a_worker_that_no_longer_obeys_ends(
         Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), ControlChannel(theirs)
     )
     link.give_keys(b"{")
-    await needed(worker.obey())
+    await exit_on_failure(worker.follow_commands())
     assert [1] == statuses
     assert "HTTP cannot go on" == lines[-1]["event"]
     link.close()

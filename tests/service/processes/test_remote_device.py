@@ -25,12 +25,12 @@ from service.processes.control_channel import PEER, ChildControl, ControlChannel
 from service.processes.inference_process import Frontends, serve
 from service.processes.remote_device import RemoteDevice, RemoteMetrics
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
-from service.scheduling.load import Backlog, Flow, Left, Load
+from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 LOAD = Load(
     {"m@1": 1000.0, "tiny@1": 1000.0},
-    {Flow("m@1", 1, "t"): Backlog.of(Left(42, 1))},
+    {Flow("m@1", 1, "t"): Backlog.of(RemainingWork(42, 1))},
     max_queue_tokens=5000,
 )
 
@@ -488,9 +488,9 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
         await asyncio.sleep(0)
         own = Flow("tiny@1", 2, "t")
-        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
-        both.remote._receive(channel.Told.of(LOAD, -1), b"")
-        assert both.remote.load().waiting[own] == Backlog.of(Left(3, 1))
+        assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
+        both.remote._receive(channel.LoadReport.of(LOAD, -1), b"")
+        assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
         await until(lambda: both.remote.load() == LOAD)
         both.device.hold.set()
         await asked

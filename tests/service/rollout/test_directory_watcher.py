@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.rollout import directory_watcher
-from service.rollout.directory_watcher import DirectoryWatcher, look
+from service.rollout.directory_watcher import DirectoryWatcher, scan_bundles
 from tests.service.rollout.test_model_manager import Curated, curated
 from tests.versions import WEIGHTS
 
@@ -35,7 +35,7 @@ class Watched:
     async def looks(self, times: int = 2) -> Sequence[str]:
         """What is served after some looks, and whoever goes has gone."""
         for _ in range(times):
-            await self.watcher.heed(look(self.curated.models_dir))
+            await self.watcher.heed(scan_bundles(self.curated.models_dir))
         async with asyncio.timeout(30):
             while any("draining" in state for state in await self.curated.shown()):
                 await asyncio.sleep(0.001)
@@ -59,7 +59,7 @@ async def test_what_comes_is_served(watched: Watched) -> None:
 
 
 async def test_of_several_the_last_answers(watched: Watched) -> None:
-    """At the first look, none of the others does in between."""
+    """At the first scan_bundles, none of the others does in between."""
     for version in ("2", "3", "4"):
         watched.save(version, version)
     await watched.looks()
@@ -103,7 +103,7 @@ async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watch
 
 
 async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
-    """Not at the first look that misses it, and the last one stays until there is another."""
+    """Not at the first scan_bundles that misses it, and the last one stays until there is another."""
     watched.save("a", "2")
     await watched.looks()
     shutil.rmtree(watched.curated.models_dir / "a")
@@ -131,7 +131,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
     back = watched.save("a", "2").rename(watched.curated.models_dir / "b")
     with capture_logs() as logs:
         for _ in range(4):
-            await watched.watcher.heed(look(watched.curated.models_dir))
+            await watched.watcher.heed(scan_bundles(watched.curated.models_dir))
         watched.curated.subscriber.hold.set()
         await leaving
         assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
@@ -224,7 +224,7 @@ async def test_hidden_ones_links_and_others_are_no_bundles(watched: Watched) -> 
     (root / "link").symlink_to(root / ".hidden")
     (root / "empty").mkdir()
     (root / "file").write_text("x")
-    assert {} == look(root)
+    assert {} == scan_bundles(root)
 
 
 async def test_a_directory_that_cannot_be_read_says_nothing(watched: Watched) -> None:

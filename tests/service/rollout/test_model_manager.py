@@ -19,7 +19,7 @@ from service.api.schemas import AdminModelsResponse
 from service.core.bundle import Bundle, BundleError, BundleTexts, describe_file
 from service.core.encode import Window
 from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel
-from service.engines.local_device import LocalDevice, Opened, open_device
+from service.engines.local_device import LocalDevice, OpenedBundle, open_device
 from service.engines.model_state import Models
 from service.errors import (
     BadBundle,
@@ -268,7 +268,7 @@ async def test_loading_is_seen_and_serving_goes_on(
     loop = asyncio.get_running_loop()
     open_really = LocalDevice.open
 
-    def open_slowly(device: LocalDevice, bundle: Bundle) -> Opened:
+    def open_slowly(device: LocalDevice, bundle: Bundle) -> OpenedBundle:
         loop.call_soon_threadsafe(opening.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
         return open_really(device, bundle)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.scheduling.load import WEIGHTS, Backlog, Flow, Left, Load, weights
+from service.scheduling.load import WEIGHTS, Backlog, Flow, Load, RemainingWork, weights
 
 OURS, THEIRS = Flow("m@1", 0, "ours"), Flow("m@1", 0, "theirs")
 BULK = Flow("m@1", 1, "theirs")
@@ -12,7 +12,7 @@ BULK = Flow("m@1", 1, "theirs")
 
 def singles(*tokens: int) -> Backlog:
     """What waits are single texts of so many tokens."""
-    return Backlog.of(*[Left(count, 1) for count in tokens])
+    return Backlog.of(*[RemainingWork(count, 1) for count in tokens])
 
 
 def load(**waiting: Backlog) -> Load:
@@ -46,7 +46,7 @@ def test_who_waits_in_the_same_flow_is_waited_for() -> None:
 
 def test_a_larger_request_lets_a_smaller_one_pass() -> None:
     """Of a thousand texts as many tokens are before ours as it has itself."""
-    waiting = load(ours=Backlog.of(Left(10_000, 100)))
+    waiting = load(ours=Backlog.of(RemainingWork(10_000, 100)))
     assert waiting.wait_s(OURS, 10) == pytest.approx(0.2)
     assert waiting.wait_s(OURS, 10_000) == pytest.approx(200.0)
 
@@ -71,8 +71,8 @@ def test_a_slow_bundle_is_charged_by_its_time() -> None:
 def test_what_was_sent_since_counts() -> None:
     """A load told a moment ago does not know of what came after."""
     told = load()
-    told.add(OURS, Left(50, 1))
-    told.add(OURS, Left(50, 1))
+    told.add(OURS, RemainingWork(50, 1))
+    told.add(OURS, RemainingWork(50, 1))
     assert told.queue_tokens == 100
     assert told.drain_s == pytest.approx(1.0)
     assert told.wait_s(OURS, 50) == pytest.approx(1.5)
@@ -81,7 +81,7 @@ def test_what_was_sent_since_counts() -> None:
 def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
     """Its speed is not known yet, so nobody can tell how long others wait for it."""
     told = load(ours=singles(100))
-    told.add(Flow("new"), Left(5000, 1))
+    told.add(Flow("new"), RemainingWork(5000, 1))
     assert told.wait_s(Flow("new"), 100) == 0.0
     assert told.drain_s == pytest.approx(1.0)
     assert told.wait_s(OURS, 100) == pytest.approx(2.0)
@@ -103,16 +103,16 @@ def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(
 
 def test_a_text_waits_for_every_text_before_it() -> None:
     """Also for those that are longer, and for the last of many."""
-    waiting = load(ours=Backlog.of(Left(500, 1), Left(200, 1)))
+    waiting = load(ours=Backlog.of(RemainingWork(500, 1), RemainingWork(200, 1)))
     assert waiting.wait_s(OURS, 10) == pytest.approx(7.1)
 
 
-lefts = st.builds(Left, st.integers(1, 5000), st.integers(1, 3)) | st.just(Left())
+lefts = st.builds(RemainingWork, st.integers(1, 5000), st.integers(1, 3)) | st.just(RemainingWork())
 
 
 @given(st.lists(lefts, max_size=20), st.lists(st.tuples(st.integers(0, 19), lefts), max_size=20))
 def test_a_backlog_is_what_is_left_of_each(
-    sizes: list[Left], changes: list[tuple[int, Left]]
+    sizes: list[RemainingWork], changes: list[tuple[int, RemainingWork]]
 ) -> None:
     """However requests shrink, what is known is what a fresh count gives."""
     backlog = Backlog.of(*sizes)

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from service.api.app import create_app
 from service.middleware.request_context import RequestLifecycle
 from service.observability.metrics import Metrics
-from service.scheduling.load import Backlog, Flow, Left, Load
+from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.server import connection as connection_module
 from service.server.connection import Protocol
 from service.server.connection_limits import FEW
@@ -690,7 +690,7 @@ async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> Non
 
 BUSY = Load(
     rates={"tiny@1": 100.0},
-    waiting={Flow("tiny@1"): Backlog.of(*[Left(10, 1)] * 1000)},
+    waiting={Flow("tiny@1"): Backlog.of(*[RemainingWork(10, 1)] * 1000)},
 )
 EMBED = b'{"inputs": "a text"}'
 
@@ -862,7 +862,7 @@ def unread(server: Listening) -> int:
     for connection in server.state.connections:
         for cycle, _ in connection.pipeline:
             kept += len(
-                cycle.packed if isinstance(cycle, connection_module.Waiting) else cycle.body
+                cycle.packed if isinstance(cycle, connection_module.PackedRequest) else cycle.body
             )
         if connection.running is not None:
             kept += len(connection.running.body)
@@ -921,7 +921,7 @@ async def test_requests_that_wait_take_little_memory(listen: Listen, engine: Fak
         sizes = [
             len(cycle.packed)
             for cycle, _ in connection.pipeline
-            if isinstance(cycle, connection_module.Waiting)
+            if isinstance(cycle, connection_module.PackedRequest)
         ]
         assert len(sizes) >= len(connection.pipeline) - 1 > 40
         assert max(sizes) < 4 * len(many)

@@ -1,6 +1,6 @@
-"""Excess connections are few, and the newest of them are kept."""
+"""ExcessConnections connections are few, and the newest of them are kept."""
 
-from service.server.excess_connections import Excess
+from service.server.excess_connections import ExcessConnections
 
 
 class Connection:
@@ -13,7 +13,7 @@ class Connection:
 
 def test_the_oldest_is_cut_off() -> None:
     """Beyond the limit, each new connection ends the one that has been open for longest."""
-    excess = Excess(2)
+    excess = ExcessConnections(2)
     connections = [Connection() for _ in range(4)]
     for connection in connections:
         excess.add(connection)
@@ -22,7 +22,7 @@ def test_the_oldest_is_cut_off() -> None:
 
 def test_a_connection_that_is_gone_takes_no_place() -> None:
     """A connection that has ended is not counted, and may be discarded again."""
-    excess = Excess(1)
+    excess = ExcessConnections(1)
     first, second = Connection(), Connection()
     excess.add(first)
     excess.discard(first)
