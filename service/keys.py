@@ -25,7 +25,7 @@ ONLY = "default"  # the name of a key that is given without one
 NAME = r"^[A-Za-z0-9_-]{1,64}$"  # what TOML takes without quotes
 PLAIN = r"^[!-~]{16,}$"  # what a header can carry, and is long enough not to be guessed
 
-Name = Annotated[str, StringConstraints(pattern=NAME)]
+KeyName = Annotated[str, StringConstraints(pattern=NAME)]
 
 
 class Key(BaseModel):
@@ -40,8 +40,8 @@ class Key(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
 
 
-Keys = Mapping[Name, Key]
-KEYS = TypeAdapter(dict[Name, Key])
+Keys = Mapping[KeyName, Key]
+KEYS = TypeAdapter(dict[KeyName, Key])
 
 
 class KeyFile(BaseModel):
@@ -49,7 +49,7 @@ class KeyFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: dict[Name, Key] = Field(min_length=1)
+    keys: dict[KeyName, Key] = Field(min_length=1)
 
 
 def read_keys(path: Path) -> Keys:

@@ -37,8 +37,8 @@ def check_truncate(value: object) -> object:
 
 
 NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
-Name = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
-Truncate = Annotated[
+ServedName = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
+TruncateField = Annotated[
     Literal[True, False, "window"], BeforeValidator(check_truncate)
 ]  # 1 is no true
 ListOfTexts = Annotated[list[str], Field(min_length=1)]
@@ -57,10 +57,12 @@ class Request(_Strict):
 
     task: ClassVar[Task]
 
-    model: Name | None = Field(
+    model: ServedName | None = Field(
         None, description="`name` or `name@version`; the first bundle served when absent"
     )
-    head: Name | None = Field(None, description="the model's first head for the task when absent")
+    head: ServedName | None = Field(
+        None, description="the model's first head for the task when absent"
+    )
     stride: int | None = Field(
         None,
         ge=0,
@@ -104,7 +106,7 @@ class ClassifyRequest(TextRequest):
 
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
     top_k: int | None = Field(None, ge=1, description="labels to return; all of them when absent")
-    truncate: Truncate = Field(
+    truncate: TruncateField = Field(
         True,
         description="cut a long text (true), refuse it (false), or read it in windows",
     )
@@ -127,7 +129,7 @@ class NerRequest(TextRequest):
     aggregation_strategy: Aggregation = Field(
         "first", description="how a word's tokens, and an entity's words, become one entity"
     )
-    truncate: Truncate = Field(
+    truncate: TruncateField = Field(
         "window", description="read a long text in windows, cut it (true) or refuse it (false)"
     )
 
@@ -144,7 +146,7 @@ class EmbedRequest(TextRequest):
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="numbers, or base64 of little-endian float32"
     )
-    truncate: Truncate = Field(
+    truncate: TruncateField = Field(
         True, description="cut a long text (true), refuse it (false), or pool its windows"
     )
 
@@ -166,7 +168,7 @@ class QaRequest(Request):
     handle_impossible_answer: bool = Field(
         False, description='may answer "" (start 0, end 0) when the context holds no answer'
     )
-    truncate: Truncate = Field(
+    truncate: TruncateField = Field(
         "window",
         description="read a long context in windows, cut it (true) or refuse it (false)",
     )

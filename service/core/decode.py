@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from service.core import tags
 from service.core.encode import Encoding
+from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
 

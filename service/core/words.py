@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+CharacterPositions = NDArray[np.int32]
 Kinds = NDArray[np.uint8]
 
 # The kind of a code point is a letter of this table; patterns are matched against the kinds of a text, in bytes.
@@ -146,8 +146,12 @@ class Places:
         return self._unusual is not None and not self._unusual.search(text)
 
     def find(
-        self, text: str, ids: NDArray[np.int64], offsets: Ints, words: Ints
-    ) -> tuple[Ints, Ints]:
+        self,
+        text: str,
+        ids: NDArray[np.int64],
+        offsets: CharacterPositions,
+        words: CharacterPositions,
+    ) -> tuple[CharacterPositions, CharacterPositions]:
         """Return offsets `[n, 2]` and words `[n]` of the first n tokens of `text`, from the tokenizer's own.
 
         ids `[n]`. The offsets of a token have no space at their edges and cut no character. They are of width 0 where
@@ -225,13 +229,15 @@ def _table() -> Kinds:
     return table
 
 
-def _edges(matches: Iterable[re.Match[bytes]]) -> Ints:
+def _edges(matches: Iterable[re.Match[bytes]]) -> CharacterPositions:
     """Start and end `[W, 2]` of each match."""
     edges = [edge for match in matches for edge in match.span()]
     return np.array(edges, np.int32).reshape(-1, 2)
 
 
-def _widen(starts: Ints, ends: Ints, characters: Ints) -> tuple[Ints, Ints]:
+def _widen(
+    starts: CharacterPositions, ends: CharacterPositions, characters: CharacterPositions
+) -> tuple[CharacterPositions, CharacterPositions]:
     """Move the edges that cut one of the `characters` `[k, 2]` to its edges, except edges of width 0."""
     filled = starts < ends
     first = np.searchsorted(characters[:, 1], starts, side="right")
