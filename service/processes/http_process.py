@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,13 @@ import structlog
 
 from service import health
 from service.api.app import create_app
+from service.engines.registry import Engines
 from service.keys import load_keys
 from service.middleware.access import KeyCheck
 from service.observability import logs
 from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, ControlChannel
-from service.processes.remote_device import RemoteDevice, RemoteMetrics, open_remote_engines
+from service.processes.remote_device import RemoteDevice
+from service.processes.remote_metrics import RemoteMetrics
 from service.server.server import Server
 from service.settings import Settings
 
@@ -91,3 +93,18 @@ def exit_for_restart(
     """End, to be started again: draining would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)
     logs.exit_at_once(1)
+
+
+@asynccontextmanager
+async def open_remote_engines(
+    device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
+) -> AsyncIterator[Engines]:
+    """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
+    engines = Engines(device, device.execute, metrics.observe_comparison)
+    watching = asyncio.create_task(device.watch())
+    try:
+        await device.follow(engines)
+        yield engines
+    finally:
+        watching.cancel()
+        engines.close()

@@ -5,8 +5,7 @@ import itertools
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,21 +15,15 @@ import structlog
 from service import errors, health
 from service.engines.commands import Command
 from service.engines.model_state import Subscriber
-from service.engines.registry import Engines
 from service.health import LastSign, StallClock
-from service.observability import logs
-from service.observability.shared_call import SharedCall
-from service.processes import channel
+from service.processes import messages
 from service.processes.channel import Channel
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
 from service.scheduling.load import Flow, Load, RemainingWork
-from service.settings import Settings
 
 log = structlog.get_logger()
 
-PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
 STARTING = "the inference process is being started"
-KEPT = 40_000  # observations that they remember while the inference process is away
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +111,7 @@ class RemoteDevice:
             return await answer.future
         except asyncio.CancelledError:
             if self._channel is not None:
-                self._channel.send(channel.Cancel(number))
+                self._channel.send(messages.Cancel(number))
             raise
         finally:
             del self._asked[number]
@@ -145,7 +138,7 @@ class RemoteDevice:
     def alive(self) -> bool:
         return True  # whatever became of the other process, it is started again
 
-    def push(self, observed: channel.Observed) -> bool:
+    def push(self, observed: messages.Observed) -> bool:
         """Hand what the metrics saw to the process that keeps them; False when it is away."""
         if self._computing is None:
             return False
@@ -154,17 +147,17 @@ class RemoteDevice:
 
     async def page(self, routes: Mapping[str, bool]) -> bytes:
         """The metrics' page. Raises ReplicaLost."""
-        page: bytes = await self._order(lambda number: channel.Render(number, routes))
+        page: bytes = await self._order(lambda number: messages.Render(number, routes))
         return page
 
     async def execute(self, command: Command) -> Mapping[str, Any]:
         """Execute a command in the inference process. Raises ReplicaLost and the errors of `Curator.execute`."""
         answer: Mapping[str, Any] = await self._order(
-            lambda number: channel.Execute.of(number, command)
+            lambda number: messages.Execute.of(number, command)
         )
         return answer
 
-    async def _order(self, message: Callable[[int], channel.Message]) -> Any:
+    async def _order(self, message: Callable[[int], messages.Message]) -> Any:
         device = self._device()
         number = next(self._ids)
         answer = self._orders[number] = asyncio.get_running_loop().create_future()
@@ -215,11 +208,11 @@ class RemoteDevice:
                 asked.sent = asked.answer.missing
                 device.send(*submission(number, asked.answer, asked.sent, unbatched=True))
 
-    def _receive(self, message: channel.Message, arrays: bytes) -> None:
+    def _receive(self, message: messages.Message, arrays: bytes) -> None:
         match message:
-            case channel.Computed():
+            case messages.Computed():
                 self._take(message, arrays)
-            case channel.Failed(id=number):
+            case messages.Failed(id=number):
                 error = errors.revive(
                     message.code,
                     message.message,
@@ -230,18 +223,18 @@ class RemoteDevice:
                     asked.answer.fail(error)
                 elif (order := self._orders.get(number)) and not order.done():
                     order.set_exception(error)
-            case channel.LoadReport() if self._opened.is_set():
+            case messages.LoadReport() if self._opened.is_set():
                 self._load = message.load
                 while self._unseen and self._unseen[0][0] <= message.seen:
                     self._unseen.popleft()
                 for _, flow, left in self._unseen:
                     self._load.add(flow, left)
                 self._last_load.renew()
-            case channel.Page(id=number):
+            case messages.Page(id=number):
                 self._obeyed(number, arrays)
-            case channel.Executed(id=number):
+            case messages.Executed(id=number):
                 self._obeyed(number, message.answer)
-            case channel.Catalogue() if self._channel is not None:
+            case messages.Catalogue() if self._channel is not None:
                 self._begin(self._adopt(message, arrays, self._channel))
 
     def _obeyed(self, number: int, answer: object) -> None:
@@ -253,7 +246,7 @@ class RemoteDevice:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _adopt(self, told: channel.Catalogue, texts: bytes, teller: Channel) -> None:
+    async def _adopt(self, told: messages.Catalogue, texts: bytes, teller: Channel) -> None:
         """Let new requests go where a catalogue says, and tell when they do."""
         problem = None
         async with self._turn:
@@ -264,7 +257,7 @@ class RemoteDevice:
             except Exception as error:
                 log.debug("cannot adopt what is served", exc_info=True)
                 problem = str(error)
-        teller.send(channel.Adopted(told.number, problem))
+        teller.send(messages.Adopted(told.number, problem))
         self._problem = problem
         self._adopted.set()
         if teller is self._channel:
@@ -282,9 +275,9 @@ class RemoteDevice:
         """Tell when no request is with a bundle any more."""
         assert self._subscriber is not None
         await self._subscriber.left(model_id)
-        teller.send(channel.Released(model_id))
+        teller.send(messages.Released(model_id))
 
-    def _take(self, computed: channel.Computed, arrays: bytes) -> None:
+    def _take(self, computed: messages.Computed, arrays: bytes) -> None:
         asked = self._asked.get(computed.id)
         if asked is None or asked.answer.future.done():
             return
@@ -294,11 +287,11 @@ class RemoteDevice:
 
 def submission(
     number: int, answer: PendingRequest, entries: Sequence[Entry], unbatched: bool = False
-) -> tuple[channel.Submit, bytes, bytes]:
+) -> tuple[messages.Submit, bytes, bytes]:
     """Entries of a request as a message and its arrays; all are alike but for their tokens."""
     first = entries[0]
     assert first.head is not None, "our bug: all heads at once do not travel between processes"
-    message = channel.Submit(
+    message = messages.Submit(
         id=number,
         bundle=first.bundle,
         head=first.head,
@@ -317,7 +310,7 @@ def submission(
 
 
 def outcomes(
-    computed: channel.Computed, arrays: bytes, entries: Sequence[Entry]
+    computed: messages.Computed, arrays: bytes, entries: Sequence[Entry]
 ) -> Iterator[tuple[Entry, EntryOutcome]]:
     """The entries of a message, with their outcomes."""
     start = 0
@@ -329,72 +322,3 @@ def outcomes(
         yield entry, Outcome({entry.head: output}, *facts)
     for place, code, message in computed.failed:
         yield entries[place], errors.revive(code, message)
-
-
-class RemoteMetrics:
-    """The metrics of an HTTP process: what it sees goes to the inference process, which has the page."""
-
-    def __init__(self, device: RemoteDevice) -> None:
-        self._device = device
-        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=KEPT)
-        self._routes: dict[str, bool] = {}
-        self._pushing = False
-        self._lost_lines = 0  # that were pushed
-        self._page = SharedCall(self._fetch)
-
-    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
-        self._forward("observe_request", route, model, status, seconds)
-
-    def observe_rejection(self, reason: str) -> None:
-        self._forward("observe_rejection", reason)
-
-    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
-        self._forward("observe_answer", model, tenant, tokens, stages)
-
-    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
-        self._forward("observe_comparison", model, head, outcome, number)
-
-    def _forward(self, method: str, *arguments: Any) -> None:
-        """Call a method of the inference process's metrics with the next push."""
-        self._calls.append((method, arguments))
-        self._push_soon()
-
-    def expect(self, routes: Mapping[str, bool]) -> None:
-        self._routes.update(routes)
-
-    async def page(self) -> bytes:
-        """The page of all processes. Raises ReplicaLost while there is none that has it."""
-        return await self._page()
-
-    async def _fetch(self) -> bytes:
-        self._push()
-        return await self._device.page(self._routes)
-
-    def _push_soon(self) -> None:
-        if not self._pushing:
-            self._pushing = True
-            asyncio.get_running_loop().call_later(PUSH_S, self._push)
-
-    def _push(self) -> None:
-        self._pushing = False
-        lost = logs.lost_lines()
-        if not self._calls and lost == self._lost_lines:
-            return
-        if self._device.push(channel.Observed([*self._calls], lost - self._lost_lines)):
-            self._lost_lines = lost
-            self._calls.clear()
-
-
-@asynccontextmanager
-async def open_remote_engines(
-    device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
-) -> AsyncIterator[Engines]:
-    """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.execute, metrics.observe_comparison)
-    watching = asyncio.create_task(device.watch())
-    try:
-        await device.follow(engines)
-        yield engines
-    finally:
-        watching.cancel()
-        engines.close()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.processes.channel import Cancel, Channel, Computed, LoadReport, Observed, Submit, frame
+from service.processes.channel import Channel, frame
+from service.processes.messages import Cancel, Computed, LoadReport, Observed, Submit
 
 SUBMIT = Submit(
     id=7,

@@ -9,9 +9,10 @@ from structlog.typing import EventDict
 
 from service import health
 from service.keys import Key, dump_keys
-from service.processes.channel import Cancel, frame
+from service.processes.channel import frame
 from service.processes.control_channel import ChildControl, ControlChannel, Report
 from service.processes.http_process import Worker, exit_on_failure
+from service.processes.messages import Cancel
 from service.settings import Settings
 
 

@@ -20,10 +20,13 @@ from service.engines.commands import Command, LoadModel, UnloadModel
 from service.engines.device import RunsOn
 from service.engines.model_state import Models, ServedModel, ServingState
 from service.observability.metrics import Metrics
-from service.processes import channel
+from service.processes import messages
+from service.processes.channel import frame
 from service.processes.control_channel import PEER, ChildControl, ControlChannel
-from service.processes.inference_process import Frontends, serve
-from service.processes.remote_device import RemoteDevice, RemoteMetrics
+from service.processes.frontends import Frontends
+from service.processes.inference_process import serve
+from service.processes.remote_device import RemoteDevice
+from service.processes.remote_metrics import RemoteMetrics
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 
@@ -350,7 +353,7 @@ async def test_what_cannot_be_received_is_told() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
         (frontend,) = both.frontends._there
-        ended = channel.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
+        ended = messages.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
         frontend.channel.send(ended, np.zeros(2, np.float16))
         await asyncio.wait_for(both.broken.wait(), 30)
 
@@ -489,7 +492,7 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         await asyncio.sleep(0)
         own = Flow("tiny@1", 2, "t")
         assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
-        both.remote._receive(channel.LoadReport.of(LOAD, -1), b"")
+        both.remote._receive(messages.LoadReport.of(LOAD, -1), b"")
         assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
         await until(lambda: both.remote.load() == LOAD)
         both.device.hold.set()
@@ -503,7 +506,7 @@ async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) ->
         assert both.remote._channel is not None
         (frontend,) = both.frontends._there
         with monkeypatch.context() as patch:
-            patch.setattr(both.remote._channel, "send", lambda *m: sent.append(channel.frame(*m)))
+            patch.setattr(both.remote._channel, "send", lambda *m: sent.append(frame(*m)))
             asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
             await asyncio.sleep(0)
             asked.cancel()

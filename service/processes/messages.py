@@ -1,0 +1,234 @@
+"""The messages between HTTP processes and the inference process, one class for each kind.
+
+Both ends are the same version on the same machine, so no message is versioned.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from service.core.bundle import BundleTexts, Manifest
+from service.engines.commands import COMMANDS, Command
+from service.engines.device import RunsOn
+from service.engines.model_state import Models, ServedModel
+from service.scheduling.load import Backlog, Flow, Load
+
+# -- from an HTTP process to the inference process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
+
+    each: send each entry's outcome as soon as it is computed, instead of all together
+    The other fields are those of `Entry`.
+    """
+
+    id: int
+    bundle: str
+    head: str
+    lengths: list[int]
+    request_id: str
+    arrival: float
+    deadline: float
+    priority: int
+    tenant: str
+    each: bool
+    unbatched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for this request any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Calls of the metrics' methods in an HTTP process, in their order: the method's name and its arguments.
+
+    lost_lines: log lines that the process has lost since it sent the message before
+    """
+
+    calls: list[tuple[str, Sequence[Any]]]
+    lost_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Send the metrics' page, with what can be asked for by route: whether it is asked of a model."""
+
+    id: int
+    routes: Mapping[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Execute a command of `service.engines.commands`: its name and its fields."""
+
+    id: int
+    name: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, number: int, command: Command) -> "Execute":
+        return cls(number, command.name, asdict(command))
+
+    @property
+    def command(self) -> Command:
+        return COMMANDS[self.name](**self.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """New requests go where this catalogue says, unless there is a problem: then they go where they went before."""
+
+    number: int
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """No request is with a bundle any more that was in a catalogue before, and is no longer."""
+
+    model: str
+
+
+# -- from the inference process to an HTTP process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What is served from now on, and the texts of what is new in it.
+
+    models: as `service.engines.model_state` has them; texts: id, sha256, manifest and size of the tokenizer of each
+    bundle; arrays: the tokenizers, one after the other
+    """
+
+    number: int
+    models: list[Any]
+    texts: list[tuple[str, str, Any, int]]
+
+    @classmethod
+    def of(
+        cls, number: int, models: Models, texts: Sequence[BundleTexts]
+    ) -> tuple["Catalogue", bytes]:
+        """The message, and its arrays."""
+        told = [
+            (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
+            for own in texts
+        ]
+        return cls(number, [*models], told), b"".join(own.tokenizer for own in texts)
+
+    @property
+    def served(self) -> Models:
+        return tuple(
+            ServedModel(**{**model, "runs_on": RunsOn(**model["runs_on"])}) for model in self.models
+        )
+
+    def read(self, arrays: bytes) -> dict[str, BundleTexts]:
+        """The texts, by id."""
+        found: dict[str, BundleTexts] = {}
+        start = 0
+        for name, sha256, manifest, size in self.texts:
+            tokenizer = arrays[start : start + size]
+            found[name] = BundleTexts(Manifest.model_validate(manifest), sha256, tokenizer)
+            start += size
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The device's load, every so often, which the requests up to `seen` are part of.
+
+    waiting: each flow, with the bits, number and tokens of its requests
+    """
+
+    seen: int
+    rates: dict[str, float]
+    waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
+    problem: str
+    max_queue_tokens: int
+
+    @classmethod
+    def of(cls, load: Load, seen: int) -> "LoadReport":
+        waiting = [
+            (
+                (flow.bundle, flow.priority, flow.tenant),
+                [(bits, n, backlog.sizes[bits]) for bits, n in backlog.requests.items() if n],
+            )
+            for flow, backlog in load.waiting.items()
+        ]
+        return cls(seen, dict(load.rates), waiting, load.problem, load.max_queue_tokens)
+
+    @property
+    def load(self) -> Load:
+        waiting = {
+            Flow(*flow): Backlog(
+                Counter({bits: requests for bits, requests, _ in sizes}),
+                Counter({bits: tokens for bits, _, tokens in sizes}),
+            )
+            for flow, sizes in self.waiting
+        }
+        return Load(self.rates, waiting, self.problem, self.max_queue_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
+
+    facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
+    failed: place, code and message of each entry that failed
+    """
+
+    id: int
+    places: list[int]
+    shapes: list[list[int]]
+    facts: list[tuple[float, float, int, int, float]]
+    failed: list[tuple[int, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The whole request failed with an error of the tree."""
+
+    id: int
+    code: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The metrics' page; arrays: its bytes."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """The result of a command."""
+
+    id: int
+    answer: dict[str, Any]
+
+
+Message = (
+    Submit
+    | Cancel
+    | Observed
+    | Render
+    | Execute
+    | Adopted
+    | Released
+    | Catalogue
+    | LoadReport
+    | Computed
+    | Failed
+    | Page
+    | Executed
+)
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

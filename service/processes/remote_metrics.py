@@ -1,0 +1,68 @@
+"""The metrics of an HTTP process, which the inference process counts and shows."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.observability import logs
+from service.observability.shared_call import SharedCall
+from service.processes import messages
+from service.processes.remote_device import RemoteDevice
+
+PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
+KEPT = 40_000  # observations that they remember while the inference process is away
+
+
+class RemoteMetrics:
+    """The metrics of an HTTP process: what it sees goes to the inference process, which has the page."""
+
+    def __init__(self, device: RemoteDevice) -> None:
+        self._device = device
+        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=KEPT)
+        self._routes: dict[str, bool] = {}
+        self._pushing = False
+        self._lost_lines = 0  # that were pushed
+        self._page = SharedCall(self._fetch)
+
+    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+        self._forward("observe_request", route, model, status, seconds)
+
+    def observe_rejection(self, reason: str) -> None:
+        self._forward("observe_rejection", reason)
+
+    def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
+        self._forward("observe_answer", model, tenant, tokens, stages)
+
+    def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
+        self._forward("observe_comparison", model, head, outcome, number)
+
+    def _forward(self, method: str, *arguments: Any) -> None:
+        """Call a method of the inference process's metrics with the next push."""
+        self._calls.append((method, arguments))
+        self._push_soon()
+
+    def expect(self, routes: Mapping[str, bool]) -> None:
+        self._routes.update(routes)
+
+    async def page(self) -> bytes:
+        """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        return await self._page()
+
+    async def _fetch(self) -> bytes:
+        self._push()
+        return await self._device.page(self._routes)
+
+    def _push_soon(self) -> None:
+        if not self._pushing:
+            self._pushing = True
+            asyncio.get_running_loop().call_later(PUSH_S, self._push)
+
+    def _push(self) -> None:
+        self._pushing = False
+        lost = logs.lost_lines()
+        if not self._calls and lost == self._lost_lines:
+            return
+        if self._device.push(messages.Observed([*self._calls], lost - self._lost_lines)):
+            self._lost_lines = lost
+            self._calls.clear()
