@@ -70,7 +70,9 @@ class Session:
         self.gpu_problem: str | None = None
         self.heads = bundle.manifest.heads
         self._session = open_graph(bundle.file(graph.file), provider, options)
-        self._outputs = [*self.heads]  # a graph may have more beside them
+        self._outputs = [*self.heads]  # a graph may have more outputs
+        self._only_fetched = onnxruntime.RunOptions()
+        self._only_fetched.only_execute_path_to_fetches = True
         types = {output.name: output.type for output in self._session.get_outputs()}
         missing = self.heads.keys() - types.keys()
         if missing:
@@ -93,33 +95,35 @@ class Session:
         fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
         return self.provider == CUDA and not fused
 
-    def run(self, packed: Packed) -> BatchOutputs:
-        """Every head's output: `[B, ...]` per sequence, `[T, ...]` per token."""
+    def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
+        """Compute the outputs of these heads, or of all: `[B, ...]` per sequence, `[T, ...]` per token."""
+        outputs = [name for name in self._outputs if name in heads] if heads else self._outputs
         if self.graph.layout == "packed":
-            return self._run(packed_feeds(packed, self._inputs))
+            return self._run(packed_feeds(packed, self._inputs), outputs)
         if self.graph.layout == "alone":
-            return self._run_each(packed)
-        return self._run_padded(packed)
+            return self._run_each(packed, outputs)
+        return self._run_padded(packed, outputs)
 
-    def _run_each(self, packed: Packed) -> BatchOutputs:
+    def _run_each(self, packed: Packed, outputs: Sequence[str]) -> BatchOutputs:
         """One run for each sequence, for what shares a batch would change the answers."""
-        parts = [self._run_padded(own) for own in each(packed)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in self._outputs}
+        parts = [self._run_padded(own, outputs) for own in each(packed)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in outputs}
 
-    def _run_padded(self, packed: Packed) -> BatchOutputs:
+    def _run_padded(self, packed: Packed, outputs: Sequence[str]) -> BatchOutputs:
         slots = packed.layout.unpack.size
         return {
             name: value.reshape(slots, -1)[packed.layout.pack]
             if self.heads[name].per_token
             else value
-            for name, value in self._run(padded_feeds(packed)).items()
+            for name, value in self._run(padded_feeds(packed), outputs).items()
         }
 
-    def _run(self, feeds: Feeds) -> BatchOutputs:
+    def _run(self, feeds: Feeds, outputs: Sequence[str]) -> BatchOutputs:
         # A graph of a model without segments, say, has dropped the inputs that it does not need.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
-        values = self._session.run(self._outputs, needed)
-        return dict(zip(self._outputs, values, strict=True))
+        options = self._only_fetched if len(outputs) < len(self._outputs) else None
+        values = self._session.run(outputs, needed, options)
+        return dict(zip(outputs, values, strict=True))
 
     def check(self, bundle: Bundle) -> None:
         """Recompute the goldens here. Raises BundleError when they disagree."""

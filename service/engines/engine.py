@@ -26,7 +26,7 @@ from service.engines.result_collector import (
     windows,
 )
 from service.errors import InvalidInput, TooLarge, UnknownHead
-from service.scheduling.entries import Entry, EntryOutcome, Outcome
+from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome, Outputs
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -288,6 +288,22 @@ class Engine:
         head: str,
         ticket: Ticket,
         encode: Callable[[slice], Sequence[C]],
+        decode_one: Callable[[int, C, list[Floats]], T],
+        sizes: Sequence[int],
+        on_result: OnResult[T] | None,
+    ) -> Reply[T]:
+        """Answer with one head: `decode_one` has its output for each window of an input."""
+
+        def decode_head(index: int, item: C, outputs: list[Outputs]) -> T:
+            return decode_one(index, item, [own[head] for own in outputs])
+
+        return await self._answer_heads((head,), ticket, encode, decode_head, sizes, on_result)
+
+    async def _answer_heads(
+        self,
+        heads: Heads,
+        ticket: Ticket,
+        encode: Callable[[slice], Sequence[C]],
         decode_one: Decode[C, T],
         sizes: Sequence[int],
         on_result: OnResult[T] | None,
@@ -297,7 +313,7 @@ class Engine:
         encoded, errors = await self._encode(encode, sizes, ticket)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
-        entries = self._entries(head, encoded, ticket)
+        entries = self._entries(heads, encoded, ticket)
         if ticket.on_submit is not None:
             ticket.on_submit(usage.tokens)
         collector = ResultCollector(
@@ -310,7 +326,7 @@ class Engine:
         else:
             outcomes = await self._stream(entries, collector)
         timing = _timing(outcomes, encode_s, collector.decode_s)
-        return Reply(head, collector.results(), usage, timing, errors)
+        return Reply(heads[0], collector.results(), usage, timing, errors)
 
     async def _stream(
         self, entries: Sequence[Entry], collector: ResultCollector[C, T]
@@ -388,7 +404,7 @@ class Engine:
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
         return encoded, errors
 
-    def _entries(self, head: str, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
+    def _entries(self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
         arrival = time.monotonic()
         return [
             Entry(
@@ -399,7 +415,7 @@ class Engine:
                 deadline=ticket.deadline,
                 priority=ticket.priority,
                 tenant=ticket.tenant,
-                head=head,
+                heads=heads,
             )
             for item in encoded
             for window in windows(item)

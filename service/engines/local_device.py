@@ -37,7 +37,7 @@ from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Estimator, Sample, measure
-from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outputs
+from service.scheduling.entries import Entry, EntryOutcome, Heads, OnOutcome, Outputs
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
 from service.settings import Settings, Slots, usable_cores
@@ -59,10 +59,10 @@ class Runner:
         heads = bundle.manifest.heads
         self._per_token = {name for name, head in heads.items() if head.per_token}
 
-    def run(self, width: int, windows: Sequence[Window]) -> list[Outputs]:
-        """Every head's output of each window, computed on so many slots."""
+    def run(self, width: int, windows: Sequence[Window], heads: Heads = ()) -> list[Outputs]:
+        """Compute the outputs of these heads, or of all, for each window, on this many slots."""
         packed = pack(windows)
-        outputs = self._sessions[width].run(packed)
+        outputs = self._sessions[width].run(packed, heads)
         return [*split(outputs, packed.layout, self._per_token)]
 
     def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
@@ -336,7 +336,7 @@ class LocalDevice:
             log.error(
                 "an input failed alone",
                 model=entry.bundle,
-                head=entry.head,
+                head=",".join(entry.heads),
                 tokens=entry.tokens,
                 sha256=fingerprint(entry.window),
                 problem=str(error.__cause__ or error),
@@ -344,8 +344,10 @@ class LocalDevice:
                 untold=self._poison.untold(),
             )
 
-    def _run(self, width: int, model: str, windows: Sequence[Window]) -> list[Outputs]:
-        return self._runners[model].run(width, windows)
+    def _run(
+        self, width: int, model: str, windows: Sequence[Window], heads: Heads
+    ) -> list[Outputs]:
+        return self._runners[model].run(width, windows, heads)
 
 
 @asynccontextmanager

@@ -4,15 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from service.core.decode import Floats
 from service.core.encode import Cut, Window
 from service.errors import QuartetError
-from service.scheduling.entries import Entry, EntryOutcome
+from service.scheduling.entries import Entry, EntryOutcome, Outputs
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cut)
-# Decodes one input: its index, its windows, and the head's output for each window.
-Decode = Callable[[int, C, list[Floats]], T]
+# Decodes one input: its index, its windows, and the outputs of each window by head.
+Decode = Callable[[int, C, list[Outputs]], T]
 # Called with an input's index and its result; None where the input failed.
 OnResult = Callable[[int, T | None], None]
 Errors = dict[int, QuartetError]  # by the input's index
@@ -23,7 +22,7 @@ class CompleteInput(NamedTuple, Generic[C]):
 
     place: int
     item: C
-    outputs: list[Floats]
+    outputs: list[Outputs]
 
 
 class ResultCollector(Generic[C, T]):
@@ -52,7 +51,7 @@ class ResultCollector(Generic[C, T]):
         self._on_result = on_result
         self._entries = [[next(rest) for _ in windows(item)] for item in encoded]
         self._input = {entry: index for index, own in enumerate(self._entries) for entry in own}
-        self._outputs: dict[Entry, Floats] = {}
+        self._outputs: dict[Entry, Outputs] = {}
         self._results: dict[int, T] = {}
         self._request_error: QuartetError | None = None
         self.decode_s = 0.0
@@ -74,7 +73,7 @@ class ResultCollector(Generic[C, T]):
         if isinstance(outcome, QuartetError):
             self._fail(index, outcome)
             return None
-        (self._outputs[entry],) = outcome.outputs.values()
+        self._outputs[entry] = outcome.outputs
         own = self._entries[index]
         if not all(other in self._outputs for other in own):
             return None

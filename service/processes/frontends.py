@@ -160,6 +160,7 @@ class Frontend:
 
 def entries(asked: messages.Submit, arrays: bytes) -> list[Entry]:
     tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
+    heads = tuple(asked.heads)
     ends = itertools.accumulate(asked.lengths)
     return [
         Entry(
@@ -170,7 +171,7 @@ def entries(asked: messages.Submit, arrays: bytes) -> list[Entry]:
             deadline=asked.deadline,
             priority=asked.priority,
             tenant=asked.tenant,
-            head=asked.head,
+            heads=heads,
             unbatched=asked.unbatched,
         )
         for length, end in zip(asked.lengths, ends, strict=True)
@@ -182,11 +183,11 @@ def computed(
 ) -> tuple[messages.Computed, bytes]:
     """What became of some entries of a request, by their places, as a message and its arrays."""
     outcomes = {place: o for place, o in ended.items() if isinstance(o, Outcome)}
-    outputs = [outcome.outputs[asked.head] for outcome in outcomes.values()]
+    outputs = [[outcome.outputs[head] for head in asked.heads] for outcome in outcomes.values()]
     message = messages.Computed(
         id=asked.id,
         places=[*outcomes],
-        shapes=[[*output.shape] for output in outputs],
+        shapes=[[[*output.shape] for output in own] for own in outputs],
         facts=[
             (o.queue_s, o.inference_s, o.batch_size, o.batch_tokens, o.padding_ratio)
             for o in outcomes.values()
@@ -197,7 +198,7 @@ def computed(
             if isinstance(error, errors.QuartetError)
         ],
     )
-    return message, b"".join([output.tobytes() for output in outputs])
+    return message, b"".join([output.tobytes() for own in outputs for output in own])
 
 
 def failed(number: int, error: errors.QuartetError) -> messages.Failed:

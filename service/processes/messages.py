@@ -27,7 +27,7 @@ class Submit:
 
     id: int
     bundle: str
-    head: str
+    heads: list[str]
     lengths: list[int]
     request_id: str
     arrival: float
@@ -179,13 +179,14 @@ class LoadReport:
 class Computed:
     """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
 
+    shapes: of each entry, those of its heads' outputs, in the order of the request's heads
     facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
     failed: place, code and message of each entry that failed
     """
 
     id: int
     places: list[int]
-    shapes: list[list[int]]
+    shapes: list[list[list[int]]]
     facts: list[tuple[float, float, int, int, float]]
     failed: list[tuple[int, str, str]]
 

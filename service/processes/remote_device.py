@@ -290,11 +290,11 @@ def submission(
 ) -> tuple[messages.Submit, bytes, bytes]:
     """Entries of a request as a message and its arrays; all are alike but for their tokens."""
     first = entries[0]
-    assert first.head is not None, "our bug: all heads at once do not travel between processes"
+    assert first.heads, "our bug: an entry that goes to another process names its heads"
     message = messages.Submit(
         id=number,
         bundle=first.bundle,
-        head=first.head,
+        heads=[*first.heads],
         lengths=[entry.tokens for entry in entries],
         request_id=first.request_id,
         arrival=first.arrival,
@@ -314,11 +314,13 @@ def outcomes(
 ) -> Iterator[tuple[Entry, EntryOutcome]]:
     """The entries of a message, with their outcomes."""
     start = 0
-    for place, shape, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
+    for place, shapes, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
         entry = entries[place]
-        assert entry.head is not None
-        output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
-        start += output.nbytes
-        yield entry, Outcome({entry.head: output}, *facts)
+        outputs = {}
+        for head, shape in zip(entry.heads, shapes, strict=True):
+            output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
+            start += output.nbytes
+            outputs[head] = output
+        yield entry, Outcome(outputs, *facts)
     for place, code, message in computed.failed:
         yield entries[place], errors.revive(code, message)

@@ -328,7 +328,7 @@ class Batcher:
             self.running.discard(running)
             probe.settle(ran)
 
-        run = partial(self._run, width, probe.bundle, [probe.window])
+        run = partial(self._run, width, probe.bundle, [probe.window], ())
         return self._threads.run(Job(width, run, partial(self.running.add, running), ended))
 
     def _finish(

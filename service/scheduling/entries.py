@@ -15,6 +15,7 @@ from service.errors import InternalError, QuartetError
 from service.scheduling.load import Flow
 
 Outputs = Mapping[str, NDArray[np.float32]]
+Heads = tuple[str, ...]  # empty for all of the bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Entry:
 
     arrival, deadline: in seconds of `time.monotonic`
     priority: the index of its class in `priority.CLASSES`
-    head: the only head whose output is checked and returned; None for all
+    heads: those whose outputs are computed, checked and returned; none named are all
     unbatched: its batch holds no other entry, and it is not refused: another process admitted it and was lost,
         perhaps because of it
     The fields below `tokens` belong to the fair queue.
@@ -48,7 +49,7 @@ class Entry:
     deadline: float
     priority: int = 0
     tenant: str = ""
-    head: str | None = None
+    heads: Heads = ()
     unbatched: bool = False
     tokens: int = field(init=False)
     virtual_start: float = field(default=0.0, init=False)  # in tokens

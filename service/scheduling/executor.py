@@ -13,9 +13,10 @@ import numpy as np
 
 from service import errors
 from service.core.encode import Window
-from service.scheduling.entries import Entry, Outputs
+from service.scheduling.entries import Entry, Heads, Outputs
 
-RunBatch = Callable[[int, str, Sequence[Window]], list[Outputs]]  # width in slots, bundle, entries
+# Takes the width in slots, the bundle, the entries' windows, and the heads to compute.
+RunBatch = Callable[[int, str, Sequence[Window], Heads], list[Outputs]]
 EntryResult = Outputs | errors.InferenceFailed
 
 
@@ -189,7 +190,7 @@ def work(
 def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[EntryResult]:
     """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
-        outputs = run(width, batch[0].bundle, [entry.window for entry in batch])
+        outputs = run(width, batch[0].bundle, [entry.window for entry in batch], all_heads(batch))
     except Exception as error:
         if len(batch) == 1:
             failure = errors.InferenceFailed("the model failed on this input")
@@ -203,12 +204,18 @@ def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[EntryResu
     return [_own(entry, result) for entry, result in zip(batch, outputs, strict=True)]
 
 
+def all_heads(batch: Sequence[Entry]) -> Heads:
+    """Return the heads that the entries of a batch need together."""
+    wanted = {entry.heads for entry in batch}
+    return () if () in wanted else tuple({head for heads in wanted for head in heads})
+
+
 def _own(entry: Entry, outputs: Outputs) -> EntryResult:
-    """Return the outputs of the entry's head, or an error where they are not finite."""
-    if entry.head is not None:
-        if entry.head not in outputs:
-            return errors.InferenceFailed(f"our bug: the graph has no output {entry.head!r}")
-        outputs = {entry.head: outputs[entry.head]}
+    """Return the outputs of the entry's heads, or an error where they are not finite."""
+    if entry.heads:
+        if missing := [head for head in entry.heads if head not in outputs]:
+            return errors.InferenceFailed(f"our bug: the graph has no output {missing[0]!r}")
+        outputs = {head: outputs[head] for head in entry.heads}
     if all(np.isfinite(rows).all() for rows in outputs.values()):
         return outputs
     return errors.InferenceFailed("the model's result for this input is not finite")

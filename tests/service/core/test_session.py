@@ -16,7 +16,7 @@ import pytest
 from service.core import bundle, packing
 from service.core.bundle import Bundle, BundleError
 from service.core.encode import Encoder
-from service.core.packing import Packed
+from service.core.packing import Packed, make_layout, positions
 from service.core.session import (
     CPU,
     CUDA,
@@ -156,15 +156,31 @@ def test_runs_of_a_batch(
     shapes: list[tuple[int, ...]] = []
     run = session._session.run
 
-    def spy(outputs: Any, feeds: dict[str, Any]) -> Any:
+    def spy(outputs: Any, feeds: dict[str, Any], options: Any) -> Any:
         shapes.append(feeds["input_ids"].shape)
-        return run(outputs, feeds)
+        return run(outputs, feeds, options)
 
     monkeypatch.setattr(session._session, "run", spy)
     session.run(packed)
     assert sizes == [batch for batch, _ in shapes]
     longest = [packed.layout.longest] if layout == "padded" else packed.lengths.tolist()
     assert longest == [columns for _, columns in shapes]
+
+
+def test_heads_are_computed_alone_as_with_all(opened: Bundle) -> None:
+    """A run of some heads gives their outputs and no others, equal to those of a run of all."""
+    session = open_session(opened, options=ONE_THREAD, provider="cpu")
+    golden = opened.golden
+    layout = make_layout(golden.lengths)
+    packed = Packed(golden.input_ids, golden.token_type_ids, positions(layout), layout)
+    everything = session.run(packed)
+    names = [*session.heads]
+    assert names == [*everything]
+    for heads in ([names[0]], names[-2:]):
+        outputs = session.run(packed, heads)
+        assert heads == [*outputs]
+        for name in heads:
+            np.testing.assert_array_equal(everything[name], outputs[name])
 
 
 def test_padded_feeds() -> None:
@@ -294,7 +310,7 @@ class OnTheGpu:
     def get_providers(self) -> list[str]:
         return [CUDA, CPU]
 
-    def run(self, outputs: Any, feeds: dict[str, Any]) -> Any:
+    def run(self, outputs: Any, feeds: dict[str, Any], options: Any = None) -> Any:
         return self.session.run(outputs, feeds)
 
 
@@ -421,7 +437,7 @@ class Emulated:
         named = zip(self.evaluator.output_names, types, strict=True)
         return [SimpleNamespace(name=name, type=kind) for name, kind in named]
 
-    def run(self, outputs: list[str], feeds: dict[str, Any]) -> Any:
+    def run(self, outputs: list[str], feeds: dict[str, Any], options: Any = None) -> Any:
         kinds = dict(zip(self.evaluator.input_names, self.evaluator.input_types, strict=True))
         assert kinds.keys() == feeds.keys()
         for name, value in feeds.items():
@@ -482,7 +498,7 @@ def test_half_with_other_answers_is_refused(
     """A device that rounds more than fp16 does is refused by the goldens, though fp32 might be right."""
     whole = Session.run
 
-    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+    def run(self: Session, packed: Packed, heads: Any = ()) -> dict[str, np.ndarray]:
         return {name: value + 0.2 for name, value in whole(self, packed).items()}
 
     monkeypatch.setattr(Session, "run", run)
@@ -672,7 +688,7 @@ def test_graph_that_disagrees_is_not_passed_over(
 ) -> None:
     """A packed graph with wrong answers refuses the bundle, though its portable graph may be right."""
 
-    def run(self: Session, packed: Packed) -> dict[str, np.ndarray]:
+    def run(self: Session, packed: Packed, heads: Any = ()) -> dict[str, np.ndarray]:
         outputs = whole(self, packed)
         return outputs if self.graph.layout == "portable" else {n: -v for n, v in outputs.items()}
 

@@ -312,7 +312,7 @@ def engine_of(path: Path, device: Device) -> Engine:
 
 
 def zeros(entry: Entry) -> Outcome:
-    return Outcome({entry.head or "": np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
+    return Outcome({entry.heads[0]: np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
 
 
 async def test_entries(tiny_bundle: Path) -> None:
@@ -336,8 +336,8 @@ async def test_entries(tiny_bundle: Path) -> None:
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
     assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
-    told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.head) for e in submitted}
-    assert {("tiny@1", "r", 12.5, 3, "t", "embeddings")} == told
+    told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.heads) for e in submitted}
+    assert {("tiny@1", "r", 12.5, 3, "t", ("embeddings",))} == told
 
 
 async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:

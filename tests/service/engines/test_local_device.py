@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_what_failed_alone_is_told_of_without_its_text(
     device: LocalDevice, lines: list[EventDict]
 ) -> None:
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""
-    entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, head="h")
+    entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, heads=("h",))
     error = InferenceFailed("not finite")
     for _ in range(99):
         device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed={entry: error}))
@@ -190,7 +191,7 @@ class OnTheGpu:
         self.ran: list[tuple[int, int]] = []
         self.most = math.inf  # tokens for which there is memory
 
-    def run(self, packed: Packed) -> BatchOutputs:
+    def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
         self.ran.append((len(packed.lengths), packed.layout.longest))
         if len(packed.input_ids) > self.most:
             raise RuntimeError("Failed to allocate memory\n for requested buffer")

@@ -15,7 +15,7 @@ from service.processes.messages import Cancel, Computed, LoadReport, Observed, S
 SUBMIT = Submit(
     id=7,
     bundle="tiny@1",
-    head="embeddings",
+    heads=["embeddings"],
     lengths=[2, 1],
     request_id="r",
     arrival=0.1,
@@ -29,7 +29,9 @@ MESSAGES: list[tuple[Any, bytes]] = [
     (SUBMIT, np.arange(6).tobytes()),
     (Cancel(7), b""),
     (
-        Computed(7, [1], [[2]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]),
+        Computed(
+            7, [1], [[[2]]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]
+        ),
         np.ones(2, np.float32).tobytes(),
     ),
     (LoadReport(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000), b""),

@@ -81,12 +81,12 @@ class FakeDevice:
 def answer(entry: Entry) -> Outcome:
     ids = entry.window.input_ids
     rows = np.stack([ids, 2 * ids], axis=1).astype(np.float32)
-    return Outcome({entry.head or "": rows}, 0.25, 0.5, 8, 312, 1.5)
+    return Outcome({entry.heads[0]: rows}, 0.25, 0.5, 8, 312, 1.5)
 
 
 def text(*ids: int) -> Entry:
     tokens = np.array(ids, np.int64)
-    return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", "entities")
+    return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", ("entities",))
 
 
 class FakeCurator:
@@ -203,7 +203,7 @@ async def test_the_device_sees_what_was_submitted() -> None:
         (seen,) = both.device.seen
     np.testing.assert_array_equal(sent.window.input_ids, seen.window.input_ids)
     np.testing.assert_array_equal(sent.window.token_type_ids, seen.window.token_type_ids)
-    told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "head", "tokens")
+    told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "heads", "tokens")
     assert [getattr(sent, name) for name in told] == [getattr(seen, name) for name in told]
 
 
@@ -353,7 +353,7 @@ async def test_what_cannot_be_received_is_told() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
         (frontend,) = both.frontends._there
-        ended = messages.Computed(0, [0], [[1, 2]], [(0.0, 0.0, 1, 1, 1.0)], [])
+        ended = messages.Computed(0, [0], [[[1, 2]]], [(0.0, 0.0, 1, 1, 1.0)], [])
         frontend.channel.send(ended, np.zeros(2, np.float16))
         await asyncio.wait_for(both.broken.wait(), 30)
 

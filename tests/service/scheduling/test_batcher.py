@@ -23,7 +23,7 @@ from service import errors
 from service.core.encode import Encoding
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Cost, Estimator, Sample
-from service.scheduling.entries import Entry, EntryOutcome, Outcome
+from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
 from service.scheduling.executor import BatchStats
 from service.scheduling.fair_queue import (
     FIRST_TRIAL,
@@ -68,7 +68,7 @@ def text(
     number: int | None = None,
     arrival: float = 0.0,
     deadline: float = math.inf,
-    head: str | None = None,
+    heads: Heads = (),
     start: float = 0.0,
     tenant: str = "",
     priority: int = 0,
@@ -77,7 +77,7 @@ def text(
     number = next(numbers) if number is None else number
     window = encoding(tokens, number)
     entry = Entry(
-        bundle, window, "r", arrival, deadline, priority, tenant, head, unbatched=unbatched
+        bundle, window, "r", arrival, deadline, priority, tenant, heads, unbatched=unbatched
     )
     entry.virtual_start = start
     return entry
@@ -95,7 +95,7 @@ def lengths(entries: Sequence[Entry]) -> list[int]:
     return [entry.tokens for entry in entries]
 
 
-def echo(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def echo(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
     """A model that answers each input with its own number."""
     return [{"h": np.array([number(given)], np.float32)} for given in encodings]
 
@@ -140,7 +140,9 @@ class Gate:
         self._passes = threading.Semaphore(0)
         self.started = 0
 
-    def __call__(self, width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def __call__(
+        self, width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()
+    ) -> Answers:
         numbers = [number(given) for given in encodings]
         running = Running(width, bundle, numbers, threading.current_thread().name)
         self.started += 1
@@ -390,7 +392,7 @@ async def test_outcomes_tell_of_their_batch() -> None:
     clock = Clock()
     clock.now = 5.0
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         clock.now += 2.0
         return echo(width, bundle, encodings)
 
@@ -473,7 +475,7 @@ async def test_the_cost_is_refined_by_real_batches() -> None:
     """A model that turns out slower than its estimate is soon known to be."""
     clock = Clock()
 
-    def slow(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def slow(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         clock.now += 3.0
         return echo(width, bundle, encodings)
 
@@ -754,7 +756,7 @@ async def test_the_width_is_chosen_by_what_it_costs(
     """A lone text runs where it ends sooner; now and then the other width is tried, and each learns its own cost."""
     clock, widths = Clock(), []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         clock.now += wide if width == 2 else narrow
         widths.append(width)
         return echo(width, bundle, encodings)
@@ -774,7 +776,7 @@ async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
     """What all slots cost was measured in a bad moment: they are tried after a few texts, and taken from then on."""
     clock, widths = Clock(), []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         clock.now += FIXED.seconds(10, 1, 10) / (2 if width == 2 else 1)
         widths.append(width)
         return echo(width, bundle, encodings)
@@ -1087,7 +1089,7 @@ async def test_probes_take_one_slot_and_many_by_turns() -> None:
 async def test_a_probe_fails_as_the_run_does() -> None:
     """What is raised is raised; a bundle that is not served is unknown."""
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         raise ZeroDivisionError
 
     async with serving(run) as batcher:
@@ -1344,7 +1346,7 @@ async def test_an_answered_request_leaves_nothing_behind() -> None:
     """Inputs and outputs are freed with their last reference; the collector has nothing to do."""
     kept: list[weakref.ref[NDArray[Any]]] = []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         answers = echo(width, bundle, encodings)
         kept.extend(weakref.ref(given.input_ids) for given in encodings)
         kept.extend(weakref.ref(answer["h"]) for answer in answers)
@@ -1396,7 +1398,7 @@ def failure(outcomes: Sequence[EntryOutcome]) -> str:
 
 
 def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         if any(number(given) in bad for given in encodings):
             raise RuntimeError("poison")
         return echo(width, bundle, encodings)
@@ -1427,7 +1429,7 @@ async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -
     """The other request in the batch is answered."""
     bad, good = text(), text()
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         return [
             {"h": np.array([value if number(given) == number(bad) else 1.0], np.float32)}
             for given in encodings
@@ -1446,7 +1448,7 @@ async def test_each_entry_has_an_outcome() -> None:
     """The outcome of an entry that fails is its error, which is reported and counted; the others have outputs."""
     bad, odd, told, seen = text(), text(), [], []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         answers = poisoned(number(bad))(width, bundle, encodings)
         return [
             {"h": np.full(1, math.nan, np.float32)} if number(given) == number(odd) else answer
@@ -1467,7 +1469,7 @@ async def test_each_entry_has_an_outcome() -> None:
     assert {bad, odd} == {entry for stats in seen for entry in stats.failed}
 
 
-def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
     return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
         encodings
     )
@@ -1476,17 +1478,31 @@ def two_heads(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers
 async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
     """A head that overflows on this text is no concern of those who ask another."""
     async with serving(two_heads) as batcher:
-        (outcome,) = await batcher.submit([text(head="h")])
+        (outcome,) = await batcher.submit([text(heads=("h",))])
         assert list(outcome.outputs) == ["h"]
-        for head in ("broken", None):
-            assert "not finite" in failure(await batcher.submit([text(head=head)]))
-        assert "no output 'absent'" in failure(await batcher.submit([text(head="absent")]))
+        for heads in (("broken",), ()):
+            assert "not finite" in failure(await batcher.submit([text(heads=heads)]))
+        assert "no output 'absent'" in failure(await batcher.submit([text(heads=("absent",))]))
+
+
+async def test_a_batch_computes_the_heads_of_its_entries() -> None:
+    """It computes those that an entry names, and all where an entry names none."""
+    computed: list[set[str]] = []
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads) -> Answers:
+        computed.append({*heads})
+        return [{"a": np.zeros(1, np.float32), "b": np.zeros(1, np.float32)} for _ in encodings]
+
+    async with serving(run) as batcher:
+        for named in ([("a",), ("a",)], [("a",), ("b", "a")], [("a",), ()]):
+            await batcher.submit([text(heads=heads) for heads in named])
+    assert [{"a"}, {"a", "b"}, set()] == computed
 
 
 async def test_a_wrong_number_of_results_fails_the_batch() -> None:
     """Whose result is missing cannot be told, so nobody gets a stranger's."""
     async with serving(
-        lambda width, bundle, encodings: echo(width, bundle, encodings)[1:]
+        lambda width, bundle, encodings, heads: echo(width, bundle, encodings)[1:]
     ) as batcher:
         assert "our bug: a batch of 3 gave 2 results" in failure(await batcher.submit(texts(3)))
 
@@ -1495,7 +1511,7 @@ async def test_failures_do_not_teach_the_cost() -> None:
     """The time of a batch that was halved and run again is not the time of a batch."""
     clock = Clock()
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
         clock.now += 100.0
         raise RuntimeError
 
@@ -1508,7 +1524,7 @@ async def test_failures_do_not_teach_the_cost() -> None:
 async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A bug in a replica's thread fails the requests of its batch, is logged, and ends nothing."""
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding]) -> Any:
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Any:
         return echo(width, bundle, encodings) if len(encodings[0]) > 1 else [None]
 
     async with serving(run) as batcher:
@@ -1612,7 +1628,7 @@ arrivals = st.builds(
 costs = st.sampled_from([FIXED, LINEAR, PADDED])
 
 
-def moody(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+def moody(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
     """Echo, but a first token type of 1 breaks the model, and one of 2 the result."""
     moods = [int(given.token_type_ids[0]) for given in encodings]
     assert 1 not in moods, "poison"
