@@ -31,6 +31,7 @@ LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
@@ -75,6 +76,15 @@ class Settings(BaseSettings):
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    uds: Path | None = Field(
+        None,
+        description="path of a Unix socket to listen on instead of host and port, for a proxy on the same machine",
+    )
+    uds_mode: str = Field(
+        "660",
+        pattern=r"^0?[0-7]{3}$",
+        description="permissions of that socket's file, in octal digits; a proxy must be able to write to it",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,
@@ -229,6 +239,13 @@ class Settings(BaseSettings):
     def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("models_dir") is None:
             raise ValueError("there is no models_dir to look into")
+        return value
+
+    @field_validator("uds")
+    @classmethod
+    def _short_enough(cls, value: Path | None) -> Path | None:
+        if value is not None and len(os.fsencode(value.absolute())) > MOST_UDS_BYTES:
+            raise ValueError(f"the path of a Unix socket has at most {MOST_UDS_BYTES} bytes")
         return value
 
     @field_validator("metrics_port")

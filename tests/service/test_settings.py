@@ -58,6 +58,17 @@ def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
     assert Settings(port=0, metrics_port=0).metrics_port == 0
 
 
+def test_a_unix_socket_has_a_path_that_the_kernel_can_keep() -> None:
+    """A path that is too long is refused by the name of its setting; a mode has three octal digits."""
+    longest = "/" + "s" * 106
+    assert Path(longest) == Settings(uds=longest).uds
+    with pytest.raises(ValidationError, match="at most 107 bytes"):
+        Settings(uds=longest + "s")
+    for mode in ("8", "0o660", "1777", "668"):
+        with pytest.raises(ValidationError, match="uds_mode"):
+            Settings(uds_mode=mode)
+
+
 def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     """`QUARTET_CORS_ORIGINS` may name several."""
     monkeypatch.setenv(
