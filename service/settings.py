@@ -157,6 +157,12 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )
+    gzip_min_bytes: int = Field(
+        16_384,
+        ge=0,
+        description="size of an answer from which it is compressed for clients that accept gzip; 0 compresses none;"
+        " lower for slow links",
+    )
     max_connections: int = Field(
         1000,
         ge=1,
