@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -206,6 +207,11 @@ class Settings(BaseSettings):
     keys: Annotated[Keys, NoDecode] = Field(
         {}, description="keys by name, as in a file of keys (the variable holds JSON)"
     )
+    forwarded_allow_ips: str = Field(
+        "127.0.0.1",
+        description="addresses and networks of proxies, separated by commas, whose X-Forwarded-For or Forwarded names"
+        " the client in the log; unix: for those on uds, * for all",
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="origins whose pages may ask from a browser; unset, only the service's own"
@@ -272,6 +278,14 @@ class Settings(BaseSettings):
     @classmethod
     def _parse(cls, value: object) -> object:
         return orjson.loads(value) if isinstance(value, str) else value
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _are_networks(cls, value: str) -> str:
+        for name in filter(None, map(str.strip, value.split(","))):
+            if name not in ("*", "unix:"):
+                ip_network(name)  # its ValueError names the fault
+        return value
 
     @field_validator("cors_origins", mode="before")
     @classmethod

@@ -69,6 +69,19 @@ def test_a_unix_socket_has_a_path_that_the_kernel_can_keep() -> None:
             Settings(uds_mode=mode)
 
 
+@pytest.mark.parametrize("trusted", ["", "*", "127.0.0.1", "::1, 10.0.0.0/8,unix:"])
+def test_trusted_proxies_are_addresses_and_networks(trusted: str) -> None:
+    """Proxies are listed as uvicorn lists them."""
+    assert trusted == Settings(forwarded_allow_ips=trusted).forwarded_allow_ips
+
+
+@pytest.mark.parametrize("trusted", ["proxy", "10.0.0.300", "10.0.0.1/8", "127.0.0.1 10.0.0.1"])
+def test_a_proxy_that_is_no_address_is_refused(trusted: str) -> None:
+    """A typing error would otherwise leave the proxy without trust, and be noticed much later."""
+    with pytest.raises(ValidationError, match="forwarded_allow_ips"):
+        Settings(forwarded_allow_ips=trusted)
+
+
 def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     """`QUARTET_CORS_ORIGINS` may name several."""
     monkeypatch.setenv(

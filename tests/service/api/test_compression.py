@@ -112,7 +112,7 @@ async def test_other_answers_are_not_compressed(
 
 
 async def test_head_is_answered_like_get(client_with: ClientWith) -> None:
-    """The headers are those of GET, compressed or not."""
+    """HEAD has the headers of GET, also when the answer is compressed."""
     async with client_with(gzip_min_bytes=1024) as client:
         response = await client.head("/metrics", headers={"Accept-Encoding": "gzip"})
     assert (200, "gzip", b"") == (
