@@ -169,6 +169,12 @@ class Settings(BaseSettings):
         ge=1,
         description="connections kept at once, by all processes that speak HTTP; raise for many clients",
     )
+    keep_alive_s: float = Field(
+        75.0,
+        gt=0,
+        description="idle connections are closed after this time; set it longer than a proxy keeps its idle connections"
+        " to the service",
+    )
     header_timeout_s: float = Field(
         20.0, gt=0, description="headers must arrive within this time; raise for slow links"
     )
