@@ -5,14 +5,11 @@ import json
 import signal
 import socket
 import stat
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import START_S, Server, read_log, start, until
+from tests.e2e.conftest import METRICS_URL, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -41,22 +38,6 @@ def embed(path: Path) -> int:
         client.close()
 
 
-@contextmanager
-def serving(path: Path, *arguments: str | Path) -> Iterator[Server]:
-    server = Server(start(*arguments, "--uds", path))
-    reader = threading.Thread(target=read_log, args=(server, threading.Event()), daemon=True)
-    reader.start()
-    try:
-        until(lambda: any('"serving"' in line for line in server.log), START_S)
-        yield server
-    finally:
-        server.process.terminate()
-        server.process.wait(60)
-        reader.join(10)
-        assert server.process.stderr is not None
-        server.process.stderr.close()
-
-
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_unix_socket_is_served_and_drained(
     tiny_bundle: Path, tmp_path: Path, workers: str
@@ -65,7 +46,8 @@ def test_a_unix_socket_is_served_and_drained(
     path = tmp_path / "quartet.sock"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))  # and its file stays
-    with serving(path, tiny_bundle, "--http-workers", workers, "--uds-mode", "600") as server:
+    options = ["--uds", path, "--uds-mode", "600", "--metrics-port", "0", "--http-workers", workers]
+    with serving(tiny_bundle, *options, url=METRICS_URL) as server:
         assert f"unix:{path}" in "".join(server.log)
         assert 0o600 == stat.S_IMODE(path.stat().st_mode)
         assert [200] * 8 == [embed(path) for _ in range(8)]
