@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.server.sockets import accept_all, let_nobody_connect, url_of
+from service.server.sockets import accept_all, stop_accepting, url_of
 from service.server.unix_socket import UnixListener
 
 
@@ -103,7 +103,7 @@ def test_what_waits_is_accepted_and_nothing_new(path: Path) -> None:
     with UnixListener.bind_to(path, 0o600) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.listen()
         client.connect(str(path))
-        let_nobody_connect(listener)
+        stop_accepting(listener)
         assert not connects(path)
         accepted = [*accept_all(listener)]
         assert 1 == len(accepted)
