@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 from pydantic.fields import FieldInfo
@@ -15,6 +16,7 @@ from service import __version__
 from service.core.cuda import has_gpu
 from service.observability import logs
 from service.processes.supervisor import Processes
+from service.server.unix_socket import UnixListener
 from service.settings import (
     NOT_FLAGS,
     Settings,
@@ -58,21 +60,28 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that it can do
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
-    listeners = [bind(settings.host, settings.port)]
-    if settings.metrics_port is not None:
-        listeners.append(bind(settings.host, settings.metrics_port))
-        bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
-        settings = settings.model_copy(update=bound)
-    on_gpu = settings.http_workers is None and settings.provider != "cpu" and has_gpu()
-    workers = settings.workers(on_gpu, usable_cores())
-    settings = settings.model_copy(update={"http_workers": workers})
-    if workers:
-        sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
-    from service.processes.single_process import (
-        serve_alone,  # what the main process of several does not need
-    )
+    if settings.uds is None:
+        listeners = [bind(settings.host, settings.port)]
+    else:
+        listeners = [bind_unix(settings.uds, int(settings.uds_mode, 8))]
+    try:
+        if settings.metrics_port is not None:
+            listeners.append(bind(settings.host, settings.metrics_port))
+            bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
+            settings = settings.model_copy(update=bound)
+        on_gpu = settings.http_workers is None and settings.provider != "cpu" and has_gpu()
+        workers = settings.workers(on_gpu, usable_cores())
+        settings = settings.model_copy(update={"http_workers": workers})
+        if workers:
+            sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
+        from service.processes.single_process import (
+            serve_alone,  # what the main process of several does not need
+        )
 
-    serve_alone(settings, listeners, source)
+        serve_alone(settings, listeners, source)
+    finally:
+        for listener in listeners:
+            listener.close()  # which removes the file of a Unix socket
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,6 +128,14 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror or error
         raise fail(f"cannot listen on {host}:{port}: {reason}", 1) from None
     return listener
+
+
+def bind_unix(path: Path, mode: int) -> socket.socket:
+    """Take the path of a Unix socket. Exits with 1 and one line when it cannot be taken."""
+    try:
+        return UnixListener.bind_to(path, mode)
+    except OSError as error:
+        raise fail(f"cannot listen on {path}: {error.strerror or error}", 1) from None
 
 
 def fail(message: str, status: int) -> SystemExit:

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
@@ -75,6 +77,15 @@ class Settings(BaseSettings):
         "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    uds: Path | None = Field(
+        None,
+        description="path of a Unix socket to listen on instead of host and port, for a proxy on the same machine",
+    )
+    uds_mode: str = Field(
+        "660",
+        pattern=r"^0?[0-7]{3}$",
+        description="permissions of that socket's file, in octal digits; a proxy must be able to write to it",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,
@@ -147,10 +158,22 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )
+    gzip_min_bytes: int = Field(
+        16_384,
+        ge=0,
+        description="size of an answer from which it is compressed for clients that accept gzip; 0 compresses none;"
+        " lower for slow links",
+    )
     max_connections: int = Field(
         1000,
         ge=1,
         description="connections kept at once, by all processes that speak HTTP; raise for many clients",
+    )
+    keep_alive_s: float = Field(
+        75.0,
+        gt=0,
+        description="idle connections are closed after this time; set it longer than a proxy keeps its idle connections"
+        " to the service",
     )
     header_timeout_s: float = Field(
         20.0, gt=0, description="headers must arrive within this time; raise for slow links"
@@ -189,6 +212,11 @@ class Settings(BaseSettings):
     )
     keys: Annotated[Keys, NoDecode] = Field(
         {}, description="keys by name, as in a file of keys (the variable holds JSON)"
+    )
+    forwarded_allow_ips: str = Field(
+        "127.0.0.1",
+        description="addresses and networks of proxies, separated by commas, whose X-Forwarded-For or Forwarded names"
+        " the client in the log; unix: for those on uds, * for all",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -231,6 +259,13 @@ class Settings(BaseSettings):
             raise ValueError("there is no models_dir to look into")
         return value
 
+    @field_validator("uds")
+    @classmethod
+    def _short_enough(cls, value: Path | None) -> Path | None:
+        if value is not None and len(os.fsencode(value.absolute())) > MOST_UDS_BYTES:
+            raise ValueError(f"the path of a Unix socket has at most {MOST_UDS_BYTES} bytes")
+        return value
+
     @field_validator("metrics_port")
     @classmethod
     def _apart(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -249,6 +284,14 @@ class Settings(BaseSettings):
     @classmethod
     def _parse(cls, value: object) -> object:
         return orjson.loads(value) if isinstance(value, str) else value
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _are_networks(cls, value: str) -> str:
+        for name in filter(None, map(str.strip, value.split(","))):
+            if name not in ("*", "unix:"):
+                ip_network(name)  # its ValueError names the fault
+        return value
 
     @field_validator("cors_origins", mode="before")
     @classmethod

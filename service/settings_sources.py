@@ -18,7 +18,7 @@ FILE = Path("quartet.toml")  # read when no other is named
 BUNDLES = Path("bundles")  # looked in when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
 CANNOT_GO_ON = 4  # the exit status of a service in a state that it cannot leave by itself
-PATHS = frozenset({"api_keys", "bundles", "models_dir"})
+PATHS = frozenset({"api_keys", "bundles", "models_dir", "uds"})
 
 Given = Mapping[str, Any]
 

@@ -104,7 +104,7 @@ def test_compose_file_is_what_compose_1_29_accepts():
 @pytest.mark.parametrize("name", SERVICES)
 def test_compose_hands_on_every_setting(name):
     """A container gets every setting of the service but those that the image itself fixes."""
-    fixed = {"bundles", "host", "port"}
+    fixed = {"bundles", "host", "port", "uds", "uds_mode"}
     settings = {f"QUARTET_{field.upper()}" for field in Settings.model_fields.keys() - fixed}
 
     given = COMPOSE["services"][name]["environment"]

@@ -213,6 +213,15 @@ def test_examples_of_settings_are_some(tmp_path):
     assert 2 == configure({"config": tmp_path / "quartet.toml"}).settings.http_workers
 
 
+def test_proxies_page_shows_the_files_that_are_shipped():
+    """The configurations on the page are those that the tests run, word for word."""
+    shipped = {path.name: path.read_text() for path in (ROOT / "deploy" / "proxies").iterdir()}
+    shown = [block for _, block in FENCE.findall(read("proxies.md"))]
+
+    assert {"nginx.conf", "haproxy.cfg", "envoy.yaml"} == shipped.keys()
+    assert sorted(shipped.values()) == sorted(shown)
+
+
 @pytest.mark.parametrize(("page", "target"), list(links()))
 def test_links_lead_somewhere(page, target):
     """A relative link leads to a file of this repository, and to a heading that it has."""

@@ -84,6 +84,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         process=service,
         checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
+        trusted=settings.forwarded_allow_ips,
     )
     app = FastAPI(
         title="Quartet",

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import openapi
 from service.api.call import json_response, receive_call, service_of
+from service.api.compression import compress
 from service.api.schemas import (
     ClassifyRequest,
     ClassifyResponse,
@@ -28,6 +29,7 @@ from service.api.schemas import (
     QaResponse,
 )
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 
 T = TypeVar("T")
@@ -45,7 +47,11 @@ def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
     """What the framework's own wrapping comes to where nothing is injected."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await endpoint(Request(scope, receive))
+        request = Request(scope, receive)
+        response = await endpoint(request)
+        least = service_of(request).settings.gzip_min_bytes
+        if least and len(response.body) >= least:
+            await compress(response, context_of(scope).headers.get("accept-encoding", ""))
         await response(scope, receive, send)
 
     return app

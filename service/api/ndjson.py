@@ -51,7 +51,9 @@ class NdjsonResponse(Response):
     media_type = MEDIA_TYPE
 
     def __init__(self, chunks: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(headers=headers)
+        super().__init__(
+            headers={**headers, "X-Accel-Buffering": "no"}
+        )  # nginx sends each line at once
         del self.headers["content-length"]
         self.chunks = chunks
 

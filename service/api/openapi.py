@@ -124,7 +124,7 @@ REQUEST_HEADERS: list[Object] = [
         "name": "X-Request-Id",
         "in": "header",
         "description": "Names the request in the response and in the log; made up unless it is of"
-        " letters, digits, `.`, `_` and `-`, and of 128 at most.",
+        " 1 to 128 printable ASCII characters.",
         "schema": {"type": "string"},
     },
     {

@@ -25,6 +25,7 @@ from service.errors import (
     TooLarge,
     UnsupportedMediaType,
 )
+from service.middleware.body_memory import check_size, content_length
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ async def read_json(
     """
     check_media_type(headers)
     inflate = inflater(headers.get("content-encoding", ""))
-    check_length(headers.get("content-length", ""), max_bytes)
+    check_size(content_length(headers), max_bytes)
     left_s = seconds_left(deadline)
     late: Callable[[], Exception]
     if left_s < timeout_s:
@@ -91,16 +92,6 @@ def is_json(media_type: str) -> bool:
 
 def is_utf8(parameter: str) -> bool:
     return parameter.removeprefix("charset=").strip("\"' ") in ("utf-8", "utf8")
-
-
-def check_length(content_length: str, max_bytes: int) -> None:
-    if content_length.isdecimal():
-        check_size(int(content_length[:19]), max_bytes)
-
-
-def check_size(size: int, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise TooLarge(f"the body is larger than {max_bytes} bytes")
 
 
 async def read_bytes(

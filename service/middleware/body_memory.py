@@ -1,6 +1,8 @@
 """The memory that requests take by their bodies: bounded for all together, as `max_body_bytes` bounds each."""
 
-from service.errors import Overloaded
+from collections.abc import Mapping
+
+from service.errors import Overloaded, TooLarge
 
 BODIES = 8  # of the largest size, that are in work at once
 SMALL = 65_536  # bytes that a body may have however little room there is
@@ -31,3 +33,15 @@ class MemoryReservation:
         """Give all of it back."""
         self._budget.left += self._held
         self._held = 0
+
+
+def content_length(headers: Mapping[str, str]) -> int:
+    """The bytes of a body by its `Content-Length`; 0 where there is none."""
+    length = headers.get("content-length", "")
+    return int(length[:19]) if length.isdecimal() else 0
+
+
+def check_size(size: int, max_bytes: int) -> None:
+    """Raises TooLarge for a body of more than `max_bytes`."""
+    if size > max_bytes:
+        raise TooLarge(f"the body is larger than {max_bytes} bytes")

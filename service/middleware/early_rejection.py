@@ -5,13 +5,13 @@ answer. So a request is first judged by the size of its body.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Scope
 
 from service.middleware.access import permission
+from service.middleware.body_memory import check_size, content_length
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service, timeout_s
 from service.scheduling.load import EARLY_SHARE, Flow
@@ -41,13 +41,14 @@ class EarlyRejection:
         self._coming_tokens = Counter[Who]()
 
     def __call__(self, scope: Scope, context: RequestContext) -> None:
-        """Raises Overloaded when even the bundle that is asked least would answer too late."""
+        """Raises TooLarge by Content-Length, and Overloaded when even the least loaded bundle would be too late."""
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
             return  # who looks after the service is let in, above all when it is overloaded
         engines = self._service.engines
         if engines is None:
             return
         size = content_length(context.headers)
+        check_size(size, self._service.settings.max_body_bytes)  # whatever the load is
         context.on_finish.append(lambda over: self._learn(size, over.tokens))
         load = engines.load()
         flows = [
@@ -99,9 +100,3 @@ class EarlyRejection:
             bits = size.bit_length()
             known = self._tokens.get(bits, tokens)
             self._tokens[bits] = known + LEARNING * (tokens - known)
-
-
-def content_length(headers: Mapping[str, str]) -> int:
-    """What the client says, or 0."""
-    said = headers.get("content-length", "")
-    return int(said[:19]) if said.isdecimal() else 0

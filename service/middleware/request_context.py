@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, Draining, InternalError, Overloaded, QuartetError
+from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
 from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
 from service.observability.metrics import REFUSALS, Recorder
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 
 CONTEXT = "exchange"  # in the state of a scope
 REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
-SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SANE_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")  # printable ASCII
 TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say more at the end
     r"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
 )
@@ -169,6 +170,7 @@ class RequestLifecycle:
     """Where every request is named and checked when it comes, and recorded when it is over.
 
     routes: the paths that the log and the metrics call by their name; trace: makes their spans, while that is wanted
+    trusted: the proxies whose headers name the client, as `forwarded_allow_ips` lists them
     """
 
     trace: Trace | None = None
@@ -180,6 +182,7 @@ class RequestLifecycle:
         process: Process,
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
+        trusted: str = "",
     ) -> None:
         self.throttle = RefusalThrottle()
         self._metrics = metrics
@@ -187,6 +190,7 @@ class RequestLifecycle:
         self._checks = checks
         self._routes = routes
         self._refusals = LogLimiter()
+        self._client_of = ClientAddresses(trusted)
         self._log = structlog.get_logger().bind()
 
     def receive(self, scope: Scope) -> RequestContext:
@@ -244,6 +248,7 @@ class RequestLifecycle:
             path=path if route == path else quote(path),
             status=status,
             ms=round(1000 * seconds, 3),
+            client=self._client_of(scope),
             tenant=context.tenant,
             model=context.model,
             inputs=context.inputs,

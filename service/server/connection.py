@@ -50,6 +50,7 @@ HEADERS = 100
 PIPELINED = 100  # requests that may be sent ahead of their answers
 HEARING_S = 10.0  # for a client that was refused to hear so and stop sending
 CROWDED_S = 5.0  # for a connection too many to say what it wants
+LOOK_S = 1.0  # for a request to begin that came when its connection was about to be closed
 STALLED_S = 30.0  # in which a client has to read so much of a long answer
 STALLED_BYTES = 65_536
 FRAMING = (b"content-length", b"transfer-encoding")
@@ -218,6 +219,26 @@ class Protocol(HttpToolsProtocol, Connection):
         if self.in_head:  # the next one's, which has its own timer
             self._unset_keepalive_if_required()
             self.watch_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.close_idle()
+
+    def shutdown(self) -> None:
+        last = cast(RequestResponseCycle | None, self.cycle)
+        if last is None or last.response_complete:
+            self.close_idle()
+        else:
+            super().shutdown()
+
+    def close_idle(self) -> None:
+        """Close a connection without a request, unless data has come that the event loop has not read yet.
+
+        Without this last look, a request that came since the event loop last read would be reset.
+        """
+        if not self.in_head and self.flow.has_data():
+            self.expect_request(LOOK_S)  # for data that begins no request
+        elif not self.transport.is_closing():
+            self.transport.close()
 
     def is_closing(self) -> bool:
         return self.closing or self.wire.is_closing()

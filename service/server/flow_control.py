@@ -126,6 +126,12 @@ class ReadFlow(FlowControl):
             self.forget()
             super().resume_reading()
 
+    def has_data(self) -> bool:
+        """Whether the socket has data, or the end of it, that is not read yet."""
+        socket = select.poll()
+        socket.register(self._descriptor, select.POLLIN)
+        return bool(socket.poll(0))
+
     def rest(self) -> None:
         """Read on in the next turn of the event loop."""
         if not self.read_paused and not self._transport.is_closing():

@@ -45,7 +45,7 @@ class Server(GracefulServer):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,  # longer than the 60 s after which load balancers let go
+            timeout_keep_alive=cast(int, settings.keep_alive_s),  # uvicorn passes it to call_later
             timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - GRACE_S)),
         )
         super().__init__(config, app.state.service)

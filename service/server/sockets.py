@@ -20,6 +20,9 @@ DROP_WHO_ASKS_TO_CONNECT = (
 
 
 def url_of(listener: socket.socket) -> str:
+    """The address of a listener: a URL, or the path of a Unix socket behind `unix:`."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port, *_ = listener.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -37,8 +40,12 @@ def stop_accepting(listener: socket.socket) -> None:
 
     Closing alone would reset who had connected after the last was accepted. Whoever finds us deaf asks again, a second
     later on Linux, and is then refused (or answered, if another listens there by then); who is half way still gets in.
-    Where there is no such filter nothing happens.
+    Where there is no such filter nothing happens. A Unix socket refuses new connections by itself once it is shut down
+    for reading, and still gives those in its backlog to be accepted.
     """
+    if listener.family == socket.AF_UNIX:
+        listener.shutdown(socket.SHUT_RD)
+        return
     program = b"".join(struct.pack("=HBBI", *step) for step in DROP_WHO_ASKS_TO_CONNECT)
     steps = ctypes.create_string_buffer(program, len(program))
     pointer = struct.pack("@HP", len(DROP_WHO_ASKS_TO_CONNECT), ctypes.addressof(steps))

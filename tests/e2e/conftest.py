@@ -21,6 +21,7 @@ import pytest
 START_S = 60  # a loaded machine may take its time
 LIVENESS_S = 60.0  # for what has to happen, however busy the machine is
 URL = re.compile(r'"url": ?"(http://[^"]+)"')
+METRICS_URL = re.compile(r'"metrics": ?"(http://[^"]+)"')
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,19 @@ def start(
 
 @contextmanager
 def serving(
-    *arguments: str | Path, under: Sequence[str] = (), env: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    under: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    url: re.Pattern[str] = URL,
 ) -> Iterator[Server]:
     """A server for `python -m service` with these arguments, ready; ended when the block ends.
 
     under: a command that runs the service in its own process, such as `nice`; env: in place of our environment
+    url: the server's URL in the log; `METRICS_URL` for a service on a Unix socket with a `metrics_port`
     """
     server = Server(start(*arguments, "--port", "0", under=under, env=env))
     ready = threading.Event()
-    reader = threading.Thread(target=read_log, args=(server, ready), daemon=True)
+    reader = threading.Thread(target=read_log, args=(server, ready, url), daemon=True)
     reader.start()
     try:
         assert ready.wait(START_S), f"not ready: {server.log}"
@@ -100,11 +105,11 @@ def serving(
             server.process.stderr.close()
 
 
-def read_log(server: Server, ready: threading.Event) -> None:
+def read_log(server: Server, ready: threading.Event, url: re.Pattern[str]) -> None:
     assert server.process.stderr is not None
     for line in server.process.stderr:
         server.log.append(line)
-        if found := URL.search(line):
+        if found := url.search(line):
             server.url = found.group(1)
             ready.set()
     ready.set()

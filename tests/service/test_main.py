@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service import __main__ as service_main
-from service.__main__ import bind, main
+from service.__main__ import bind, bind_unix, main
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of
@@ -61,7 +61,7 @@ def test_http_workers_follow_the_gpu(
         async def run(self) -> int:
             return 0
 
-    listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1))
+    listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), close=lambda: None)
     monkeypatch.setattr(service_main, "bind", lambda *_: listener)
     monkeypatch.setattr(service_main, "has_gpu", lambda: gpu)
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
@@ -136,6 +136,17 @@ def test_a_busy_port_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_a_unix_socket_in_use_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the path; the status is 1."""
+    path = tmp_path / "s"
+    with bind_unix(path, 0o600), pytest.raises(SystemExit) as caught:
+        bind_unix(path, 0o600)
+    expected = f"quartet: cannot listen on {path}: Address already in use\n"
+    assert (1, expected) == (caught.value.code, capsys.readouterr().err)
+
+
 class Watched(Server):
     """A server that says when it serves."""
 
@@ -148,11 +159,26 @@ class Watched(Server):
         self.serving.set()
 
 
-def ask(port: int) -> str:
+Address = tuple[str, int] | str  # of a port, or the path of a Unix socket
+
+
+def connect(address: Address) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def ask(address: Address) -> str:
     """How one request on a connection of its own ends."""
     try:
-        connection = socket.create_connection(("127.0.0.1", port))
-    except ConnectionError:
+        connection = connect(address)
+    except (ConnectionError, FileNotFoundError):
         return "refused"
     with connection, suppress(ConnectionError):
         connection.sendall(REQUEST)
@@ -161,25 +187,30 @@ def ask(port: int) -> str:
     return "lost"
 
 
-def keep_asking(port: int) -> Counter[str]:
+def keep_asking(address: Address) -> Counter[str]:
     ends = Counter[str]()
     while not ends["refused"]:
-        ends[ask(port)] += 1
+        ends[ask(address)] += 1
     return ends
 
 
+@pytest.mark.parametrize("on_unix", [False, True])
 async def test_a_drain_loses_nobody(
-    app: FastAPI, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
+    on_unix: bool,
+    app: FastAPI,
+    lines: list[EventDict],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """From the signal on, whoever could connect is answered, and then nobody can."""
     monkeypatch.setattr("service.server.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
-    server, listener = Watched(app), bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
+    listener = bind_unix(tmp_path / "s", 0o600) if on_unix else bind("127.0.0.1", 0)
+    server, address = Watched(app), listener.getsockname()
     serving = asyncio.create_task(server.serve([listener]))
     await server.serving.wait()
     with ThreadPoolExecutor(CLIENTS) as clients:
-        asking = [clients.submit(keep_asking, port) for _ in range(CLIENTS)]
-        await asyncio.to_thread(ask, port)
+        asking = [clients.submit(keep_asking, address) for _ in range(CLIENTS)]
+        await asyncio.to_thread(ask, address)
         server.handle_exit(signal.SIGTERM, None)
         await serving
     ends = sum((asked.result() for asked in asking), Counter[str]())

@@ -58,6 +58,30 @@ def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
     assert Settings(port=0, metrics_port=0).metrics_port == 0
 
 
+def test_a_unix_socket_has_a_path_that_the_kernel_can_keep() -> None:
+    """A path that is too long is refused by the name of its setting; a mode has three octal digits."""
+    longest = "/" + "s" * 106
+    assert Path(longest) == Settings(uds=longest).uds
+    with pytest.raises(ValidationError, match="at most 107 bytes"):
+        Settings(uds=longest + "s")
+    for mode in ("8", "0o660", "1777", "668"):
+        with pytest.raises(ValidationError, match="uds_mode"):
+            Settings(uds_mode=mode)
+
+
+@pytest.mark.parametrize("trusted", ["", "*", "127.0.0.1", "::1, 10.0.0.0/8,unix:"])
+def test_trusted_proxies_are_addresses_and_networks(trusted: str) -> None:
+    """Proxies are listed as uvicorn lists them."""
+    assert trusted == Settings(forwarded_allow_ips=trusted).forwarded_allow_ips
+
+
+@pytest.mark.parametrize("trusted", ["proxy", "10.0.0.300", "10.0.0.1/8", "127.0.0.1 10.0.0.1"])
+def test_a_proxy_that_is_no_address_is_refused(trusted: str) -> None:
+    """A typing error would otherwise leave the proxy without trust, and be noticed much later."""
+    with pytest.raises(ValidationError, match="forwarded_allow_ips"):
+        Settings(forwarded_allow_ips=trusted)
+
+
 def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     """`QUARTET_CORS_ORIGINS` may name several."""
     monkeypatch.setenv(

@@ -75,8 +75,9 @@ def test_no_file_is_needed() -> None:
 def test_paths_in_a_file_are_relative_to_it() -> None:
     """A file means the same wherever the service is started."""
     write("etc/keys.toml", f'[keys.a]\nsha256 = "{"a" * 64}"')
-    write("etc/quartet.toml", 'bundles = ["b", "/c"]\napi_keys = "keys.toml"\n')
+    write("etc/quartet.toml", 'bundles = ["b", "/c"]\napi_keys = "keys.toml"\nuds = "s"')
     settings = configure({"config": "etc/quartet.toml"}).settings
+    assert settings.uds == Path("etc/s")
     assert settings.bundles == (Path("etc/b"), Path("/c"))
     assert list(settings.keys) == ["a"]
     write("etc/quartet.toml", 'bundles = "b:c"')

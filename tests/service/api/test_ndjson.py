@@ -70,6 +70,14 @@ async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> N
     assert {**SUMMARY, "head": whole["head"]} == summary
 
 
+async def test_a_proxy_is_to_pass_each_line_on(client: httpx.AsyncClient) -> None:
+    """nginx buffers answers unless a header of the answer switches that off."""
+    response = await client.post("/embed", json={"inputs": "a"}, headers=IN_LINES)
+    assert "no" == response.headers["X-Accel-Buffering"]
+    whole = await client.post("/embed", json={"inputs": "a"})
+    assert "X-Accel-Buffering" not in whole.headers
+
+
 async def test_bad_inputs_have_lines_and_are_named_at_the_end(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

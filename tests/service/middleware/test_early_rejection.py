@@ -11,7 +11,8 @@ from service.engines.commands import RollBackModel
 from service.engines.registry import Engines
 from service.errors import Overloaded
 from service.keys import Key, digest, make_key
-from service.middleware.early_rejection import COMING_S, EarlyRejection, content_length
+from service.middleware.body_memory import content_length
+from service.middleware.early_rejection import COMING_S, EarlyRejection
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
@@ -49,6 +50,18 @@ async def test_what_would_be_late_is_not_read(
     assert not engine.asked
     patient = {"X-Request-Timeout-Ms": "10000"}
     assert (await client.post("/embed", json=BODY, headers=patient)).status_code == 200
+
+
+@pytest.mark.parametrize(("size", "status"), [(10, 429), (11, 413)])
+async def test_a_body_that_is_too_large_is_refused_for_good(
+    client_with: Callable[..., Any], engines: FakeEngines, size: int, status: int
+) -> None:
+    """However long the queue is, a body over the limit gets 413 and no time to come back."""
+    engines.told = waiting(*[1] * 10_000)
+    async with client_with(max_body_bytes=10) as client:
+        response = await client.post("/embed", content=b" " * size, headers=SECONDS)
+    assert status == response.status_code
+    assert (status == 429) == ("Retry-After" in response.headers)
 
 
 async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEngines) -> None:

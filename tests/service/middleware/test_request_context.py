@@ -23,14 +23,28 @@ from tests.service.fakes import FakeEngine
 BODY = {"inputs": "a text"}
 
 
-@pytest.mark.parametrize("given", ["a", "order-66_v1.2", "x" * 128])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "a",
+        "order-66_v1.2",
+        "x" * 128,
+        "0A000001:C5B2_0A000002:1F40_67891233_01AF:7D1B",  # HAProxy's
+        "Root=1-67891233-abcdef012345678912345678",  # AWS's
+        "Self=1-67891234-12456789abcdef012345678;Root=1-67891233-abcdef012345678912345678",
+        'a b "c" {d} \\e',
+    ],
+)
 async def test_a_sane_request_id_is_kept(client: httpx.AsyncClient, given: str) -> None:
     """The client's own name for a request is answered and passed to the engine."""
     response = await client.get("/health/live", headers={"X-Request-Id": given})
     assert response.headers["X-Request-Id"] == given
 
 
-@pytest.mark.parametrize("given", ["", "a b", "a;b", "x" * 129, "é".encode().decode("latin-1")])
+@pytest.mark.parametrize(
+    "given",
+    ["", "x" * 129, "a\tb", "a\x1b[0m", "a\x7f", "a\r\nb: c", " a", "é".encode().decode("latin-1")],
+)
 async def test_other_request_ids_are_replaced(client: httpx.AsyncClient, given: str) -> None:
     """What could break a log or a header is not repeated."""
     header = {b"X-Request-Id": given.encode("latin-1")}
@@ -44,6 +58,12 @@ async def test_the_engine_knows_the_request_id(
     """One id from the header to the batch."""
     await client.post("/classify", json=BODY, headers={"X-Request-Id": "abc"})
     assert engine.ticket.request_id == "abc"
+
+
+async def test_the_log_names_the_client(client: httpx.AsyncClient, lines: list[EventDict]) -> None:
+    """The line of a request has the address of its client, by default from a proxy on the same machine only."""
+    await client.post("/classify", json=BODY, headers={"X-Forwarded-For": "203.0.113.7"})
+    assert "203.0.113.7" == lines[-1]["client"]
 
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -133,6 +153,7 @@ async def test_a_request_is_one_line_without_its_texts(
         "method": "POST",
         "path": "/classify",
         "status": 200,
+        "client": "127.0.0.1",
         "tenant": "",
         "model": "tiny@1",
         "inputs": 2,

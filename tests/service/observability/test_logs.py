@@ -126,6 +126,19 @@ def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
     assert ("'refused'", "'a\\udcff'", str(2**70)) == (line["event"], line["path"], line["number"])
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> None:
+    """Whatever printable characters an id has, it is one value of one line."""
+    forged = 'a status=200 "b", "status": 200, \\'
+    logs.configure("info", form, stream)
+    structlog.get_logger().info("request", request_id=forged, status=500)
+    (line,) = stream.getvalue().splitlines()
+    if form == "json":
+        assert (forged, 500) == (json.loads(line)["request_id"], json.loads(line)["status"])
+    else:
+        assert line.endswith(f"request_id={forged!r} status=500")
+
+
 def test_a_record_that_cannot_be_formatted_is_named(
     stream: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:

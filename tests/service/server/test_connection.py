@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -356,6 +357,44 @@ async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> Non
         with suppress(ConnectionResetError):  # of a line that was on its way when it was closed
             assert await client.ended()
         dripping.cancel()
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_request_that_comes_as_its_connection_closes_is_answered(
+    listen: Listen, drains: bool
+) -> None:
+    """Idle connections are closed by a timer or a drain, but not with a request that is not read yet."""
+    async with listen(idle_s=0.05) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, GET)
+            assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200 ")
+            if drains:
+                client.send(GET)
+                (connection,) = server.state.connections
+                connection.shutdown()  # before the event loop reads
+            else:
+                loop.call_later(0.01, client.send, GET)
+                time.sleep(
+                    0.1
+                )  # both timers are due, and the event loop calls them one after the other
+            assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_data_that_begins_no_request_does_not_keep_a_connection(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line break that comes as the connection is closed puts that off for a moment only."""
+    monkeypatch.setattr(connection_module, "LOOK_S", 0.05)
+    async with listen(idle_s=0.05) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.setblocking(False)
+            await until(lambda: bool(server.state.connections))
+            client.send(b"\r\n")
+            time.sleep(0.1)
+            async with asyncio.timeout(10):
+                assert b"" == await asyncio.get_running_loop().sock_recv(client, 4096)
 
 
 async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngine) -> None:

@@ -30,3 +30,12 @@ async def test_a_lost_listener_ends_the_process(
         await serving
     assert 4 == statuses[0]
     assert "a listening socket was closed" in [line.get("problem") for line in lines]
+
+
+def test_idle_connections_are_kept_as_long_as_is_set(app: FastAPI) -> None:
+    """The server passes the setting on; by default it is longer than nginx keeps idle connections (60 s)."""
+    kept = [
+        Server(app, settings).config.timeout_keep_alive
+        for settings in (Settings(), Settings(keep_alive_s=0.5))
+    ]
+    assert [75, 0.5] == kept

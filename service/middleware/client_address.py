@@ -1,0 +1,106 @@
+"""The address of a client, also behind proxies: for the log, from headers only where a trusted proxy wrote them."""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+from starlette.types import Scope
+
+ANY = "*"
+UNIX = "unix:"  # how a peer on a Unix socket is written, among the trusted ones and in the log
+HOPS = 32  # proxies in a row, of which the nearest to the service are looked at
+KNOWN_PEERS = 4096  # whose trust is remembered
+FOR = re.compile(
+    r'(?:^|;)\s*for="?([^";]*)', re.IGNORECASE
+)  # in an element of `Forwarded`; RFC 7239, 4
+NODE = re.compile(r"\[([^\]]*)\](?::\w+)?|([^:]+):\d+|(.+)")  # an address, perhaps with a port
+
+Address = IPv4Address | IPv6Address
+
+
+class ClientAddresses:
+    """Finds the address of each request's client.
+
+    trusted: addresses and networks of proxies, separated by commas; `*` trusts every peer, `unix:` those on a Unix
+    socket. Raises ValueError for a part that is none of these.
+    """
+
+    def __init__(self, trusted: str) -> None:
+        names = {*filter(None, map(str.strip, trusted.split(",")))}
+        self._all = ANY in names
+        self._unix = self._all or UNIX in names
+        self._networks = [ip_network(name) for name in names - {ANY, UNIX}]
+        self._peer = lru_cache(KNOWN_PEERS)(self._judge)
+
+    def __call__(self, scope: Scope) -> str:
+        """The peer's address or, where the peer is trusted, the nearest address before it that is not.
+
+        With `*`, the farthest address, which the client may have made up.
+        """
+        client = scope.get("client")
+        peer, trusted = self._peer(client[0]) if client else self._nameless(scope)
+        if not trusted:
+            return peer
+        for text in hops(scope):
+            address = parse(text)
+            if address is None:
+                break  # the address before that is the last one that is known
+            peer = str(address)
+            if not self._trusts(address):
+                break
+        return peer
+
+    def _nameless(self, scope: Scope) -> tuple[str, bool]:
+        """A peer without an address: on a Unix socket, or on a port where it has left."""
+        _, port = scope.get("server") or ("", 0)
+        return (UNIX, self._unix) if port is None else ("", self._all)
+
+    def _judge(self, host: str) -> tuple[str, bool]:
+        address = parse(host)
+        if address is None:
+            return host, self._all
+        return str(address), self._trusts(address)
+
+    def _trusts(self, address: Address) -> bool:
+        return self._all or any(address in network for network in self._networks)
+
+
+def hops(scope: Scope) -> Iterator[str]:
+    """What proxies wrote of the client of each, the nearest proxy first: `X-Forwarded-For`, else `Forwarded`."""
+    by_name: dict[bytes, list[bytes]] = {b"x-forwarded-for": [], b"forwarded": []}
+    for name, value in scope["headers"]:
+        if name in by_name:
+            by_name[name].append(value)
+    lines = by_name[b"x-forwarded-for"]
+    if lines:
+        yield from nearest(lines)
+        return
+    for element in nearest(by_name[b"forwarded"]):
+        found = FOR.search(element)
+        yield found[1] if found else ""
+
+
+def nearest(lines: list[bytes]) -> list[str]:
+    """The last elements of a header, the last one first. A proxy may append a line, or an element to a line."""
+    elements: list[str] = []
+    for value in reversed(lines):
+        elements += reversed(value.decode("latin-1").rsplit(",", HOPS))
+        if len(elements) > HOPS:
+            break
+    return elements[:HOPS]
+
+
+def parse(text: str) -> Address | None:
+    """The address in a text, which may have a port: without a zone, and of IPv4 where IPv6 maps it."""
+    found = NODE.fullmatch(text.strip())
+    if found is None:
+        return None
+    bracketed, with_port, bare = found.groups()
+    try:
+        address = ip_address(bracketed or with_port or bare or "")
+    except ValueError:
+        return None
+    if isinstance(address, IPv4Address):
+        return address
+    return address.ipv4_mapped or IPv6Address(int(address))

@@ -1,0 +1,116 @@
+"""A listening Unix socket: its file, with the permissions that are set, from the start of the service to its drain."""
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+
+class UnixListener(socket.socket):
+    """A listener whose file is removed when it is closed, unless another socket has taken the path.
+
+    `PATH.lock` is locked for as long as the listener is open, because a socket that is bound and does not listen yet
+    cannot be told from a stale one by a connection.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._path: Path | None = None  # a duplicate of the listener has none
+        self._file = (0, 0)
+        self._lock = -1
+
+    @classmethod
+    def bind_to(cls, path: Path, mode: int) -> Self:
+        """Bind to a path, with `mode` as the permissions of its file. A stale socket there is replaced.
+
+        Raises OSError where the path is in use, is another kind of file or cannot be written.
+        """
+        path = path.absolute()
+        lock = take_lock(lock_file(path))
+        listener = cls(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            remove_stale(path)
+            mask = os.umask(0o777 & ~mode)
+            try:
+                listener.bind(os.fspath(path))
+            finally:
+                os.umask(mask)
+            listener._path, listener._file, listener._lock = path, identity(path), lock
+        except BaseException:
+            listener.close()
+            release_lock(lock_file(path), lock)
+            raise
+        return listener
+
+    def close(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
+            with suppress(OSError):
+                if identity(path) == self._file:
+                    path.unlink()
+            release_lock(lock_file(path), self._lock)
+        super().close()
+
+
+def lock_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """The device and the inode of a file. Raises OSError where there is none."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def take_lock(path: Path) -> int:
+    """Lock a file, which is made where there is none; returns its descriptor. Raises OSError where it is locked."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(lock)
+            with suppress(FileNotFoundError):  # the process that had the lock has just removed it
+                if identity(path) == (found.st_dev, found.st_ino):
+                    return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise in_use() from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def release_lock(path: Path, lock: int) -> None:
+    """Remove a file that is locked, then unlock it."""
+    with suppress(OSError):
+        path.unlink()
+    os.close(lock)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove a socket that no process listens at. Raises OSError for a socket in use and for any other file."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise FileExistsError(errno.EEXIST, "there is a file that is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:  # its backlog is full
+            pass
+    raise in_use()
+
+
+def in_use() -> OSError:
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
