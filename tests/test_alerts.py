@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from service.errors import Overloaded
-from service.scheduling.load import EARLY_SHARE, Backlog, Flow, Left, Load
+from service.scheduling.load import EARLY_SHARE, Backlog, Flow, Load, RemainingWork
 from tests.test_observe import ALERTS, DEPLOY
 
 CASES = DEPLOY / "alerts_test.yml"
@@ -44,7 +44,7 @@ def test_the_queue_alert_comes_before_refusals(deadline_s):
     limit_s = EARLY_SHARE * deadline_s
 
     def load(share: float) -> Load:
-        waiting = {Flow("m@1"): Backlog.of(Left(round(1000 * share * limit_s), 1))}
+        waiting = {Flow("m@1"): Backlog.of(RemainingWork(round(1000 * share * limit_s), 1))}
         return Load({"m@1": 1000.0}, waiting)
 
     assert threshold * limit_s < load(threshold + 0.05).drain_s < limit_s

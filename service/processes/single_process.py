@@ -65,10 +65,10 @@ class SingleServer(Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def say_it_serves(self, sockets: Sequence[socket.socket]) -> None:
+    async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         stop_signals.deliver(partial(self.receive, loop))
-        await super().say_it_serves(sockets)
+        await super().report_serving(sockets)
 
     def receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         """Take a stop signal in the thread that receives them; a second SIGINT waits for nothing."""
