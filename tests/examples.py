@@ -1,4 +1,4 @@
-"""The responses that the OpenAPI document shows as examples: those of the default bundle.
+"""The responses of the default bundle, which the OpenAPI document shows as examples.
 
 `python -m tests.examples` writes them again.
 """

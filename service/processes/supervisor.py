@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -30,6 +31,7 @@ from service import health
 from service.health import LastSign, StallClock
 from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
+from service.memory_limit import explain_kill, oom_kills
 from service.process_signals import reap_orphans, stop_signals
 from service.processes.control_channel import (
     DRAIN,
@@ -61,6 +63,8 @@ class Child:
     last_report: LastSign
     last_repeat: LastSign
     serves: float | None = None
+    killed: bool = False  # by the main process
+    oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # when it was started
     repeated: int = 0
 
 
@@ -133,7 +137,7 @@ class Processes:
                 status = await child.process.wait()
                 self._children.discard(child)
                 child.control.close()
-                facts = {"pid": child.process.pid, "status": status}
+                facts = {"pid": child.process.pid, **exit_reason(child, status)}
                 served_s = None if child.serves is None else time.monotonic() - child.serves
             if status == CANNOT_START and role not in self._served:
                 self._give_up(status)
@@ -324,8 +328,17 @@ class Processes:
             self._end(child)
 
     def _end(self, child: Child) -> None:
+        child.killed = True
         with suppress(ProcessLookupError):
             child.process.kill()
+
+
+def exit_reason(child: Child, status: int) -> dict[str, object]:
+    """How a child ended, for the log: its status, or that the kernel killed it for want of memory."""
+    is_foreign_kill = status == -signal.SIGKILL and not child.killed
+    if is_foreign_kill and (problem := explain_kill(child.oom_kills)):
+        return {"problem": problem}
+    return {"status": status}
 
 
 def brief(settings: Settings, resume: object) -> bytes:
