@@ -1,9 +1,14 @@
 """`python -m service BUNDLE...`: settings from flags, variables and a file, then a server until SIGTERM."""
 
+if __name__ == "__main__":
+    # Before the other imports, which start threads, and during which process 1 would lose signals.
+    from service.process_signals import at_start
+
+    at_start()
+
 import argparse
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -57,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(settings: Settings, source: KeySource | None = None) -> None:
     """Serve until a signal; source: where API keys are read again."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that it can do
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
     if settings.uds is None:

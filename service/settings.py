@@ -411,15 +411,17 @@ def affinity_cores() -> int:
 
 def cgroup_cores(root: Path = Path("/")) -> float | None:
     """The tightest CPU quota of this process's cgroup and its ancestors, in cores."""
-    quotas = [quota for directory in cgroup_directories(root) for quota in read_quotas(directory)]
+    quotas = [
+        quota for directory in cgroup_directories(root, "cpu") for quota in read_quotas(directory)
+    ]
     return min(quotas, default=None)
 
 
-def cgroup_directories(root: Path) -> Iterator[Path]:
-    """The process's own cgroup directories up to their roots; a container may see only the root."""
+def cgroup_directories(root: Path, controller: str) -> Iterator[Path]:
+    """The directories of the process's own cgroup and its ancestors; a container may see only the root."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / controllers
         inner = Path(path.lstrip("/"))

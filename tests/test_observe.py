@@ -43,8 +43,8 @@ def names(expression):
     """The metrics that PromQL names."""
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)", " ", bare)
-    found = re.findall(r"[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)
-    return {name for name in found if name not in ("by", "or", "and", "unless")}
+    found = re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)
+    return {name for name in found if name not in ("by", "or", "and", "unless", "offset")}
 
 
 def labels(expression):
@@ -80,6 +80,7 @@ def samples(tiny_bundle):
         ('up{job="a"} == 0 or b_c == 0', {"up", "b_c"}),
         ("sum by (x, le) (rate(a_b[5m])) / c > 0.1", {"a_b", "c"}),
         ('q(0.99, sum(rate(a{m!="n"}[$__rate_interval])))', {"a"}),
+        ('a{b="c"} offset 5m >= 4', {"a"}),
     ],
 )
 def test_names_are_found(expression, found):

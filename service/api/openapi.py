@@ -3,15 +3,19 @@
 The routes read their own bodies, so the framework cannot see them; they are declared here instead.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from service import errors
+from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
 from service.api.ndjson import MEDIA_TYPE
 from service.api.schemas import (
@@ -30,7 +34,6 @@ from service.keys import PRIORITIES
 
 Object = dict[str, Any]
 
-REFERENCE = "#/components/schemas/{model}"
 REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
 ORDERS: tuple[type[AdminRequest], ...] = (LoadRequest, PromoteRequest)
 
@@ -110,14 +113,22 @@ EXAMPLES: dict[type[Request], Object] = {
         },
     },
     EmbedRequest: {
-        "several texts": {"inputs": ["How do I reset my password?", "I cannot log in."]},
+        "several texts": {
+            "inputs": ["How do I reset my password?", "I cannot log in."],
+            "dimensions": 8,
+        },
         "shorter vectors as base64": {
             "inputs": "A river stone, smooth and grey.",
-            "dimensions": 128,
+            "dimensions": 16,
             "encoding_format": "base64",
         },
     },
 }
+
+# Responses of the default bundle to EXAMPLES and to pages, by route: `python -m tests.examples` writes them.
+ANSWERS: Mapping[str, Mapping[str, object]] = json.loads(
+    Path(__file__).with_name("example_answers.json").read_text(encoding="utf-8")
+)
 
 REQUEST_HEADERS: list[Object] = [
     {
@@ -137,7 +148,7 @@ REQUEST_HEADERS: list[Object] = [
         "name": "X-Priority",
         "in": "header",
         "description": "May only lower the priority that the key gives.",
-        "schema": {"type": "string", "enum": [*PRIORITIES]},
+        "schema": reference("Priority"),
     },
     {
         "name": "X-Request-Timeout-Ms",
@@ -174,7 +185,7 @@ RESPONSE_HEADERS: dict[str, str] = {
 def task(request: type[Request], response: type[BaseModel]) -> Object:
     """How a task's route is declared."""
     body = {
-        "schema": {"$ref": REFERENCE.format(model=request.__name__)},
+        "schema": reference(request.__name__),
         "examples": {
             name: {"summary": name, "value": value} for name, value in EXAMPLES[request].items()
         },
@@ -219,8 +230,7 @@ def admin(
     if of is not None:
         extra["parameters"] = [path_parameter(of)]
     if request is not None:
-        schema = {"$ref": REFERENCE.format(model=request.__name__)}
-        body = {"content": {"application/json": {"schema": schema}}}
+        body = {"content": {"application/json": {"schema": reference(request.__name__)}}}
         extra["requestBody"] = {"required": request is LoadRequest, **body}
     return {
         "response_model": response,
@@ -239,11 +249,19 @@ def path_parameter(name: str) -> Object:
 def text(media_type: str) -> Object:
     """How a GET route that answers in plain text is declared."""
     content = {media_type: {"schema": {"type": "string"}}}
+    response_class = type("Text", (Response,), {"media_type": media_type})
+    # The framework would declare a `model` in the media type of the route.
+    failure = {"content": {"application/json": {"schema": reference(ErrorResponse.__name__)}}}
+    refusals = error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE)
     return {
         "response_model": None,
+        "response_class": response_class,
         "responses": {
             200: {"content": content},
-            **error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE),
+            **{
+                status: {"description": told["description"], **failure}
+                for status, told in refusals.items()
+            },
         },
         "openapi_extra": {"security": SECURITY},
         "tags": ["service"],
@@ -280,7 +298,16 @@ def document(app: FastAPI) -> Object:
     _, definitions = models_json_schema(
         [(model, "validation") for model in (*REQUESTS, *ORDERS)], ref_template=REFERENCE
     )
-    described["components"]["schemas"].update(definitions["$defs"])
+    for path, answers in ANSWERS.items():  # declared with the routes, they would lose each null
+        (operation,) = described["paths"][path].values()
+        operation["responses"]["200"]["content"]["application/json"]["examples"] = {
+            name: {"summary": name, "value": value} for name, value in answers.items()
+        }
+    schemas = {**described["components"]["schemas"], **definitions["$defs"]}
+    described["components"]["schemas"] = {
+        **for_generators(schemas),
+        "Priority": {"title": "Priority", "type": "string", "enum": [*PRIORITIES]},
+    }
     described["components"]["securitySchemes"] = {
         "key": {
             "type": "http",

@@ -6,12 +6,20 @@ their models are for the OpenAPI document.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from service.core.bundle import Task
+from service.core.bundle import DataSet, ProblemType, Task
 from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
 
@@ -36,10 +44,18 @@ def check_truncate(value: object) -> object:
     raise PydanticCustomError("truncate_type", 'must be true, false or "window"')
 
 
+def whole(value: object) -> object:
+    """Read 4.0 as 4, since JSON Schema calls both an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TRUNCATE = {"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["window"]}]}
+AtLeastZero = Annotated[int, Field(ge=0), BeforeValidator(whole)]
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
 ServedName = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
 TruncateField = Annotated[
-    Literal[True, False, "window"], BeforeValidator(check_truncate)
+    Literal[True, False, "window"], BeforeValidator(check_truncate), WithJsonSchema(TRUNCATE)
 ]  # 1 is no true
 ListOfTexts = Annotated[list[str], Field(min_length=1)]
 Texts = Annotated[
@@ -63,9 +79,8 @@ class Request(_Strict):
     head: ServedName | None = Field(
         None, description="the model's first head for the task when absent"
     )
-    stride: int | None = Field(
+    stride: AtLeastZero | None = Field(
         None,
-        ge=0,
         description="tokens that neighbouring windows of a long text share; 64 when absent,"
         " or fewer in a model of small windows",
     )
@@ -105,7 +120,7 @@ class ClassifyRequest(TextRequest):
     task = "classification"
 
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
-    top_k: int | None = Field(None, ge=1, description="labels to return; all of them when absent")
+    top_k: AtLeastOne | None = Field(None, description="labels to return; all of them when absent")
     truncate: TruncateField = Field(
         True,
         description="cut a long text (true), refuse it (false), or read it in windows",
@@ -140,8 +155,8 @@ class EmbedRequest(TextRequest):
     normalize: bool | None = Field(
         None, description="scale vectors to length 1; as the head says when absent"
     )
-    dimensions: int | None = Field(
-        None, ge=1, description="keep only the first dimensions; all of them when absent"
+    dimensions: AtLeastOne | None = Field(
+        None, description="keep only the first dimensions; all of them when absent"
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="numbers, or base64 of little-endian float32"
@@ -151,7 +166,7 @@ class EmbedRequest(TextRequest):
     )
 
 
-class Question(_Strict):
+class QaInput(_Strict):
     question: NotBlank = Field(description="what is asked of the context")
     context: NotBlank = Field(description="the text that the answer is a span of")
 
@@ -163,8 +178,10 @@ class QaRequest(Request):
 
     question: NotBlank | None = Field(None, description="what is asked of the context")
     context: NotBlank | None = Field(None, description="the text that the answer is a span of")
-    inputs: list[Question] | None = Field(None, min_length=1, description="several questions")
-    top_k: int = Field(1, ge=1, le=100, description="answers to return for each question")
+    inputs: list[QaInput] | None = Field(None, min_length=1, description="several questions")
+    top_k: Annotated[int, Field(ge=1, le=100), BeforeValidator(whole)] = Field(
+        1, description="answers to return for each question"
+    )
     handle_impossible_answer: bool = Field(
         False, description='may answer "" (start 0, end 0) when the context holds no answer'
     )
@@ -249,8 +266,8 @@ class PromoteRequest(AdminRequest):
         description="share of the answers to copies, of each head, that may have changed or failed;"
         " unset, none were needed",
     )
-    min_compared: int = Field(
-        100, ge=1, description="answers that must have been compared, where `max_changed` is set"
+    min_compared: AtLeastOne = Field(
+        100, description="answers that must have been compared, where `max_changed` is set"
     )
 
 
@@ -422,13 +439,52 @@ class QaResponse(Response):
 
 
 class EmbedResponse(Response):
-    embeddings: list[list[float] | None] | list[str | None] = Field(
-        description="one vector per input"
+    embeddings: list[list[float] | str | None] = Field(
+        description="one vector per input: all as numbers, or all as base64"
     )
 
 
+class ServedHead(BaseModel):
+    task: Task
+    labels: list[str]
+    problem_type: ProblemType | None = Field(None, description="of a classification head, if known")
+    pooling: Literal["mean", "cls"] | None = Field(None, description="of an embedding head")
+    dimensions: int | None = Field(None, description="of an embedding head")
+    normalize: bool
+    null_threshold: float
+    max_answer_tokens: int
+    max_query_tokens: int
+    demo: bool
+
+
+class ServedModel(BaseModel):
+    id: str = Field(description="`name@version`")
+    name: str
+    version: str
+    state: str = Field(
+        description="current (answers for its name), previous (did before), pinned (answers requests that name its"
+        " version)"
+    )
+    heads: dict[str, ServedHead]
+    max_length: int = Field(description="tokens that it reads at once")
+    precision: str
+    layout: str
+    provider: str
+    provider_note: str | None = Field(description="why a GPU is not used")
+    runtime: str
+    sha256: str = Field(description="of its manifest")
+    embedding_space: str | None
+    metrics: dict[str, dict[str, dict[str, float]]] = Field(
+        description="measured, by head and precision, in points"
+    )
+    weights_license: str
+    commercial_use: str = Field(description="whether the terms of all data sets allow it")
+    commercial_use_by_head: dict[str, str]
+    datasets: list[DataSet]
+
+
 class ModelsResponse(BaseModel):
-    models: list[dict[str, Any]] = Field(description="the bundles served, the default first")
+    models: list[ServedModel] = Field(description="the bundles served, the default first")
 
 
 class Model(BaseModel):

@@ -47,6 +47,8 @@ class EarlyRejection:
         engines = self._service.engines
         if engines is None:
             return
+        left_s = timeout_s(context.headers, self._service.settings)
+        context.client_deadline = 1000 * left_s < self._service.settings.deadline_ms
         size = content_length(context.headers)
         check_size(size, self._service.settings.max_body_bytes)  # whatever the load is
         context.on_finish.append(lambda over: self._learn(size, over.tokens))
@@ -61,7 +63,6 @@ class EarlyRejection:
             soonest = flows[0]
             if len(flows) > 1:
                 soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
-            left_s = timeout_s(context.headers, self._service.settings)
             self._forget_slow(context.arrival)
             # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
             known = len(flows) == 1

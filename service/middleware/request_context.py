@@ -22,7 +22,7 @@ from service.errors import ClientDisconnected, Draining, InternalError, Overload
 from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
 from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
-from service.observability.metrics import REFUSALS, Recorder
+from service.observability.metrics import Recorder
 
 log = structlog.get_logger()
 
@@ -46,6 +46,7 @@ class RequestContext:
     request is over
     submitted_tokens: tokens of those texts; tokens: those that count as computed for the client, 0 if it got no answer
     stages: seconds of each, as far in `metrics.STAGES` as the request came
+    client_deadline: whether the client set a shorter deadline than the server's
     refusal: why it must not come in; closes: whether its connection closes after the answer
     leaving: done when the client has left, where the server reports it
     """
@@ -68,6 +69,7 @@ class RequestContext:
     stages: tuple[float, ...] = ()
     status: int = 0
     code: str = ""
+    client_deadline: bool = False
     refusal: QuartetError | None = None
     closes: bool = False
     leaving: asyncio.Future[None] | None = None
@@ -227,13 +229,13 @@ class RequestLifecycle:
         path = scope["path"]
         route = path if path in self._routes else getattr(scope.get("route"), "path", OTHER)
         status, seconds = context.status or CLIENT_GONE, context.seconds
-        self._metrics.observe_request(route, context.model, status, seconds)
+        self._metrics.observe_request(route, context.model, status, seconds, context.priority)
         if context.stages:
             self._metrics.observe_answer(
                 context.model, context.tenant, context.tokens, context.stages
             )
-        if context.code in REFUSALS:
-            self._metrics.observe_rejection(context.code)
+        if context.code:
+            self._metrics.observe_error(context.code, context.client_deadline)
         facts: dict[str, object] = {}
         if status == Overloaded.status:
             if not self._refusals.may_tell():
@@ -302,6 +304,7 @@ class LifecycleMiddleware:
         except Exception:
             error = log_internal_error()
             if context.status:
+                context.code = error.code
                 raise  # the answer is half sent: the server must cut the connection
             await refusal_response(scope, error)(scope, receive, send)
 

@@ -23,9 +23,10 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 
-from service.errors import InternalError, kinds
+from service.errors import DeadlineExceeded, InternalError, Overloaded, kinds
 from service.observability import logs
 from service.observability.shared_call import SharedCall
+from service.priority import CLASSES
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Load
 
@@ -35,6 +36,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double 
 
 STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
 REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
+FAILURES = frozenset(kind.code for kind in kinds() if kind.status == InternalError.status)
+LATE = frozenset(
+    kind.code for kind in (Overloaded, DeadlineExceeded)
+)  # a short deadline can cause these
 OUTCOMES = ("failed", "ok")
 ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200
@@ -52,9 +57,12 @@ Counts = dict[str, dict[str, int]]  # of answers to copies, by head and outcome
 class Recorder(Protocol):
     """Metrics as an HTTP process needs them, wherever they are kept."""
 
-    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None: ...
+    def observe_request(
+        self, route: str, model: str, status: int, seconds: float, priority: int = 0
+    ) -> None: ...
 
-    def observe_rejection(self, reason: str) -> None: ...
+    def observe_error(self, code: str, client_deadline: bool = False) -> None:
+        """Count an error response; client_deadline: the client had set a shorter deadline than the server's."""
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         """What a request took of a model; stages: seconds, as far in `STAGES` as it came."""
@@ -88,6 +96,14 @@ class Metrics:
             "model",
             "status",
         )
+        self._answers = self._histogram(
+            "quartet_answer_duration_seconds",
+            "From the arrival of a task's request to the end of its successful response, by priority class.",
+            SECONDS,
+            "priority",
+            "route",
+            "model",
+        )
         self._stages = self._histogram(
             "quartet_stage_seconds",
             "The stages of a request; of several windows, the slowest.",
@@ -113,6 +129,13 @@ class Metrics:
         self._max_queue_tokens = self._gauge(
             "quartet_max_queue_tokens", "Tokens that may wait before requests are refused."
         )
+        self._queue_seconds = self._gauge(
+            "quartet_queue_seconds", "Expected seconds until all waiting tokens are computed."
+        )
+        self._max_queue_seconds = self._gauge(
+            "quartet_max_queue_seconds",
+            "Expected seconds at which requests with the server's own deadline are refused as overloaded.",
+        )
         self._info = self._gauge(
             "quartet_model_info",
             "1 for each model that is loaded, whose requests it gets, and how it is computed.",
@@ -127,6 +150,16 @@ class Metrics:
             "quartet_requests_rejected_total",
             "Requests that were refused, by the error's code.",
             "reason",
+        )
+        self._client_deadlines = self._counter(
+            "quartet_client_deadline_rejections_total",
+            "Requests in quartet_requests_rejected_total whose client had set a shorter deadline than deadline_ms.",
+            "reason",
+        )
+        self._failures = self._counter(
+            "quartet_internal_errors_total",
+            "Requests that failed because of a fault of the service, by the error's code.",
+            "code",
         )
         self._tokens = self._counter(
             "quartet_tokens_total",
@@ -166,6 +199,10 @@ class Metrics:
         self.compared: dict[str, Counts] = {}
         for reason in REFUSALS:
             self._rejected.labels(reason)
+        for reason in LATE:
+            self._client_deadlines.labels(reason)
+        for code in FAILURES:
+            self._failures.labels(code)
         for order in ORDERS:
             for outcome in OUTCOMES:
                 self._orders.labels(order, outcome)
@@ -187,12 +224,21 @@ class Metrics:
             self._of_models.append(made)
         return made
 
-    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
+    def observe_request(
+        self, route: str, model: str, status: int, seconds: float, priority: int = 0
+    ) -> None:
         self._told.add(model)
         self._duration.labels(route, model, str(status)).observe(seconds)
+        if model and status == OK:
+            self._answers.labels(CLASSES[priority], route, model).observe(seconds)
 
-    def observe_rejection(self, reason: str) -> None:
-        self._rejected.labels(reason).inc()
+    def observe_error(self, code: str, client_deadline: bool = False) -> None:
+        if code in FAILURES:
+            self._failures.labels(code).inc()
+        if code in REFUSALS:
+            self._rejected.labels(code).inc()
+        if code in LATE and client_deadline:
+            self._client_deadlines.labels(code).inc()
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         self._told.add(model)
@@ -240,9 +286,14 @@ class Metrics:
         self,
         load: Callable[[], Load],
         models: Callable[[], Mapping[str, Mapping[str, str]]],
+        max_queue_s: float = 0.0,
     ) -> None:
-        """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id."""
+        """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id.
+
+        max_queue_s: expected seconds of waiting at which requests are refused
+        """
         self._load = load
+        self._max_queue_seconds.set(max_queue_s)
         self._models = models
 
     def expect(self, routes: Mapping[str, bool]) -> None:
@@ -266,6 +317,7 @@ class Metrics:
             self._ready.set(load.ready)
             self._queue_tokens.set(load.queue_tokens)
             self._max_queue_tokens.set(load.max_queue_tokens)
+            self._queue_seconds.set(load.drain_s)
         models = self._models()
         lost = logs.lost_lines()
         self.observe_lost_lines(lost - self._lost_here)
@@ -278,6 +330,8 @@ class Metrics:
         for route, of_model in self._routes.items():
             for model in models if of_model else [""]:
                 self._duration.labels(route, model, str(OK))
+                for priority in CLASSES if of_model else ():
+                    self._answers.labels(priority, route, model)
 
     def forget_others(self, models: Collection[str]) -> None:
         """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""

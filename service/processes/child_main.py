@@ -1,10 +1,9 @@
-"""A process of ours: `python -m service.processes.child_main ROLE ORDERS [LISTENER...] < brief`, started by
+"""A process of ours: `python -m service.processes.child_main ROLE PARENT ORDERS [LISTENER...] < brief`, started by
 `service.processes.supervisor`.
 
-ORDERS and LISTENERs are file descriptors that were inherited.
+PARENT is the process id of the main process. ORDERS and LISTENERs are file descriptors that were inherited.
 """
 
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,9 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 
+from service import health
 from service.observability import logs
+from service.process_signals import IGNORED, STOP, die_with_parent, ignore
 from service.processes.control_channel import ControlChannel, Report
 from service.processes.supervisor import CANNOT_START, read_brief
 from service.settings import Settings
@@ -21,12 +22,13 @@ log = structlog.get_logger()
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    role, control, *listener = sys.argv[1:]
+    ignore((*STOP, *IGNORED))
+    role, parent, control, *listener = sys.argv[1:]
+    die_with_parent(True, int(parent))  # until it serves: then it finishes what it accepted
     settings, resume = read_brief(sys.stdin.buffer.read())
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    heard = ControlChannel(socket.socket(fileno=int(control)))
+    end_within_s = settings.drain_s + health.KILL_AFTER_S
+    heard = ControlChannel(socket.socket(fileno=int(control)), end_within_s)
     if role == "inference":
         serve_inference(settings, heard, resume)
     else:

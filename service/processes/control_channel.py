@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from service import health
+from service.process_signals import die_with_parent, end_within
 
 LEAVE = b"L"  # report not ready, and still answer requests
 DRAIN = b"D"  # answer what was accepted, then end
@@ -98,11 +99,14 @@ class ControlChannel(AsyncIterator[Order]):
 
     One descriptor is held in reserve for what comes along with an order, because clients' connections may take all
     others that the process is allowed.
+
+    end_within_s: when the main process is gone, this process ends within so many seconds
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, end_within_s: float | None = None) -> None:
         end.setblocking(False)
         self._end = end
+        self._end_within_s = end_within_s
         self._saying = asyncio.Lock()
         self._reserve: int | None = None
         self._keep_reserve()
@@ -116,7 +120,8 @@ class ControlChannel(AsyncIterator[Order]):
                     await asyncio.get_running_loop().sock_sendall(self._end, line + b"\n")
 
     async def beat(self) -> None:
-        """Tell it again and again that this process lives."""
+        """Tell it again and again that this process lives and serves."""
+        die_with_parent(False)
         while True:
             await self.report({})
             await asyncio.sleep(health.HEARTBEAT_S)
@@ -128,6 +133,8 @@ class ControlChannel(AsyncIterator[Order]):
             if not kind:
                 self._free_reserve()
                 self._end.close()
+                if self._end_within_s is not None:
+                    end_within(self._end_within_s)
                 raise StopAsyncIteration
             if kind not in WITH_DESCRIPTOR:
                 return Order(kind)

@@ -25,11 +25,13 @@ class RemoteMetrics:
         self._lost_lines = 0  # that were pushed
         self._page = SharedCall(self._fetch)
 
-    def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
-        self._forward("observe_request", route, model, status, seconds)
+    def observe_request(
+        self, route: str, model: str, status: int, seconds: float, priority: int = 0
+    ) -> None:
+        self._forward("observe_request", route, model, status, seconds, priority)
 
-    def observe_rejection(self, reason: str) -> None:
-        self._forward("observe_rejection", reason)
+    def observe_error(self, code: str, client_deadline: bool = False) -> None:
+        self._forward("observe_error", code, client_deadline)
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         self._forward("observe_answer", model, tenant, tokens, stages)

@@ -1,9 +1,10 @@
 """HTTP and inference in one process."""
 
 import asyncio
+import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 
 import structlog
@@ -18,6 +19,7 @@ from service.key_file_watcher import KeyFiles
 from service.middleware.access import KeyCheck
 from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
+from service.process_signals import reap_orphans, stop_signals
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import ModelManager
 from service.server.server import Server
@@ -47,7 +49,10 @@ class SingleServer(Server):
             self._files = KeyFiles(source, settings.keys, keys.replace)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        watching = [asyncio.create_task(self.watch_device())]
+        watching = [
+            asyncio.create_task(self.watch_device()),
+            asyncio.create_task(reap_orphans()),
+        ]
         if self._files is not None:
             watching.append(asyncio.create_task(self._files.watch()))
         try:
@@ -55,6 +60,22 @@ class SingleServer(Server):
         finally:
             for task in watching:
                 task.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
+        stop_signals.deliver(partial(self.receive, loop))
+        await super().report_serving(sockets)
+
+    def receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Take a stop signal in the thread that receives them; a second SIGINT waits for nothing."""
+        if number == signal.SIGINT and self.should_exit:
+            exit_at_once(0)
+        with suppress(RuntimeError):  # the loop is closed: the process ends anyway
+            loop.call_soon_threadsafe(self.handle_exit, number, None)
 
     async def watch_device(self) -> None:
         """End when only a restart can help, since a thread that hangs can be ended in no other way."""

@@ -12,14 +12,17 @@ all ends the service.
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -28,6 +31,8 @@ from service import health
 from service.health import LastSign, StallClock
 from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
+from service.memory_limit import explain_kill, oom_kills
+from service.process_signals import reap_orphans, stop_signals
 from service.processes.control_channel import (
     DRAIN,
     KEYS,
@@ -58,6 +63,8 @@ class Child:
     last_report: LastSign
     last_repeat: LastSign
     serves: float | None = None
+    killed: bool = False  # by the main process
+    oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # when it was started
     repeated: int = 0
 
 
@@ -83,13 +90,13 @@ class Processes:
         self._leaving: asyncio.TimerHandle | None = None  # until the service drains
         self._draining = False
         self._over = False  # the remaining processes are to end
+        self._stopping = asyncio.Event()  # no pause before a start is waited for any more
         self._status = 0
 
     async def run(self) -> int:
         """Serve until told to stop; returns the status to exit with."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop, number)
+        stop_signals.deliver(partial(self._receive, asyncio.get_running_loop()))
+        reaping = asyncio.create_task(reap_orphans(self._pids))
         try:
             async with asyncio.TaskGroup() as keeping:
                 keeping.create_task(self._keep("inference"))
@@ -104,12 +111,16 @@ class Processes:
                 await asyncio.wait(frontend)
                 for task in watching:
                     task.cancel()
-                self._over = True
+                self._end_starts()
                 for child in self._of("inference"):
                     child.control.close()  # all it was asked is answered
         finally:
+            reaping.cancel()
             self._kill()
         return self._status
+
+    def _pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
 
     async def _keep(self, role: str) -> None:
         """Have a child of this role until the service ends."""
@@ -126,7 +137,7 @@ class Processes:
                 status = await child.process.wait()
                 self._children.discard(child)
                 child.control.close()
-                facts = {"pid": child.process.pid, "status": status}
+                facts = {"pid": child.process.pid, **exit_reason(child, status)}
                 served_s = None if child.serves is None else time.monotonic() - child.serves
             if status == CANNOT_START and role not in self._served:
                 self._give_up(status)
@@ -141,7 +152,8 @@ class Processes:
                 log.error("the service cannot go on", problem=problem)
                 self._give_up(CANNOT_GO_ON)
                 return
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
             if not self._wanted(role):
                 return
 
@@ -170,7 +182,8 @@ class Processes:
         inherited = [end.fileno() for end in (theirs, *listeners)]
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "service.processes.child_main", role, *map(str, inherited)),
+                *(sys.executable, "-m", "service.processes.child_main", role),
+                *map(str, (os.getpid(), *inherited)),
                 stdin=PIPE,
                 pass_fds=inherited,
                 process_group=0,  # what a terminal signals is for the main process
@@ -264,12 +277,22 @@ class Processes:
     def _of(self, role: str) -> Sequence[Child]:
         return [child for child in self._children if child.role == role]
 
+    def _receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Take a stop signal in the thread that receives them."""
+        with suppress(RuntimeError):  # the loop is closed: the process ends anyway
+            loop.call_soon_threadsafe(self._stop, number)
+
     def _stop(self, number: int) -> None:
-        """Drain, on SIGTERM after the delay. A second signal waits for no delay, and one more for nothing."""
-        asked_before = self._draining or self._leaving is not None
-        delay_s = self._settings.drain_delay_s if "http" in self._served else 0
-        if number == signal.SIGTERM and delay_s and not asked_before:
-            self._leave(delay_s)
+        """Drain, on SIGTERM and SIGQUIT after the delay. A second signal waits for no delay, and one more for nothing.
+
+        End at once where no request was accepted yet, and on SIGINT while draining.
+        """
+        waits_for_delay = self._leaving is None and not self._draining
+        if "http" not in self._served or (number == signal.SIGINT and self._draining):
+            self._draining = True
+            self._kill()
+        elif number != signal.SIGINT and self._settings.drain_delay_s and waits_for_delay:
+            self._leave(self._settings.drain_delay_s)
         else:
             self._drain()
 
@@ -295,14 +318,27 @@ class Processes:
         self._status, self._draining = status, True
         self._kill()
 
-    def _kill(self) -> None:
+    def _end_starts(self) -> None:
         self._over = True
+        self._stopping.set()
+
+    def _kill(self) -> None:
+        self._end_starts()
         for child in self._children:
             self._end(child)
 
     def _end(self, child: Child) -> None:
+        child.killed = True
         with suppress(ProcessLookupError):
             child.process.kill()
+
+
+def exit_reason(child: Child, status: int) -> dict[str, object]:
+    """How a child ended, for the log: its status, or that the kernel killed it for want of memory."""
+    is_foreign_kill = status == -signal.SIGKILL and not child.killed
+    if is_foreign_kill and (problem := explain_kill(child.oom_kills)):
+        return {"problem": problem}
+    return {"status": status}
 
 
 def brief(settings: Settings, resume: object) -> bytes:

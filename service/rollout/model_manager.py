@@ -40,6 +40,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.observability.metrics import ORDERS, Counts, Metrics
+from service.scheduling.load import EARLY_SHARE
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -76,7 +77,7 @@ class ModelManager:
         self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
-        metrics.watch(device.load, self.facts)
+        metrics.watch(device.load, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
 
     # -- at start ---------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class GracefulServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # No logging here: the signal may have interrupted a log line, which holds the log's lock.
         delay_s = self.service.settings.drain_delay_s
-        if sig == signal.SIGTERM and delay_s and self.started and not self.service.leaving:
+        if sig != signal.SIGINT and delay_s and self.started and not self.service.leaving:
             self.service.leaving = True
             self.drains = time.monotonic() + delay_s
         else:

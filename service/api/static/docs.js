@@ -20,12 +20,14 @@ const resolve = (api, value) => value?.$ref
 // ---- schemas
 
 function typeOf(api, schema) {
+  if (schema.allOf) return typeOf(api, schema.allOf[0]);
+  if (schema.$ref && resolve(api, schema).enum) return typeOf(api, resolve(api, schema));
   if (schema.$ref) return schema.$ref.split("/").at(-1);
   if (schema.anyOf) return schema.anyOf.map((option) => typeOf(api, option)).join(" | ");
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.type === "array") return list(typeOf(api, schema.items ?? {}));
-  return schema.type ?? "any";
+  return [schema.type ?? "any"].flat().join(" | ");
 }
 
 const list = (type) => (type.includes(" | ") ? `[${type}]` : `${type}[]`);
@@ -50,7 +52,7 @@ function limits({ minimum, minItems, default: standard }, required) {
 
 function fieldRows(api, schema) {
   const required = new Set(schema.required);
-  const fields = Object.entries(schema.properties ?? {});
+  const fields = Object.entries(schema.properties ?? {}).filter(([, field]) => field.type !== "null");
   fields.sort(([a], [b]) => required.has(b) - required.has(a));
   return fields.map(([name, field]) =>
     row(node("code", {}, name), node("code", {}, typeOf(api, field)),
@@ -87,21 +89,26 @@ function requestParts(api, path, content) {
   const schema = resolve(api, content.schema);
   const examples = Object.values(content.examples ?? {}).flatMap(({ summary, value }) =>
     code(`Example: ${summary}`, curl(path, value)));
-  const nested = Object.values(schema.properties ?? {}).flatMap((field) => objectsIn(api, field));
-  return [...table("Body", ["Field", "Type", ""], fieldRows(api, schema)), ...nested, ...examples];
+  const bodies = schema.anyOf?.map((option) => resolve(api, option)) ?? [schema];
+  const tables = bodies.flatMap((body, index) =>
+    table(index ? "Or body" : "Body", ["Field", "Type", ""], fieldRows(api, body)));
+  const fields = bodies.flatMap((body) => Object.values(body.properties ?? {}));
+  return [...tables, ...fields.flatMap((field) => objectsIn(api, field)), ...examples];
 }
 
 // The objects that a field's type names, each a table of its own.
 function objectsIn(api, field) {
   const inner = field.anyOf?.flatMap((option) => objectsIn(api, option)) ?? [];
   if (field.type === "array") return objectsIn(api, field.items ?? {});
-  if (!field.$ref) return inner;
+  if (!field.$ref || resolve(api, field).enum) return inner;
   return table(typeOf(api, field), ["Field", "Type", ""], fieldRows(api, resolve(api, field)));
 }
 
 function answerParts(api, answer) {
-  const [type, { schema } = {}] = Object.entries(answer?.content ?? {})[0] ?? [];
-  const sample = type === "application/json" ? JSON.stringify(shapeOf(api, schema), null, 2) : type;
+  const [type, { schema, examples } = {}] = Object.entries(answer?.content ?? {})[0] ?? [];
+  const [example] = Object.values(examples ?? {});
+  const body = example?.value ?? shapeOf(api, schema);
+  const sample = type === "application/json" ? JSON.stringify(body, null, 2) : type;
   const headers = Object.entries(answer?.headers ?? {}).map(([name, { description }]) =>
     row(node("code", {}, name), prose(description)));
   return [...(sample ? code("Answer", sample) : []), ...table("Answer headers", ["Header", ""], headers)];

@@ -1,12 +1,20 @@
+import base64
 import re
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from jsonschema import Draft202012Validator
 
-from service.api.openapi import EXAMPLES, REQUESTS
-from service.api.schemas import Request, parse
+from service.api.openapi import ANSWERS, EXAMPLES, REQUESTS
+from service.api.schemas import QaRequest, Request, parse
+from service.errors import InvalidInput
+from service.observability.metrics import CONTENT_TYPE
+from tests.examples import collect
 
 TASKS = {
     "/classify": "ClassifyRequest",
@@ -75,15 +83,106 @@ def test_what_is_never_accepted_is_declared(document: dict[str, Any]) -> None:
     assert [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}] == [
         dict(sorted(kind.items(), reverse=True)) for kind in inputs
     ]
-    assert r"\S" == schemas["Question"]["properties"]["question"]["pattern"]
-    assert 257 == schemas["NerRequest"]["properties"]["model"]["anyOf"][0]["maxLength"]
+    assert r"\S" == schemas["QaInput"]["properties"]["question"]["pattern"]
+    assert r"\S" == schemas["QaQuestionRequest"]["properties"]["question"]["pattern"]
+    assert 257 == schemas["NerRequest"]["properties"]["model"]["maxLength"]
+
+
+QUESTION, CONTEXT = "Who?", "Ada."
+SEVERAL = [{"question": QUESTION, "context": CONTEXT}]
+
+
+@pytest.mark.parametrize(
+    ("body", "valid"),
+    [
+        ({}, False),
+        ({"question": QUESTION}, False),
+        ({"question": QUESTION, "context": CONTEXT}, True),
+        ({"question": QUESTION, "context": CONTEXT, "inputs": None}, True),
+        ({"question": QUESTION, "context": CONTEXT, "inputs": SEVERAL}, False),
+        ({"question": QUESTION, "context": None}, False),
+        ({"inputs": SEVERAL}, True),
+        ({"inputs": SEVERAL, "question": None, "context": None}, True),
+        ({"inputs": SEVERAL, "question": QUESTION}, False),
+        ({"inputs": []}, False),
+        ({"inputs": SEVERAL, "top_k": 2.0, "truncate": True, "model": None}, True),
+        ({"inputs": SEVERAL, "truncate": "window", "on_error": "null"}, True),
+        ({"inputs": SEVERAL, "truncate": "none"}, False),
+        ({"inputs": SEVERAL, "truncate": 1}, False),
+        ({"inputs": SEVERAL, "stride": 1.5}, False),
+    ],
+)
+def test_a_body_is_valid_by_its_schema_where_it_is_accepted(
+    document: dict[str, Any], body: dict[str, object], valid: bool
+) -> None:
+    """The schema of /qa and the service agree on bodies with one question, several, both and none."""
+    schema = {**document, "$ref": "#/components/schemas/QaRequest"}
+    assert valid == Draft202012Validator(schema).is_valid(body)
+    with nullcontext() if valid else pytest.raises(InvalidInput):
+        parse(QaRequest, body, 8)
+
+
+def test_metrics_are_declared_as_text(document: dict[str, Any]) -> None:
+    """/metrics answers in Prometheus's format alone, and errors in JSON."""
+    responses = document["paths"]["/metrics"]["get"]["responses"]
+    assert [CONTENT_TYPE] == [*responses["200"]["content"]]
+    assert ["application/json"] == [*responses["401"]["content"]]
+
+
+def test_components_have_names_for_generators(document: dict[str, Any]) -> None:
+    """Enumerations are components, and no property has a title that would name a type of its own."""
+    schemas = document["components"]["schemas"]
+    fields = [field for each in schemas.values() for field in each.get("properties", {}).values()]
+    assert not [field for field in fields if "title" in field or "'enum'" in str(field)]
+    enums = {name: schema["enum"] for name, schema in schemas.items() if "enum" in schema}
+    assert ["window"] == enums["Truncate"]
+    assert ["fail", "null"] == enums["OnError"]
+    assert ["float", "base64"] == enums["EncodingFormat"]
+    assert ["interactive", "bulk"] == enums["Priority"]
+    for parameter in document["paths"]["/embed"]["post"]["parameters"]:
+        assert "enum" not in parameter["schema"]
+
+
+async def test_examples_are_answers_of_the_default_bundle(
+    mini_bundle: Path, document: dict[str, Any]
+) -> None:
+    """What the document shows is what the service answers; `python -m tests.examples` writes it again."""
+    answers = await collect()
+    assert rounded(ANSWERS) == rounded(answers)
+    for path, examples in ANSWERS.items():
+        ((_, operation),) = document["paths"][path].items()
+        shown = operation["responses"]["200"]["content"]["application/json"]["examples"]
+        assert examples == {name: example["value"] for name, example in shown.items()}
+
+
+def test_examples_of_answers_are_valid(document: dict[str, Any]) -> None:
+    """They match the schemas of the responses."""
+    for path, examples in ANSWERS.items():
+        ((_, operation),) = document["paths"][path].items()
+        schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        for example in examples.values():
+            Draft202012Validator({**document, **schema}).validate(example)
+
+
+def rounded(value: Any) -> Any:
+    """The value for a comparison across processors, which round int8 differently, and across runtimes."""
+    match value:
+        case float():
+            return pytest.approx(value, abs=0.02)
+        case list():
+            return [rounded(item) for item in value]
+        case dict():
+            return {name: rounded(item) for name, item in value.items() if name != "runtime"}
+        case str() if len(value) > 64 and value.endswith("="):
+            return rounded(np.frombuffer(base64.b64decode(value), "<f4").tolist())
+    return value
 
 
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     """No `$ref` dangles."""
     references = set(re.findall(r"'\$ref': '#/components/schemas/(\w+)'", str(document)))
     assert references <= set(document["components"]["schemas"])
-    assert "Question" in references
+    assert "QaInput" in references
 
 
 def test_what_a_path_names_is_declared(document: dict[str, Any]) -> None:

@@ -92,7 +92,8 @@ def test_a_question_has_so_many_answers() -> None:
         (ClassifyRequest, {"inputs": []}, "inputs: must not be empty"),
         (ClassifyRequest, {"top_k": "3"}, "top_k: must be an integer"),
         (ClassifyRequest, {"top_k": True}, "top_k: must be an integer"),
-        (ClassifyRequest, {"top_k": 1.0}, "top_k: must be an integer"),
+        (ClassifyRequest, {"top_k": 1.5}, "top_k: must be an integer"),
+        (ClassifyRequest, {"top_k": 0.0}, "top_k: must be at least 1"),
         (ClassifyRequest, {"stride": -1}, "stride: must be at least 0"),
         (ClassifyRequest, {"model": 1}, "model: must be a string"),
         (ClassifyRequest, {"text_pair": 1}, "text_pair: must be a string or a list of strings"),
@@ -209,3 +210,13 @@ def test_a_long_name_is_not_repeated(field: str) -> None:
     """No bundle and no head has so long a name, and the answer is short."""
     message, param = refused(EmbedRequest, {"inputs": "a", field: "x" * 1_000_000})
     assert (f"{field}: must have at most 257 characters", field) == (message, param)
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [(ClassifyRequest, "top_k"), (NerRequest, "stride"), (EmbedRequest, "dimensions")],
+)
+def test_a_number_without_fraction_is_an_integer(schema: type[Request], field: str) -> None:
+    """JSON Schema calls 4.0 an integer, and some writers of JSON know no other number."""
+    value = getattr(parse(schema, {"inputs": "a", field: 4.0}, 8), field)
+    assert (4, int) == (value, type(value))

@@ -34,6 +34,7 @@ FACTS = {
 }
 BATCHES = ["queue_wait_seconds", "inference_seconds", "batch_tokens", "batch_size", "padding_ratio"]
 REFUSED = "quartet_requests_rejected_total"
+FAILED = "quartet_internal_errors_total"
 IN_LINES = {"Accept": "application/x-ndjson"}
 TIMING = [0.001, 0.002, 0.003, 0.004]  # of the fake engine
 
@@ -70,15 +71,15 @@ def test_the_device_is_asked_when_read() -> None:
         [Load(problem="it hangs", max_queue_tokens=1000)],
         {"tiny@1": dict(FACTS)},
     )
-    metrics.watch(lambda: loads[-1], lambda: models)
+    metrics.watch(lambda: loads[-1], lambda: models, 15.0)
     first = samples(metrics.render().decode())
     waiting = {Flow("tiny@1"): Backlog.of(RemainingWork(30, 2), RemainingWork(12, 1))}
-    loads.append(Load(waiting=waiting, max_queue_tokens=2000))
+    loads.append(Load({"tiny@1": 10.5}, waiting, max_queue_tokens=2000))
     models["tiny@2"] = models.pop("tiny@1") | {"precision": "fp32"}
     then = samples(metrics.render().decode())
-    gauges = ["quartet_ready", "quartet_queue_tokens", "quartet_max_queue_tokens"]
-    assert [first[name, ()] for name in gauges] == [0.0, 0.0, 1000.0]
-    assert [then[name, ()] for name in gauges] == [1.0, 42.0, 2000.0]
+    gauges = ["ready", "queue_tokens", "max_queue_tokens", "queue_seconds", "max_queue_seconds"]
+    assert [first[f"quartet_{name}", ()] for name in gauges] == [0.0, 0.0, 1000.0, 0.0, 15.0]
+    assert [then[f"quartet_{name}", ()] for name in gauges] == [1.0, 42.0, 2000.0, 4.0, 15.0]
     info = [labels for name, labels in then if name == "quartet_model_info"]
     assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
 
@@ -86,7 +87,7 @@ def test_the_device_is_asked_when_read() -> None:
 def test_each_process_has_its_own() -> None:
     """Two sets of metrics do not meet in a global registry."""
     first, second = Metrics(), Metrics()
-    first.observe_rejection("overloaded")
+    first.observe_error("overloaded")
     assert samples(second.render().decode())[REFUSED, ("overloaded",)] == 0.0
 
 
@@ -122,6 +123,64 @@ async def test_refusals_are_counted_by_code(
     counts = {key: value for key, value in (await scrape(client)).items() if key[0] == REFUSED}
     counted = {key: value for key, value in counts.items() if value}
     assert counted == ({(REFUSED, ("overloaded",)): count} if count else {})
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("bug"), "internal"),
+        (errors.InferenceFailed("no number"), "inference_failed"),
+        (Overloaded("full"), None),
+    ],
+)
+async def test_internal_errors_are_counted_by_code(
+    client: httpx.AsyncClient, engine: FakeEngine, error: Exception, code: str | None
+) -> None:
+    """A fault of the service is counted under its code, also where no code was foreseen; a refusal is not."""
+    engine.error = error
+    await client.post("/classify", json={"inputs": "a"})
+    found = await scrape(client)
+    counts = {key[1][0]: value for key, value in found.items() if key[0] == FAILED}
+    assert counts == {name: float(name == code) for name in ("internal", "inference_failed")}
+
+
+async def test_an_internal_error_in_lines_is_counted(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """The response began with status 200."""
+    engine.error, engine.tell_first = errors.InferenceFailed("no number"), 0
+    await client.post("/classify", json={"inputs": ["a", "b"]}, headers=IN_LINES)
+    assert 1.0 == (await scrape(client))[FAILED, ("inference_failed",)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "apart"),
+    [({}, 0.0), ({"X-Request-Timeout-Ms": "30000"}, 0.0), ({"X-Request-Timeout-Ms": "20"}, 1.0)],
+)
+@pytest.mark.parametrize("kind", [errors.DeadlineExceeded, Overloaded])
+async def test_short_deadlines_of_clients_are_counted_apart(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    kind: type[errors.QuartetError],
+    headers: dict[str, str],
+    apart: float,
+) -> None:
+    """All are refusals; those whose client set less than the server's deadline are also in a counter of their own."""
+    engine.error = kind("late")
+    await client.post("/classify", json={"inputs": "a"}, headers=headers)
+    found = await scrape(client)
+    name = "quartet_client_deadline_rejections_total"
+    assert (1.0, apart) == (found[REFUSED, (kind.code,)], found[name, (kind.code,)])
+
+
+async def test_latency_is_by_priority_class(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """A bulk answer is observed as one, and an error as none."""
+    await client.post("/classify", json={"inputs": "a"}, headers={"X-Priority": "bulk"})
+    engine.error = Overloaded("full")
+    await client.post("/classify", json={"inputs": "a"})
+    found, name = await scrape(client), "quartet_answer_duration_seconds_count"
+    counts = {key[1]: value for key, value in found.items() if key[0] == name}
+    assert counts == {("tiny@1", "bulk", "/classify"): 1.0}
 
 
 async def test_a_failure_of_ours_in_lines_is_no_refusal(
@@ -184,6 +243,16 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
     expected = {
         *((REFUSED, (code,)) for code in codes),
         *((count, labels) for labels in tasks),
+        *((FAILED, (code,)) for code in ("internal", "inference_failed")),
+        *(
+            ("quartet_client_deadline_rejections_total", (code,))
+            for code in ("overloaded", "deadline_exceeded")
+        ),
+        *(
+            ("quartet_answer_duration_seconds_count", ("tiny@1", priority, f"/{task}"))
+            for task in ("classify", "ner", "qa", "embed")
+            for priority in ("interactive", "bulk")
+        ),
         *((count, ("", page, "200")) for page in pages),
         *(("quartet_stage_seconds_count", ("tiny@1", stage)) for stage in STAGES),
         *((f"quartet_{name}_count", ("tiny@1",)) for name in BATCHES),
@@ -246,7 +315,7 @@ async def test_a_scrape_has_all_that_was_before_it() -> None:
     metrics = Metrics()
 
     async def count() -> float:
-        metrics.observe_rejection("invalid")
+        metrics.observe_error("invalid")
         expected = metrics._rejected.labels("invalid")._value.get()
         found = samples((await metrics.page()).decode())[REFUSED, ("invalid",)]
         assert found >= expected

@@ -537,7 +537,7 @@ async def test_metrics_are_kept_in_one_place() -> None:
     async with pair() as both:
         seen = RemoteMetrics(both.remote)
         seen.observe_request("/embed", "tiny@1", 200, 0.5)
-        seen.observe_rejection("overloaded")
+        seen.observe_error("overloaded")
         page = (await seen.page()).decode()
     labels = 'model="tiny@1",route="/embed",status="200"'
     assert f"quartet_request_duration_seconds_sum{{{labels}}} 0.5" in page
@@ -559,7 +559,7 @@ async def test_metrics_of_several_processes_add_up() -> None:
         for seen in (first, second):
             seen.expect({"/models": False})
             seen.observe_answer("tiny@1", "ann", 7, (0.25, 0.5))
-            seen.observe_rejection("invalid")
+            seen.observe_error("invalid")
         await first.page()
         page = (await second.page()).decode()
         assert other._channel is not None
@@ -602,7 +602,7 @@ async def test_metrics_wait_for_a_device() -> None:
         both.lose()
         await until(lambda: not both.remote.load().ready)
         seen = RemoteMetrics(both.remote)
-        seen.observe_rejection("replica_lost")
+        seen.observe_error("replica_lost")
         with pytest.raises(errors.ReplicaLost):
             await seen.page()
         await both.connect()

@@ -1,0 +1,61 @@
+"""A service whose cgroup has too little memory, in a real cgroup."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from service.settings import cgroup_directories
+from tests.e2e.conftest import start
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LIMIT_MIB = 150  # of which the main process and one HTTP process take two thirds
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup of v1 or v2 with a memory limit, which processes can enter."""
+    for parent in cgroup_directories(Path("/"), "memory"):
+        path = parent / f"quartet-test-{os.getpid()}"
+        names = {"memory.limit_in_bytes", "memory.max"}
+        try:
+            path.mkdir()
+            (limit,) = names & set(os.listdir(path))
+            (path / limit).write_text(str(LIMIT_MIB * 2**20))
+        except (OSError, ValueError):
+            with suppress(OSError):
+                path.rmdir()
+            continue
+        yield path
+        for _ in range(100):  # until the last process has left
+            with suppress(OSError):
+                path.rmdir()
+                return
+            time.sleep(0.1)
+        return
+    pytest.skip("no cgroup with a memory limit can be made here")
+
+
+@pytest.mark.timeout(300)
+def test_a_service_without_memory_says_so_and_ends(mini_bundle: Path, cgroup: Path) -> None:
+    """Each kill is reported with limit and peak, and after ten failed starts in a row the status is 4."""
+    enter = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
+    process = start(mini_bundle, "--port", "0", "--http-workers", "1", under=enter)
+    try:
+        _, printed = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    ended = [line for line in lines if line["event"] == "the inference process ended"]
+    assert 10 == len(ended)
+    for line in ended:
+        assert line["problem"].startswith(f"out of memory: limit {LIMIT_MIB} MiB, peak ")
+        assert "status" not in line
+    assert "could not be started 10 times in a row" in lines[-1]["problem"]
+    assert 4 == process.returncode
