@@ -31,7 +31,7 @@ from export import trace_graphs
 from export.goldens import torch_outputs
 from export.passes import quantize
 from model.attention import Layout
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.families.spec import Family
@@ -101,7 +101,7 @@ def table(rows: Mapping[str, Row]) -> str:
 
 def measure(model_type: str, folder: Path) -> Row:
     peer = save_peer(model_type, folder / "checkpoint")
-    model = checkpoint.load_model(folder / "checkpoint")
+    model = reader.load_model(folder / "checkpoint")
     batch = sample(model)
     packed = trace_graphs.export_packed(model)
     graphs = {

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoints.checkpoint import read_teachers
 from model.checkpoints.hub_download import commit_of, split_name
+from model.checkpoints.reader import read_teachers
 from model.data import checksums
 
 # `card.render` tells of all but the manifest's.

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from model.attention import Layout
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.fill import OURS, find_checkpoint, read_encoder
 from model.training.capture import capture
 from service.core import packing
@@ -80,7 +80,7 @@ def main() -> None:
             raise ValueError(
                 f"{len(encoded.windows[0])} tokens are too many to draw: at most {MAX_TOKENS}"
             )
-        maps = attention_maps(checkpoint.load_encoder(folder, pooler=False), encoded.windows[0])
+        maps = attention_maps(reader.load_encoder(folder, pooler=False), encoded.windows[0])
     except ValueError as error:
         parser.error(str(error))
     tokens = [cut.tokenizer.id_to_token(i) for i in encoded.windows[0].input_ids]

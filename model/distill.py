@@ -16,7 +16,7 @@ import tokenizers
 import torch
 
 from model import config, finetune, pretrain, settings_checks
-from model.checkpoints import checkpoint, source
+from model.checkpoints import reader, source
 from model.data import corpus, examples
 from model.data.corpus import Corpus
 from model.data.pretraining_batches import Sampler, Specials
@@ -125,7 +125,7 @@ class Begin(NamedTuple):
 def begin(s: DistillSettings, teachers: Mapping[str, Teacher]) -> Begin:
     """Raises ValueError for layers that there are not, and where a family's special tokens are missing."""
     if s.preset:
-        teacher = checkpoint.locate(s.teacher)
+        teacher = reader.locate(s.teacher)
         file = Path(s.tokenizer) if s.tokenizer else source.tokenizer_file(teacher, Path(s.output))
         tokenizer = load_tokenizer(file)
         family, shape = pretrain.read_shape(s, tokenizer)
@@ -135,7 +135,7 @@ def begin(s: DistillSettings, teachers: Mapping[str, Teacher]) -> Begin:
     whole = teachers.get(name) or distillation.load(name, torch.device("cpu"))
     shape = whole.model.config
     layers = choose_layers(s, shape.num_hidden_layers)
-    file = source.tokenizer_file(checkpoint.locate(name), Path(s.output))
+    file = source.tokenizer_file(reader.locate(name), Path(s.output))
     return Begin(shape.keeping(layers), whole.tokenizer, file, layers, whole)
 
 
@@ -174,7 +174,7 @@ def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequ
 
 def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
     """Begin as some layers of a checkpoint, and with its heads where it has the same; gives the names of these."""
-    checkpoint.init_from(student, whole.name)  # poolers, too
+    reader.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
     return distillation.keep_heads(student, whole)
 
@@ -269,7 +269,7 @@ def read_texts(
     twins: dict[str, PlainTexts] = {}
     for teacher in lesson.teachers:
         if distillation.read_alike(teacher, encoder, what, by_token):
-            its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
+            its = source.tokenizer_file(reader.locate(teacher.name), Path(s.output) / "teacher")
             twins[teacher.name] = read(its, teacher.tokenizer, teacher.model.config)
     return replace(lesson, twins=twins)
 
@@ -385,7 +385,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
         **how,
     )
 
-    before = checkpoint.read_teachers(whole.name) if whole else []
+    before = reader.read_teachers(whole.name) if whole else []
     return finetune.train(s, student, teaching, encoders, tokenizer_file, before, kept)
 
 

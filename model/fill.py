@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from model.attention import Layout
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.families.registry import family_of
 from model.heads import Pretraining
@@ -27,18 +28,18 @@ def find_checkpoint(name: str | None) -> Path:
     Raises CheckpointError, saying how to get one.
     """
     if name is None and not OURS.is_dir():
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"there is no checkpoint at {OURS} yet: `python -m model.pretrain model/configs/mini-pretrain.toml` "
             "makes it, and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
         )
-    folder = checkpoint.locate(name or OURS)
+    folder = reader.locate(name or OURS)
     generator = folder / "generator"  # an ELECTRA's
     return generator if generator.is_dir() else folder
 
 
 def read_encoder(folder: Path) -> Encoder:
     """Return the encoder of texts for a checkpoint. Raises CheckpointError for a tokenizer that is refused."""
-    return Encoder(read_tokenizer(folder), checkpoint.read_config(folder).max_length)
+    return Encoder(read_tokenizer(folder), reader.read_config(folder).max_length)
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def main() -> None:
     try:
         folder = find_checkpoint(arguments.checkpoint)
         blanks = fill(
-            checkpoint.load_pretraining(folder),
+            reader.load_pretraining(folder),
             read_encoder(folder),
             arguments.text,
             arguments.top_k,

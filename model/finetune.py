@@ -20,7 +20,8 @@ import tokenizers
 import torch
 
 from model import config, evaluate, settings_checks
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
 from model.heads import Model
@@ -177,14 +178,14 @@ def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str)
 
     teachers: who taught it, which is kept beside it for its provenance
     """
-    with checkpoint.replacing(folder) as partial:
+    with reader.replacing(folder) as partial:
         if not model.described:
-            checkpoint.save_encoder(partial, model.encoder, tokenizer)
+            reader.save_encoder(partial, model.encoder, tokenizer)
         elif len(model.described) == 1:
-            checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
+            reader.save_head(partial, model, next(iter(model.described)), tokenizer)
         else:
-            checkpoint.save_joint(partial, model, tokenizer)
-        checkpoint.save_teachers(partial, teachers)
+            reader.save_joint(partial, model, tokenizer)
+        reader.save_teachers(partial, teachers)
 
 
 def check_fits(
@@ -193,7 +194,7 @@ def check_fits(
     """Raises CheckpointError for texts or tokens that an encoder of this shape cannot read."""
     positions, vocabulary = shape.max_length, shape.vocab_size
     if longest > positions or tokenizer.get_vocab_size() > vocabulary:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{name}: {positions} positions and a vocabulary of {vocabulary} "
             f"do not hold {longest} tokens of {tokenizer.get_vocab_size()}"
         )
@@ -243,12 +244,12 @@ def with_rates(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConf
 def finetune(s: FinetuneSettings) -> dict[str, Any]:
     """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
     # data
-    source = checkpoint.locate(s.init_from) if s.init_from else None
+    source = reader.locate(s.init_from) if s.init_from else None
     tokenizer_file = own_tokenizer(source, Path(s.output)) if source else Path(s.tokenizer)
     tokenizer = load_tokenizer(tokenizer_file)
     encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
     fresh = functools.partial(config.preset, s.preset, vocab_size=tokenizer.get_vocab_size())
-    shape = checkpoint.read_config(source) if source else fresh()
+    shape = reader.read_config(source) if source else fresh()
     longest = max(encoder.max_length for encoder in encoders.values())
     check_fits(s.init_from or s.preset, shape, tokenizer, longest)
     own = {name: h.teacher for name, h in s.heads.items() if h.teacher}
@@ -261,7 +262,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     torch.manual_seed(s.seed)
     model = Model(with_rates(s, shape), described)
     if source:
-        checkpoint.init_from(model, source)
+        reader.init_from(model, source)
     kept = None
     if s.keep_heads:
         kept = distillation.keep_heads(model, distillation.load(s.init_from, torch.device("cpu")))
@@ -270,7 +271,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     given = {"temperature": s.temperature, "anneal": s.anneal}
     teaching = Teaching(model, lessons, answers, weights, **given)
 
-    before = checkpoint.read_teachers(source) if source else []
+    before = reader.read_teachers(source) if source else []
     return train(s, model, teaching, encoders, tokenizer_file, before, kept)
 
 
@@ -325,7 +326,7 @@ def train(
             run.say(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
         run.say(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
-        checkpoint.put_back(run.output / "checkpoint")
+        reader.put_back(run.output / "checkpoint")
         teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):
@@ -375,7 +376,7 @@ def train(
 
         metrics = {}
         if s.heads:
-            kept = checkpoint.load_model(run.output / "checkpoint").to(device)
+            kept = reader.load_model(run.output / "checkpoint").to(device)
             metrics = evaluate_heads(kept, s, encoders, torch.float32)
             save_checkpoint(run.output / "checkpoint", kept, tokenizer_file, *teachers)
         result = {

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from model import config, settings_checks
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
 from model.data import corpus, pretraining_batches
@@ -200,18 +201,18 @@ def read_shape(
     Raises ValueError for fields that the family does not have, and for a checkpoint of another one, or of other tokens.
     """
     if s.init_from:
-        folder = checkpoint.locate(s.init_from)
-        begun = checkpoint.read_config(folder)
+        folder = reader.locate(s.init_from)
+        begun = reader.read_config(folder)
         if s.family not in ("", begun.model_type):
-            raise checkpoint.CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
+            raise CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
         told = {**s.shape, "max_position_embeddings": s.max_position_embeddings}
         told = {name: value for name, value in told.items() if value is not None}
         if unknown := told.keys() - vars(begun).keys():
-            raise checkpoint.CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
+            raise CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
         if dataclasses.replace(begun, **told) != begun:
-            raise checkpoint.CheckpointError(f"{s.init_from} is of another shape than {told}")
+            raise CheckpointError(f"{s.init_from} is of another shape than {told}")
         if has_tokenizer(folder) and read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            raise checkpoint.CheckpointError(f"{s.init_from} knows other tokens than {s.tokenizer}")
+            raise CheckpointError(f"{s.init_from} knows other tokens than {s.tokenizer}")
         return family_of(begun), begun
     family = FAMILIES[s.family or BERT.model_type]
     given = {
@@ -234,7 +235,7 @@ class Trainer:
         rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
         self.model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
         if s.init_from:
-            checkpoint.init_pretraining(self.model, s.init_from)
+            reader.init_pretraining(self.model, s.init_from)
         for part in self.model.parts().values():
             begin_matching(part.encoder, s.matching_layers, s.seed)
         if unknown := sorted(set(s.weights) - set(self.model.weights)):
@@ -333,7 +334,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     mean = (begun + ended) / 2
 
     # model
-    teachers = checkpoint.read_teachers(s.init_from) if s.init_from else []
+    teachers = reader.read_teachers(s.init_from) if s.init_from else []
     make = functools.partial(Trainer, s, shape, in_pairs, ranks)
     longest = max(phase.length for phase in phases)
     if longest > shape.max_length or specials.vocab_size > shape.vocab_size:
@@ -380,9 +381,9 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)
         if ranks.leads:
-            with checkpoint.replacing(run.output / "checkpoint") as partial:
-                checkpoint.save_pretraining(partial, model, Path(s.tokenizer))
-                checkpoint.save_teachers(partial, teachers)
+            with reader.replacing(run.output / "checkpoint") as partial:
+                reader.save_pretraining(partial, model, Path(s.tokenizer))
+                reader.save_teachers(partial, teachers)
             found = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
             run.finish({"fixed_batches": found, "tokens_per_second": speed})

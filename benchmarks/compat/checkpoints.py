@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.compat import texts
 from benchmarks.lib import models
 from model import tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.data import examples as tasks
 from model.data import labelled_rows
 from model.families.registry import FAMILIES
@@ -52,8 +52,8 @@ SHARPNESS = {"topic": 6, "topics": 3, "alike": 1, "follows": 6, "entities": 10, 
 
 def minilm(folder: Path, data: Path = texts.DATA) -> Path:
     """A joint checkpoint of the real trunk, frozen, with heads fitted to data by least squares."""
-    model = Model(checkpoint.read_config(models.minilm()), HEADS)
-    checkpoint.init_from(model, models.minilm())
+    model = Model(reader.read_config(models.minilm()), HEADS)
+    reader.init_from(model, models.minilm())
     cutter = load_tokenizer(models.minilm() / "tokenizer.json")
     for name in HEADS:
         fit(model.eval(), name, Encoder(cutter, MAX_LENGTH), data)
@@ -153,6 +153,6 @@ def save(model: Model, cutter: Any, folder: Path) -> Path:
     file = folder / "tokenizer.json"
     cutter.save(str(file))
     for name in HEADS:
-        checkpoint.save_head(folder / name, model, name, file)
-    checkpoint.save_joint(folder / "joint", model, file)
+        reader.save_head(folder / name, model, name, file)
+    reader.save_joint(folder / "joint", model, file)
     return folder

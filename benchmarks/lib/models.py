@@ -82,14 +82,14 @@ def joint(scratch: Path, seed: int = 0) -> Path:
     """MiniLM's trunk under a head of each task: a joint checkpoint, made once and kept in `scratch`."""
     import torch
 
-    from model.checkpoints import checkpoint as ours
+    from model.checkpoints import reader
     from model.heads import Model
     from service.core.bundle import Head
 
     out = scratch / "minilm-joint"
     if out.is_dir():
         return out
-    config = ours.read_config(minilm())
+    config = reader.read_config(minilm())
     heads = {
         "labels": Head(task="classification", labels=LABELS),
         "entities": Head(task="ner", labels=TAGS),
@@ -97,13 +97,13 @@ def joint(scratch: Path, seed: int = 0) -> Path:
         "embeddings": Head(task="embedding", pooling="mean", dimensions=config.hidden_size),
     }
     model = Model(config, heads)
-    ours.init_from(model, minilm())
+    reader.init_from(model, minilm())
     generator = torch.Generator().manual_seed(seed)
     draw(model.heads["labels"].classifier, "classify", generator)
     draw(model.heads["entities"].classifier, "ner", generator)
     draw(model.heads["answers"].qa_outputs, "qa", generator)
     part = out.with_name(f"{out.name}.part")
-    ours.save_joint(part, model, minilm() / "tokenizer.json")
+    reader.save_joint(part, model, minilm() / "tokenizer.json")
     settings = part / "tokenizer_config.json"
     limited = {**json.loads(settings.read_text()), "model_max_length": MAX_TOKENS}
     settings.write_text(json.dumps(limited))

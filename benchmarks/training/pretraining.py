@@ -27,7 +27,7 @@ from matplotlib import pyplot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from model import finetune, pretrain, tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.data import corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES
@@ -143,7 +143,7 @@ def save_fresh(folder: Path, settings: pretrain.PretrainSettings) -> None:
     family, shape = pretrain.read_shape(settings, words)
     torch.manual_seed(settings.seed)
     model = make_pretraining(shape, family.pairs is not None)
-    checkpoint.save_pretraining(folder, model, Path(settings.tokenizer))
+    reader.save_pretraining(folder, model, Path(settings.tokenizer))
 
 
 def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Path) -> float:
@@ -152,7 +152,7 @@ def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Pat
     if done.is_file():
         return json.loads(done.read_text())
     beside = folder / "generator"
-    model = checkpoint.load_pretraining(beside if beside.is_dir() else folder)
+    model = reader.load_pretraining(beside if beside.is_dir() else folder)
     text = corpus.load([data / "pretrain/wiki_en_07.txt.xz"], words, scratch / "cache")
     specials = Specials.of(tokenizers.Tokenizer.from_file(str(words)), family)
     sampler = Sampler(text, specials, pairs=None)

@@ -14,7 +14,8 @@ import tokenizers
 from torch import nn
 
 from model.checkpoints import tokenizer_files
-from model.checkpoints.checkpoint import (
+from model.checkpoints.hub_names import CheckpointError, from_hub
+from model.checkpoints.reader import (
     config_file,
     is_cross_encoder,
     load_encoder,
@@ -25,7 +26,6 @@ from model.checkpoints.checkpoint import (
     read_pooling,
     read_weights,
 )
-from model.checkpoints.hub_names import CheckpointError, from_hub
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,

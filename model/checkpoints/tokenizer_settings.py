@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from model.checkpoints.checkpoint import read_json
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.reader import read_json
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_classes import Token
 from model.checkpoints.tokenizer_tables import SPECIAL, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Layout, real_slots, to_slots
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.source import read_source, read_tokenizer
 from model.data import examples
 from model.data.examples import Batch, Loss
@@ -51,13 +51,13 @@ class Teacher:
 
 def load(source: str, device: torch.device) -> Teacher:
     """Any checkpoint with its heads, or a bare encoder. Raises CheckpointError."""
-    folder = checkpoint.locate(source)
-    if checkpoint.has_heads(folder):
+    folder = reader.locate(source)
+    if reader.has_heads(folder):
         whole = read_source(folder)
         model, tokenizer = whole.model, whole.tokenizer
     else:
-        model, tokenizer = Model(checkpoint.read_config(folder), {}), read_tokenizer(folder)
-        model.encoder = checkpoint.load_encoder(folder, pooler=False)
+        model, tokenizer = Model(reader.read_config(folder), {}), read_tokenizer(folder)
+        model.encoder = reader.load_encoder(folder, pooler=False)
     model.requires_grad_(False)
     return Teacher(source, model.eval().to(device), tokenizer)
 

@@ -37,7 +37,7 @@ def test_a_family_is_measured(tmp_path, monkeypatch):
 def test_a_difference_is_told(tmp_path):
     """A model that is not transformers' is far from it."""
     peer = families.save_peer("distilbert", tmp_path)
-    model = families.checkpoint.load_model(tmp_path)
+    model = families.reader.load_model(tmp_path)
     batch = families.sample(model)
     assert families.compare_hidden(model, peer, batch) < 1e-4
     model.encoder.layers[0].attention.output.bias.data[0] += 1

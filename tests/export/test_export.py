@@ -16,7 +16,7 @@ from export.__main__ import main
 from export.goldens import run_torch
 from export.passes import quantize
 from export.provenance import read_told
-from model.checkpoints.checkpoint import load_model
+from model.checkpoints.reader import load_model
 from service.core import bundle
 from service.core.encode import Encoder
 from service.core.session import RUNTIME, SessionOptions, open_session

@@ -10,7 +10,7 @@ from onnx.external_data_helper import uses_external_data
 
 from export import trace_graphs
 from export.passes import mask_free_attention
-from model.checkpoints.checkpoint import load_model
+from model.checkpoints.reader import load_model
 from model.config import BertConfig
 from model.families.modernbert import ModernBertConfig, rotation_speeds
 from model.heads import Model

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, normalizers
 
 from model import distill, evaluate, finetune, tokenizer
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.distill import DistillSettings
 from model.families.registry import FAMILIES
 from model.heads import Model
@@ -83,7 +83,7 @@ def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     }
     model = perturb(Model(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
     folder = tmp_path_factory.mktemp("joint") / "checkpoint"
-    checkpoint.save_joint(folder, model, tokenizer_file)
+    reader.save_joint(folder, model, tokenizer_file)
     return folder
 
 
@@ -101,7 +101,7 @@ def taught(
         num_hidden_layers=2,
         initializer_range=0.05,
     )
-    checkpoint.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
+    reader.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
     finetune.finetune(
         finetune.FinetuneSettings(
             output=str(folder / "run"),
@@ -205,7 +205,7 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
         "pad_token_id": trained.token_to_id(known.special_tokens["pad"]),
     }
     encoder = perturb(known.encoder(known.config(**fields), pooler=False))
-    checkpoint.save_encoder(folder, encoder, folder / "trained.json")
+    reader.save_encoder(folder, encoder, folder / "trained.json")
     return folder
 
 
@@ -221,7 +221,7 @@ def test_every_family_gives_layers(
     assert abs(history(tmp_path / "all")[0]) < 1e-5
     start(source, losses, layers=[0, 2], **text)
     whole, half = (
-        checkpoint.load_encoder(p, pooler=False) for p in (source, tmp_path / "run/checkpoint")
+        reader.load_encoder(p, pooler=False) for p in (source, tmp_path / "run/checkpoint")
     )
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     assert half.config == replace(whole.config.keeping([0, 2]), **rates)
@@ -245,10 +245,10 @@ def test_a_first_layer_that_is_another_stays_first(
     """ModernBERT's has no norm before it, and DeBERTa's may have a convolution beside it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     if family == "deberta-v2":
-        changed = checkpoint.read_config(source)
+        changed = reader.read_config(source)
         changed = replace(changed, conv_kernel_size=3)
         encoder = FAMILIES[family].encoder(changed, pooler=False)
-        checkpoint.save_encoder(source, encoder, source / "tokenizer.json")
+        reader.save_encoder(source, encoder, source / "tokenizer.json")
     with pytest.raises(ValueError, match=f"{family}'s first layer differs from the others"):
         start(source, {"hidden": 1.0}, layers=[1, 2], corpus=[str(corpus_file)])
 
@@ -301,7 +301,7 @@ def test_heads_come_with_the_layers(
     heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada", "Mileva"]}
     start(joint, {"labels": 1.0}, heads=heads, lr=0.0)
     assert "\nheads kept: names, answers, turned; new: mood\n" in capsys.readouterr().out
-    student, teacher = (checkpoint.load_model(p) for p in (tmp_path / "run/checkpoint", joint))
+    student, teacher = (reader.load_model(p) for p in (tmp_path / "run/checkpoint", joint))
     for name in ("names", "answers"):
         for mine, its in zip(
             student.heads[name].parameters(), teacher.heads[name].parameters(), strict=True
@@ -335,7 +335,7 @@ def test_a_fresh_student(
     }
     text = {"heads": tables(data), "corpus": [str(corpus_file)], "relation_heads": 8}
     start(joint, {**ALL, "labels": 1.0}, preset="tiny", family=family, shape=small, steps=4, **text)
-    student = checkpoint.load_model(tmp_path / "run/checkpoint")
+    student = reader.load_model(tmp_path / "run/checkpoint")
     assert (student.config.model_type, student.config.hidden_size) == (family, 16)
     assert [*student.described] == ["names", "entities", "answers", "vectors"]
     assert not [name for name in student.state_dict() if "map" in name]
@@ -346,7 +346,7 @@ def test_a_fresh_student(
 
 
 def answers(folder: Path, file: str) -> list[str]:
-    model = checkpoint.load_model(folder)
+    model = reader.load_model(folder)
     (name,) = model.described
     encoder = Encoder.from_file(folder / "tokenizer.json", 32)
     run = evaluate.torch_run(model, [name])
@@ -392,7 +392,7 @@ def test_text_alone_teaches(
     costs = history(tmp_path / "run")
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) / 2
     assert set(found["heads"]["vectors"]) == set(found["teachers"][str(joint)]["heads"]["vectors"])
-    described = checkpoint.load_model(tmp_path / "run/checkpoint").described
+    described = reader.load_model(tmp_path / "run/checkpoint").described
     assert described == {"embedding": Head(task="embedding", pooling="mean", dimensions=32)}
 
 
@@ -589,7 +589,7 @@ def test_text_asks_who_answers_for_a_head(
 ) -> None:
     """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
-    checkpoint.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
+    reader.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
     found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
@@ -654,7 +654,7 @@ def test_single_teachers_of_a_joint_student(
     assert found["heads"]["names"]["accuracy"] > 0.8
     assert found["teachers"] == {
         str(taught): {
-            "parameters": finetune.count_parameters(checkpoint.load_model(taught)),
+            "parameters": finetune.count_parameters(reader.load_model(taught)),
             "heads": {
                 "names": json.loads((taught.parent / "metrics.json").read_text())["heads"]["names"]
             },
@@ -790,7 +790,7 @@ def test_both_are_judged_on_the_same_rows(
     assert found["teachers"] == {
         str(taught): {"parameters": known["parameters"], "heads": {"mood": known["heads"]["names"]}}
     }
-    student = checkpoint.load_model(tmp_path / "run/checkpoint")
+    student = reader.load_model(tmp_path / "run/checkpoint")
     assert found["parameters"] == finetune.count_parameters(student) < known["parameters"]
     assert set(found["heads"]["mood"]) == set(known["heads"]["names"])
     assert teachers_of(tmp_path / "run") == [str(taught)]
@@ -835,7 +835,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     text = TEXTS[5]
     read = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     window = Encoder.from_file(folder / "tokenizer.json", 32).texts([text])[0].windows[0]
-    seen = distillation.look(checkpoint.load_model(folder), [window], ["classification"])
+    seen = distillation.look(reader.load_model(folder), [window], ["classification"])
     torch.testing.assert_close(
         seen.outputs["classification"], theirs(**read).logits, rtol=0, atol=1e-5
     )
@@ -957,8 +957,8 @@ def test_albert_with_several_groups(
 ) -> None:
     """Whose layers are nobody's own."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
-    grouped = replace(checkpoint.read_config(source), num_hidden_groups=2)
-    checkpoint.save_encoder(
+    grouped = replace(reader.read_config(source), num_hidden_groups=2)
+    reader.save_encoder(
         source, FAMILIES["albert"].encoder(grouped, pooler=False), source / "tokenizer.json"
     )
     with pytest.raises(ValueError, match="layers: 2 groups of layers share them"):

