@@ -20,7 +20,7 @@ import tokenizers
 import torch
 
 from model import config, evaluate, settings_checks
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
@@ -178,14 +178,14 @@ def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str)
 
     teachers: who taught it, which is kept beside it for its provenance
     """
-    with reader.replacing(folder) as partial:
+    with writer.replacing(folder) as partial:
         if not model.described:
-            reader.save_encoder(partial, model.encoder, tokenizer)
+            writer.save_encoder(partial, model.encoder, tokenizer)
         elif len(model.described) == 1:
-            reader.save_head(partial, model, next(iter(model.described)), tokenizer)
+            writer.save_head(partial, model, next(iter(model.described)), tokenizer)
         else:
-            reader.save_joint(partial, model, tokenizer)
-        reader.save_teachers(partial, teachers)
+            writer.save_joint(partial, model, tokenizer)
+        writer.save_teachers(partial, teachers)
 
 
 def check_fits(
@@ -326,7 +326,7 @@ def train(
             run.say(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
         run.say(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
-        reader.put_back(run.output / "checkpoint")
+        writer.put_back(run.output / "checkpoint")
         teaching.load_state_dict(state.get("maps", teaching.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from model import config, settings_checks
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
@@ -381,9 +381,9 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)
         if ranks.leads:
-            with reader.replacing(run.output / "checkpoint") as partial:
-                reader.save_pretraining(partial, model, Path(s.tokenizer))
-                reader.save_teachers(partial, teachers)
+            with writer.replacing(run.output / "checkpoint") as partial:
+                writer.save_pretraining(partial, model, Path(s.tokenizer))
+                writer.save_teachers(partial, teachers)
             found = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
             run.finish({"fixed_batches": found, "tokens_per_second": speed})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from export import cuda_emulator
 from export.__main__ import main as export
 from export.goldens import torch_outputs
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.families.registry import FAMILIES, family_of
 from model.heads import Model, Pretraining, make_pretraining
@@ -261,7 +261,7 @@ def test_heads(case: Case, task: str, tmp_path: Path) -> None:
 
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
-    reader.save_head(tmp_path / "ours", model, task, tokenizer)
+    writer.save_head(tmp_path / "ours", model, task, tokenizer)
     again = TASKS[task].from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         repeated = again(**asked(case, packed))
@@ -276,7 +276,7 @@ def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: 
     config = family_config(CASES[model_type])
     model = perturb(Model(config, {task: Head(task=task)}))
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    reader.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
+    writer.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
     again = reader.load_model(tmp_path / "ours").eval()
     packed = ours(sample(CASES[model_type]))
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
     model = Model(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    reader.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
+    writer.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
     again = reader.load_model(tmp_path / "ours")
     assert again.config == config
     peer, report = TASKS["ner"].from_pretrained(tmp_path / "ours", output_loading_info=True)
@@ -338,7 +338,7 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
 
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
-    reader.save_pretraining(tmp_path / "ours", model, tokenizer)
+    writer.save_pretraining(tmp_path / "ours", model, tokenizer)
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         repeated = real(again(**asked(case, packed)).logits, packed)
@@ -387,7 +387,7 @@ def test_pretraining(case: Case, tmp_path: Path) -> None:
     model = make_pretraining(family_config(case), next_sentence=family.pairs is not None)
     reader.init_pretraining(model, tmp_path / "theirs")
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    reader.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
     masked, words, answers = taught(packed)
@@ -428,7 +428,7 @@ def test_replaced_tokens(name: str, tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "theirs" / "generator")
     reader.init_pretraining(model, tmp_path / "theirs")
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    reader.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
     masked, words, answers = taught(packed)
@@ -472,9 +472,9 @@ def test_what_electra_shares(tmp_path: Path) -> None:
     assert own.project is not shared.project
     assert model.generator.config.hidden_size == 8  # one head of four
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    reader.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
     other = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
-    reader.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")
     (tmp_path / "other" / "generator").replace(tmp_path / "ours" / "theirs")
     (tmp_path / "ours" / "generator").rename(tmp_path / "ours" / "first")
     (tmp_path / "ours" / "theirs").rename(tmp_path / "ours" / "generator")
@@ -640,7 +640,7 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         type_vocab_size=2,
     )
     model = perturb(Model(config, {"topic": Head(task="classification", labels=TOPICS)}))
-    reader.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
+    writer.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
     assert 0 == export([str(folder / "checkpoint"), str(folder / "out"), "--precision", "fp32"])
     return Exported(folder / "checkpoint", bundle.load(folder / "out"))
 

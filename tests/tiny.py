@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from model import tokenizer
-from model.checkpoints import reader
+from model.checkpoints import writer
 from model.config import BertConfig
 from model.heads import Model
 from service.core.bundle import Head
@@ -35,7 +35,7 @@ def save_tiny(folder: Path) -> Path:
     folder.mkdir(parents=True)
     learnt = tokenizer.train(samples.corpus(), vocab_size=600)
     learnt.save(str(folder / "tokenizer.json"))
-    reader.save_joint(folder, make_tiny(learnt), folder / "tokenizer.json")
+    writer.save_joint(folder, make_tiny(learnt), folder / "tokenizer.json")
     return folder
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.compat import texts
 from benchmarks.lib import models
 from model import tokenizer
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.data import examples as tasks
 from model.data import labelled_rows
 from model.families.registry import FAMILIES
@@ -153,6 +153,6 @@ def save(model: Model, cutter: Any, folder: Path) -> Path:
     file = folder / "tokenizer.json"
     cutter.save(str(file))
     for name in HEADS:
-        reader.save_head(folder / name, model, name, file)
-    reader.save_joint(folder / "joint", model, file)
+        writer.save_head(folder / name, model, name, file)
+    writer.save_joint(folder / "joint", model, file)
     return folder

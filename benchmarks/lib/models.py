@@ -82,7 +82,7 @@ def joint(scratch: Path, seed: int = 0) -> Path:
     """MiniLM's trunk under a head of each task: a joint checkpoint, made once and kept in `scratch`."""
     import torch
 
-    from model.checkpoints import reader
+    from model.checkpoints import reader, writer
     from model.heads import Model
     from service.core.bundle import Head
 
@@ -103,7 +103,7 @@ def joint(scratch: Path, seed: int = 0) -> Path:
     draw(model.heads["entities"].classifier, "ner", generator)
     draw(model.heads["answers"].qa_outputs, "qa", generator)
     part = out.with_name(f"{out.name}.part")
-    reader.save_joint(part, model, minilm() / "tokenizer.json")
+    writer.save_joint(part, model, minilm() / "tokenizer.json")
     settings = part / "tokenizer_config.json"
     limited = {**json.loads(settings.read_text()), "model_max_length": MAX_TOKENS}
     settings.write_text(json.dumps(limited))

@@ -27,7 +27,7 @@ from matplotlib import pyplot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from model import finetune, pretrain, tokenizer
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.data import corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES
@@ -143,7 +143,7 @@ def save_fresh(folder: Path, settings: pretrain.PretrainSettings) -> None:
     family, shape = pretrain.read_shape(settings, words)
     torch.manual_seed(settings.seed)
     model = make_pretraining(shape, family.pairs is not None)
-    reader.save_pretraining(folder, model, Path(settings.tokenizer))
+    writer.save_pretraining(folder, model, Path(settings.tokenizer))
 
 
 def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Path) -> float:

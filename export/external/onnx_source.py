@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from model.checkpoints.head_config import describe_head, is_cross_encoder, read_pooling
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.reader import describe_head, is_cross_encoder, read_json, read_pooling
+from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import SENTENCE
 from model.checkpoints.source import read_modules, read_tokenizer, said_length
 from model.checkpoints.tokenizer_files import check_rows

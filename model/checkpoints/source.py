@@ -14,27 +14,19 @@ import tokenizers
 from torch import nn
 
 from model.checkpoints import tokenizer_files
+from model.checkpoints.head_config import is_cross_encoder, read_pooling
 from model.checkpoints.hub_names import CheckpointError, from_hub
-from model.checkpoints.reader import (
-    config_file,
-    is_cross_encoder,
-    load_encoder,
-    load_model,
-    locate,
-    read_config,
-    read_json,
-    read_pooling,
-    read_weights,
-)
+from model.checkpoints.json_files import read_json, read_object
+from model.checkpoints.reader import load_encoder, load_model, locate, read_config, read_weights
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
+    config_file,
     encoder_folder,
     lower_case,
     read_module_list,
     read_root_config,
     read_sentence_config,
-    read_settings,
 )
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
@@ -112,10 +104,6 @@ def said_length(folder: Path) -> int | None:
     return None if said > MAX_LENGTH else int(said)
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return dict(read_json(path)) if path.is_file() else {}
-
-
 # -- sentence-transformers ------------------------------------------------------------------------
 
 
@@ -158,7 +146,7 @@ def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str,
         raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
     for kind, place in modules:
         if kind == "Normalize" and (place / "config.json").is_file():
-            NORMALIZE_TABLE.check(place / "config.json", read_settings(place / "config.json"))
+            NORMALIZE_TABLE.check(place / "config.json", read_object(place / "config.json"))
     return modules
 
 
@@ -191,7 +179,7 @@ def _embedding_model(
 
 def _dense(path: Path) -> list[nn.Module]:
     file = path / "config.json"
-    config = read_settings(file)
+    config = read_object(file)
     DENSE_TABLE.check(file, config)
     inputs, outputs = _get(file, config, "in_features", "out_features")
     bias, activation = config.get("bias", True), config.get("activation_function", TANH)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, normalizers
 
 from model import distill, evaluate, finetune, tokenizer
 from model.bert import Bert
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.distill import DistillSettings
 from model.families.registry import FAMILIES
 from model.heads import Model
@@ -83,7 +83,7 @@ def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     }
     model = perturb(Model(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
     folder = tmp_path_factory.mktemp("joint") / "checkpoint"
-    reader.save_joint(folder, model, tokenizer_file)
+    writer.save_joint(folder, model, tokenizer_file)
     return folder
 
 
@@ -101,7 +101,7 @@ def taught(
         num_hidden_layers=2,
         initializer_range=0.05,
     )
-    reader.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
+    writer.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
     finetune.finetune(
         finetune.FinetuneSettings(
             output=str(folder / "run"),
@@ -205,7 +205,7 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
         "pad_token_id": trained.token_to_id(known.special_tokens["pad"]),
     }
     encoder = perturb(known.encoder(known.config(**fields), pooler=False))
-    reader.save_encoder(folder, encoder, folder / "trained.json")
+    writer.save_encoder(folder, encoder, folder / "trained.json")
     return folder
 
 
@@ -248,7 +248,7 @@ def test_a_first_layer_that_is_another_stays_first(
         changed = reader.read_config(source)
         changed = replace(changed, conv_kernel_size=3)
         encoder = FAMILIES[family].encoder(changed, pooler=False)
-        reader.save_encoder(source, encoder, source / "tokenizer.json")
+        writer.save_encoder(source, encoder, source / "tokenizer.json")
     with pytest.raises(ValueError, match=f"{family}'s first layer differs from the others"):
         start(source, {"hidden": 1.0}, layers=[1, 2], corpus=[str(corpus_file)])
 
@@ -589,7 +589,7 @@ def test_text_asks_who_answers_for_a_head(
 ) -> None:
     """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
-    reader.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
+    writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
     found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
@@ -958,7 +958,7 @@ def test_albert_with_several_groups(
     """Whose layers are nobody's own."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
     grouped = replace(reader.read_config(source), num_hidden_groups=2)
-    reader.save_encoder(
+    writer.save_encoder(
         source, FAMILIES["albert"].encoder(grouped, pooler=False), source / "tokenizer.json"
     )
     with pytest.raises(ValueError, match="layers: 2 groups of layers share them"):

@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from seqeval.metrics import f1_score
 
 from model import evaluate, tokenizer
-from model.checkpoints import reader
+from model.checkpoints import writer
 from model.data import examples, labelled_rows
 from model.families.registry import FAMILIES
 from model.heads import Model
@@ -481,7 +481,7 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table for people, one JSON line last for machines."""
-    reader.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     asked = [f"--eval={name}={files[name]}" for name in ("sentiment", "answers")]
     command = ["evaluate", str(tmp_path / "joint"), *asked, "--max-length=48"]
     monkeypatch.setattr("sys.argv", command)
@@ -503,7 +503,7 @@ def test_the_command_refuses_an_unknown_head(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It says which heads there are."""
-    reader.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", "mood=a.jsonl"])
     with pytest.raises(SystemExit):
         evaluate.main()
@@ -514,7 +514,7 @@ def test_the_command_says_what_is_wrong_with_a_file(
     model: Model, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a line, not a traceback."""
-    reader.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     (tmp_path / "a.jsonl").write_text("{}")
     asked = f"sentiment={tmp_path / 'a.jsonl'}"
     monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", asked])

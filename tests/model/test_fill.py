@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from model import fill, tokenizer
 from model.bert import Bert
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.heads import Pretraining, make_pretraining
@@ -28,7 +28,7 @@ def pretrained(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -
     model = perturb(perturb(Pretraining(config), 1), 2)
     assert isinstance(model, Pretraining)
     path = tmp_path_factory.mktemp("pretrained")
-    reader.save_pretraining(path, model, tokenizer_file)
+    writer.save_pretraining(path, model, tokenizer_file)
     return path
 
 
@@ -72,7 +72,7 @@ def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -
     learnt.save(str(tmp_path / "tokenizer.json"))
     config = preset("tiny", family.config, vocab_size=learnt.get_vocab_size())
     made = perturb(make_pretraining(config, next_sentence=False))
-    reader.save_pretraining(tmp_path / "made", made, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "made", made, tmp_path / "tokenizer.json")
 
     folder = fill.find_checkpoint(str(tmp_path / "made"))
     model, text = reader.load_pretraining(folder), f"Ada drew {mask}."
@@ -173,10 +173,10 @@ def test_no_masked_lm(
     tmp_path: Path,
 ) -> None:
     """A checkpoint without a masked language model is an error, as is one without a tokenizer."""
-    reader.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
+    writer.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
     arguments = ("[MASK]", "--checkpoint", str(tmp_path))
     assert "has no masked language model" in refusal(monkeypatch, capsys, *arguments)
 
-    reader.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
+    writer.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
     (tmp_path / "tokenizer.json").unlink()
     assert "needs tokenizer.json, which is missing" in refusal(monkeypatch, capsys, *arguments)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import finetune
 from model.bert import Bert
-from model.checkpoints import reader
+from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.config import preset
 from model.data import labelled_rows
@@ -101,7 +101,7 @@ def source(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     config = shape(vocab_size=200, hidden_size=64, intermediate_size=128, initializer_range=0.05)
     folder = tmp_path_factory.mktemp("source")
-    reader.save_encoder(folder, Bert(config), tokenizer_file)
+    writer.save_encoder(folder, Bert(config), tokenizer_file)
     return folder
 
 
@@ -623,7 +623,7 @@ def test_heads_begin_by_matching(
     """As begin_matching has it, in the layers that were asked for."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
-    reader.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
+    writer.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
     told = {"init_from": str(tmp_path / "begun"), "matching_layers": 1, "steps": 1, "lr": 0.0}
     start({"names": heads(data)["names"]}, seed=3, **told)
     trained = reader.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()

@@ -553,7 +553,7 @@ def test_goes_on_with_the_same_tokens(
     model = Pretraining(
         shape(vocab_size=small_tokenizer.get_vocab_size(), max_position_embeddings=32)
     )
-    pretrain.reader.save_pretraining(begun, model, tokenizer_file)
+    pretrain.writer.save_pretraining(begun, model, tokenizer_file)
     told = json.loads(tokenizer_file.read_text())
     words = told["model"]["vocab"]
     (a, number), (b, other) = [*words.items()][-2:]
@@ -587,7 +587,7 @@ def test_what_does_not_fit(
     monkeypatch.chdir(tmp_path)
     Path("notes.md").touch()
     other = Pretraining(shape(vocab_size=150, max_position_embeddings=32))
-    pretrain.reader.save_pretraining("other", other, tokenizer_file)
+    pretrain.writer.save_pretraining("other", other, tokenizer_file)
 
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, tmp_path / "run", {**arguments, **fields})

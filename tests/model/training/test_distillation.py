@@ -14,7 +14,7 @@ from torch import Tensor
 from model import tokenizer
 from model.attention import Layout
 from model.bert import Bert
-from model.checkpoints import reader
+from model.checkpoints import writer
 from model.checkpoints.hub_names import CheckpointError
 from model.data import examples as tasks
 from model.data.examples import Batch
@@ -439,8 +439,8 @@ def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Pat
 def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> None:
     """And so is one with what it was pretrained with: it has no heads that are ours."""
     for folder, save, model in (
-        ("encoder", reader.save_encoder, Bert(shape(vocab_size=200))),
-        ("pretraining", reader.save_pretraining, Pretraining(shape(vocab_size=200))),
+        ("encoder", writer.save_encoder, Bert(shape(vocab_size=200))),
+        ("pretraining", writer.save_pretraining, Pretraining(shape(vocab_size=200))),
     ):
         save(tmp_path / folder, model, tokenizer_file)
         found = distillation.load(str(tmp_path / folder), torch.device("cpu"))
@@ -455,7 +455,7 @@ def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> No
 
 def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
     """It is not taken for a bare encoder because its heads are broken."""
-    reader.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
+    writer.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
     (tmp_path / "heads.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"heads\.json is not JSON"):
         distillation.load(str(tmp_path), torch.device("cpu"))
