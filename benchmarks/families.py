@@ -30,12 +30,12 @@ from benchmarks.lib import machine, traffic
 from export import trace_graphs
 from export.goldens import torch_outputs
 from export.passes import quantize
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.checkpoints import reader
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.families.spec import Family
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training.capture import capture
 from service.core import packing
 from service.core.packing import Packed, each
@@ -135,7 +135,7 @@ def save_peer(model_type: str, folder: Path) -> Any:
     return peer
 
 
-def sample(model: Model) -> Packed:
+def sample(model: EncoderWithHeads) -> Packed:
     """Random ids of one segment, in the lengths of a mix of texts."""
     rng = np.random.default_rng(0)
     words = [len(text.split()) for text in traffic.texts(traffic.MIXES["news"], TEXTS)]
@@ -160,11 +160,11 @@ def opened(proto: onnx.ModelProto, path: Path) -> Run:
     return run
 
 
-def compare_hidden(model: Model, peer: Any, batch: Packed) -> float:
+def compare_hidden(model: EncoderWithHeads, peer: Any, batch: Packed) -> float:
     feeds = {name: torch.as_tensor(value) for name, value in padded_feeds(batch).items()}
     ids = (batch.input_ids, batch.token_type_ids, batch.position_ids)
     with torch.no_grad(), capture(model.encoder) as captured:
-        model.encoder(*map(torch.as_tensor, ids), Layout.of(batch.layout))
+        model.encoder(*map(torch.as_tensor, ids), PackedLayout.of(batch.layout))
         told = {name: feeds[name] for name in ("input_ids", "attention_mask")}
         expected = peer.base_model(**told, output_hidden_states=True).hidden_states
     rows = [states.flatten(0, 1)[batch.layout.pack] for states in expected]

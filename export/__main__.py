@@ -147,7 +147,7 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         max_length=given.max_length,
         evaluations={head: Path(file) for head, file in evaluations.items()},
         max_changed=given.max_changed,
-        told=provenance.read_told(given.provenance) if given.provenance else {},
+        told=provenance.read_metadata(given.provenance) if given.provenance else {},
         replace=given.replace,
         task=given.task,
     )
@@ -202,7 +202,7 @@ def from_graph(asked: ExportRequest, folder: Path) -> tuple[Encoder, Bundle, "Ex
     given = onnx_source.read_external(asked.checkpoint, asked.task)
     encoder = Encoder(given.tokenizer, _max_length(asked, given.max_length))
     encodings = goldens.golden_encodings(encoder)
-    answers = onnx_source.run_foreign(given, encodings)
+    answers = onnx_source.run_external(given, encodings)
     recipe = onnx_source.read_recipe(given, encodings, answers)
     name: str = recipe.head.task
     heads = {name: recipe.head}
@@ -375,7 +375,7 @@ def check(draft: Bundle, source: Source, encoder: Encoder) -> ExportReport:
             else:
                 least = verify.check_int8(expected, found, what)
             tolerance[record.precision] = {"min_cosine": least}
-        company = verify.check_company(run, encodings, what)
+        company = verify.check_batch_invariance(run, encodings, what)
         lines[what] += f"; alone and in a batch by {company:.1e}"
         print(f"{what}: {lines[what]}")
     return ExportReport(lines, tolerance)
@@ -404,7 +404,9 @@ def check_given(
     short = Encoder(encoder.tokenizer, min(encoder.max_length, COMPANY_LENGTH))
     try:
         run = verify.graph_runner(draft, record, threads)
-        company = verify.check_company(run, goldens.golden_encodings(short), record.precision)
+        company = verify.check_batch_invariance(
+            run, goldens.golden_encodings(short), record.precision
+        )
         line += f"; alone and in a batch by {company:.1e}"
     except Exception as error:  # the runtime's, which have no type, where it cannot compute a batch
         record = alone

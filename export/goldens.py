@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from model.attention import Layout
-from model.heads import Model
+from model.attention import PackedLayout
+from model.heads import EncoderWithHeads
 from service.core.bundle import Golden
 from service.core.encode import Encoder, Encoding
 from service.core.packing import Packed, pack, split
@@ -34,11 +34,11 @@ def golden_encodings(encoder: Encoder) -> list[Encoding]:
     return [item.windows[0] for item in encoded]
 
 
-def torch_outputs(model: Model, packed: Packed) -> BatchOutputs:
+def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
     """Every head's output, computed by PyTorch in fp32: what the graphs must agree with."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with torch.no_grad():
-        outputs = model.eval()(*map(torch.from_numpy, arrays), Layout.of(packed.layout))
+        outputs = model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
@@ -54,13 +54,13 @@ def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) 
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
 
 
-def make_golden(model: Model, encodings: Sequence[Encoding]) -> Golden:
+def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golden:
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
-def run_torch(model: Model, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
+def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
     """Each encoding's own outputs."""
     packed = pack(encodings)
     per_token = {name for name, head in model.described.items() if head.per_token}

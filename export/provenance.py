@@ -10,17 +10,17 @@ from model.checkpoints.reader import read_teachers
 from model.data import checksums
 
 # `card.render` tells of all but the manifest's.
-TOLD = ("description", "training", "limits", "weights_license", "provenance")
+FIELDS = ("description", "training", "limits", "weights_license", "provenance")
 
 
-def read_told(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """The file's tables, with every data set in full.
 
     Raises ValueError, also where a data set is not known, and for what would be told nowhere.
     """
     told = tomllib.loads(path.read_text(encoding="utf-8"))
-    if unknown := sorted(set(told) - set(TOLD)):
-        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(TOLD)}")
+    if unknown := sorted(set(told) - set(FIELDS)):
+        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(FIELDS)}")
     provenance = told.get("provenance")
     if isinstance(provenance, dict) and isinstance(provenance.get("datasets"), list):
         provenance["datasets"] = [_in_full(table) for table in provenance["datasets"]]

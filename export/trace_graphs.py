@@ -18,8 +18,8 @@ from torch.export import Dim
 
 from export.passes import mask_free_attention
 from export.passes.fold import fold
-from model.attention import Layout, Padded
-from model.heads import Model
+from model.attention import PackedLayout, PaddedLayout
+from model.heads import EncoderWithHeads
 from service.core import bundle, packing
 
 OPSET = 20
@@ -36,7 +36,7 @@ PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 class PackedGraph(nn.Module):
     """`[T]` tokens with their layout -> every head's output."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -49,14 +49,14 @@ class PackedGraph(nn.Module):
         unpack: Tensor,
         pack: Tensor,
     ) -> tuple[Tensor, ...]:
-        layout = Layout(lengths, unpack, pack)
+        layout = PackedLayout(lengths, unpack, pack)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
 
 class PackedCuda(nn.Module):
     """The same with the layout that CUDA's packed attention reads; heads get the rest of it derived."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -73,14 +73,14 @@ class PackedCuda(nn.Module):
         firsts = cu_seqlens[:-1, None].to(torch.int64)
         unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)
         pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)
-        layout = Layout(lengths, unpack, pack, cu_seqlens, token_offset)
+        layout = PackedLayout(lengths, unpack, pack, cu_seqlens, token_offset)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
 
 class Portable(nn.Module):
     """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -90,14 +90,14 @@ class Portable(nn.Module):
         batch, longest = input_ids.shape
         position_ids = torch.arange(longest).expand(batch, longest)
         flat = (ids.reshape(-1) for ids in (input_ids, token_type_ids, position_ids))
-        outputs = self.model(*flat, Padded(attention_mask))
+        outputs = self.model(*flat, PaddedLayout(attention_mask))
         return tuple(
             output.view(batch, longest, -1) if self.model.described[name].per_token else output
             for name, output in outputs.items()
         )
 
 
-def export_packed(model: Model) -> onnx.ModelProto:
+def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
     """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where it needs none.
 
     Raises ValueError when a head bears the name of an input.
@@ -108,7 +108,7 @@ def export_packed(model: Model) -> onnx.ModelProto:
     return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, list(model.described))
 
 
-def export_cuda(model: Model) -> onnx.ModelProto:
+def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
     """The packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, and no padding anywhere in the encoder.
 
     Raises ValueError when a head bears the name of an input.
@@ -136,7 +136,7 @@ def has_attention_bias(proto: onnx.ModelProto) -> bool:
     return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
 
 
-def export_portable(model: Model) -> onnx.ModelProto:
+def export_portable(model: EncoderWithHeads) -> onnx.ModelProto:
     """The portable graph: standard operators only, padded inputs."""
     batch = Dim("B")
     slot = Dim("S")

@@ -14,9 +14,7 @@ from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOption
 RunGraph = Callable[[Sequence[Encoding]], list[BatchOutputs]]
 
 FP32_TOLERANCE = 1e-4  # PyTorch and ONNX Runtime sum in different orders
-COMPANY_TOLERANCE = (
-    1e-5  # an answer does not depend on its batch; attention kernels block by length
-)
+BATCH_TOLERANCE = 1e-5  # an answer does not depend on its batch; attention kernels block by length
 # Of a head's outputs for all goldens. What fp16 costs it is 1.3e-6 at most (MiniLM 4e-7); what is wrong, tokens in
 # others' slots or positions that run on, costs 2e-2 and more. Deeper models round more often.
 FP16_COSINE = 0.999
@@ -119,15 +117,15 @@ def check_on_gpu(
     return f"emulated, not run on a GPU ({problem})"
 
 
-def check_company(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
+def check_batch_invariance(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
     """The largest difference between answers alone and in one batch. Raises ParityError beyond 1e-5."""
     alone = [run([encoding])[0] for encoding in encodings]
     together = run(encodings)
     worst = float(np.max([compare(n, None, alone, together).difference for n in alone[0]]))
-    if not worst <= COMPANY_TOLERANCE:
+    if not worst <= BATCH_TOLERANCE:
         raise ParityError(
             f"{what}: answers differ by {worst:.1e} alone and in a batch"
-            f" (allowed {COMPANY_TOLERANCE:.0e})"
+            f" (allowed {BATCH_TOLERANCE:.0e})"
         )
     return worst
 

@@ -5,13 +5,13 @@
 Every other part of the model works on packed tokens `[T, H]` and never sees padding. Here the tokens are gathered
 into `[B, S]` slots and back, in the way that the device or the exported graph does best:
 
-    Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
-    Layout, CPU half     the same written out, where gradients are wanted: its backward pass is the faster one
-    Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
-    Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
-                         (`export.passes.mask_free_attention` then hides padding in another way, where it can)
-    Layout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
-    Padded               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
+    PackedLayout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
+    PackedLayout, CPU half     the same written out, where gradients are wanted: its backward pass is the faster one
+    PackedLayout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
+    PackedLayout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+                               (`export.passes.mask_free_attention` then hides padding in another way, where it can)
+    PackedLayout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
+    PaddedLayout               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
 
 T tokens, B sequences, S longest, N heads, D head size, H hidden
 """
@@ -31,7 +31,7 @@ weight_captures: list[list[Tensor]] = []
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """`service.core.packing.Layout` as tensors on the model's device."""
 
     lengths: Tensor  # [B]
@@ -44,7 +44,7 @@ class Layout:
     )
 
     @classmethod
-    def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "Layout":
+    def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "PackedLayout":
         return cls(
             torch.as_tensor(layout.lengths, device=device),
             torch.as_tensor(layout.unpack, device=device),
@@ -60,16 +60,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedLayout:
     """The trivial layout: T = B * S, every slot a token, and a mask that says which are real."""
 
     attention_mask: Tensor  # [B, S] 1 = real token
 
 
+AnyLayout = PackedLayout | PaddedLayout
+
+
 def attention(
     qkv: Tensor,
     num_heads: int,
-    layout: Layout | Padded,
+    layout: AnyLayout,
     dropout: float = 0.0,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -84,7 +87,7 @@ def attention(
     for weights in weight_captures:
         query, key, _ = by_head(qkv, num_heads, layout)
         weights.append(_weights(query, key, _seen(layout, bias), scale))
-    if isinstance(layout, Padded):
+    if isinstance(layout, PaddedLayout):
         return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
@@ -94,42 +97,42 @@ def attention(
     return _gathered(qkv, num_heads, layout, dropout, bias, scale)
 
 
-def count_slots(layout: Layout | Padded) -> int:
+def count_slots(layout: AnyLayout) -> int:
     """S, the longest sequence of a batch."""
-    return (layout.attention_mask if isinstance(layout, Padded) else layout.unpack).shape[1]
+    return (layout.attention_mask if isinstance(layout, PaddedLayout) else layout.unpack).shape[1]
 
 
-def to_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
+def to_slots(x: Tensor, layout: AnyLayout) -> Tensor:
     """`[T, W]` -> `[B, S, W]`; what stands in the slots after a sequence's end is of no meaning."""
-    if isinstance(layout, Padded):
+    if isinstance(layout, PaddedLayout):
         return x.view(*layout.attention_mask.shape, -1)
     if not layout.full:
         x = x.index_select(0, layout.unpack.reshape(-1))
     return x.view(*layout.unpack.shape, -1)
 
 
-def from_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
+def from_slots(x: Tensor, layout: AnyLayout) -> Tensor:
     """`[B, S, W]` -> `[T, W]`"""
     x = x.reshape(-1, x.shape[-1])
-    return x if isinstance(layout, Padded) or layout.full else x.index_select(0, layout.pack)
+    return x if isinstance(layout, PaddedLayout) or layout.full else x.index_select(0, layout.pack)
 
 
-def real_slots(layout: Layout | Padded) -> Tensor:
+def real_slots(layout: AnyLayout) -> Tensor:
     """`[B, S]`, True where a slot holds a token."""
-    if isinstance(layout, Padded):
+    if isinstance(layout, PaddedLayout):
         return layout.attention_mask.bool()
     columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)
     return columns < layout.lengths[:, None]
 
 
-def by_head(qkv: Tensor, num_heads: int, layout: Layout | Padded) -> tuple[Tensor, Tensor, Tensor]:
+def by_head(qkv: Tensor, num_heads: int, layout: AnyLayout) -> tuple[Tensor, Tensor, Tensor]:
     """`[T, 3H]` -> query, key, value in slots, each `[B, N, S, D]`."""
     slots = to_slots(qkv, layout)
     query, key, value = slots.view(*slots.shape[:2], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
     return query, key, value
 
 
-def _seen(layout: Layout | Padded, bias: Tensor | None) -> Tensor:
+def _seen(layout: AnyLayout, bias: Tensor | None) -> Tensor:
     """The mask of slots without a token: True where a key may be seen, or what is added to the scores."""
     real = real_slots(layout)[:, None, None, :]
     return real if bias is None else bias.masked_fill(~real, -torch.inf)
@@ -138,7 +141,7 @@ def _seen(layout: Layout | Padded, bias: Tensor | None) -> Tensor:
 def _gathered(
     qkv: Tensor,
     num_heads: int,
-    layout: Layout,
+    layout: PackedLayout,
     dropout: float,
     bias: Tensor | None,
     scale: float | None,
@@ -179,7 +182,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | Non
     return scores.softmax(dim=-1)
 
 
-def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) -> Tensor:
+def _varlen(qkv: Tensor, num_heads: int, layout: PackedLayout, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)  # [T, N, D]
@@ -197,7 +200,9 @@ def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) ->
     return context.reshape(len(qkv), -1)
 
 
-def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float) -> Tensor:
+def _onnx(
+    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
+) -> Tensor:
     query, key, value = to_slots(qkv, layout).chunk(3, dim=-1)  # [B, S, H]
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
@@ -221,7 +226,7 @@ def _settings(num_heads: int, scale: float | None) -> dict[str, int | float]:
 
 
 def _onnx_cuda(
-    qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float
+    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
 ) -> Tensor:
     query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
     return torch.onnx.ops.symbolic(
@@ -235,7 +240,7 @@ def _onnx_cuda(
 
 
 def _padded(
-    qkv: Tensor, num_heads: int, layout: Padded, bias: Tensor | None, scale: float
+    qkv: Tensor, num_heads: int, layout: PaddedLayout, bias: Tensor | None, scale: float
 ) -> Tensor:
     # Written out, so that the graph holds standard operators only.
     query, key, value = by_head(qkv, num_heads, layout)

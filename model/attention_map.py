@@ -12,7 +12,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.checkpoints import reader
 from model.fill import OURS, find_checkpoint, read_encoder
 from model.training.capture import capture
@@ -28,7 +28,7 @@ def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
     packed = packing.pack([encoding])
     given = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with capture(encoder, attention_weights=True) as captured:
-        encoder(*map(torch.as_tensor, given), Layout.of(packed.layout))
+        encoder(*map(torch.as_tensor, given), PackedLayout.of(packed.layout))
     return torch.cat(captured.attention_weights)
 
 

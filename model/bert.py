@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention
+from model.attention import AnyLayout, attention
 from model.config import BertConfig
 from model.pooling import first_tokens
 
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return self.output(attention(self.qkv(x), self.num_heads, layout, dropout, bias))  # [T, H]
 
@@ -83,7 +83,7 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, *beside: Any) -> Tensor:
         """`beside`: what else a family's attention takes."""
         x = self.attention_norm(x + self.dropout(self.attention(x, layout, *beside)))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
@@ -97,7 +97,7 @@ class Pooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = activation
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
         return self.activation(self.dense(first_tokens(hidden_states, layout)))  # [B, H]
 
 
@@ -129,7 +129,7 @@ class Bert(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
         x = self.embeddings(input_ids, token_type_ids, position_ids)  # [T, H]
         shared = self.shared(position_ids, layout)
@@ -144,7 +144,7 @@ class Bert(nn.Module):
         """The layers as they are passed through."""
         return self.layers
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Any:
+    def shared(self, position_ids: Tensor, layout: AnyLayout) -> Any:
         """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none.
 
         `position_ids` [T] are for families that rotate by them.
@@ -181,5 +181,5 @@ class NextSentence(nn.Module):
         self.pooler = Pooler(config)
         self.classifier = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
         return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]

@@ -21,9 +21,9 @@ from model.data import corpus, examples
 from model.data.corpus import Corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES, family_of
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation, optim
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.distillation import Lesson, Teacher, TeacherOutputs, Teaching
 from model.training.training_run import command
 from service.core.encode import Encoder, Window, load_tokenizer
 
@@ -172,7 +172,7 @@ def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequ
     student.load_state_dict(weights)
 
 
-def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
+def inherit(student: EncoderWithHeads, whole: Teacher, layers: Sequence[int]) -> list[str]:
     """Begin as some layers of a checkpoint, and with its heads where it has the same; gives the names of these."""
     reader.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
@@ -248,7 +248,7 @@ def read_texts(
     shape: config.BertConfig,
     encoder: Encoder,
     file: Path,
-    answers: Mapping[str, Answers | None],
+    answers: Mapping[str, TeacherOutputs | None],
     trunk: Teacher | None,
 ) -> Lesson:
     """What plain text teaches, as the student and each teacher reads it.
@@ -365,7 +365,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
 
     # student
     torch.manual_seed(s.seed)
-    student = Model(finetune.with_rates(s, shape), described)
+    student = EncoderWithHeads(finetune.with_rates(s, shape), described)
     kept = inherit(student, whole, layers) if whole else None
     theirs = trunk.model.config
     how: dict[str, Any] = {}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
@@ -29,12 +28,12 @@ from sklearn.metrics import accuracy_score, average_precision_score, f1_score, m
 
 from model.checkpoints.source import read_source
 from model.data import examples, labelled_rows
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import optim
 from service.core import bundle, decode, packing, tags
+from service.core.decode import Floats
 from service.core.encode import Encoded, Encoder, Encoding
 
-Floats = NDArray[np.float32]
 Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
 HeadOutputs = Sequence[
     tuple[Encoded, list[Floats]]
@@ -106,7 +105,7 @@ def run_sorted(run: Run, encodings: Sequence[Encoding]) -> list[Mapping[str, Flo
     return [outputs[i] for i in range(len(encodings))]
 
 
-def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32) -> Run:
+def torch_run(model: EncoderWithHeads, heads: list[str], dtype: torch.dtype = torch.float32) -> Run:
     """Run some heads of a model on its own device, without dropout."""
     device = next(model.parameters()).device
     per_token = [name for name in heads if model.described[name].per_token]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.checkpoints import reader
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
@@ -57,7 +57,9 @@ def fill(
     if not len(masked):
         raise ValueError(f"the text has no {mask} to fill in")
     inputs = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
-    token_logits, _ = model(*inputs, Layout.of(packed.layout), torch.as_tensor(masked))  # [M, V]
+    token_logits, _ = model(
+        *inputs, PackedLayout.of(packed.layout), torch.as_tensor(masked)
+    )  # [M, V]
     best = token_logits.softmax(-1).topk(min(top_k, token_logits.shape[1]))
     return [
         [(encoder.tokenizer.id_to_token(i), p) for i, p in zip(ids, probabilities, strict=True)]

@@ -24,9 +24,9 @@ from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation, optim
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.distillation import Lesson, Teacher, TeacherOutputs, Teaching
 from model.training.token_matching_init import begin_matching
 from model.training.training_run import TrainingRun, command
 from service.core import bundle
@@ -115,7 +115,7 @@ def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
 
 
 def evaluate_heads(
-    model: Model,
+    model: EncoderWithHeads,
     s: FinetuneSettings,
     encoders: dict[str, Encoder],
     dtype: torch.dtype,
@@ -173,7 +173,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str) -> None:
+def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *teachers: str) -> None:
     """An ordinary checkpoint of one head or none, or a joint one of several; never half of it.
 
     teachers: who taught it, which is kept beside it for its provenance
@@ -207,7 +207,7 @@ def read_lessons(
     teacher_of: Mapping[str, Teacher],
     weights: Mapping[str, float],
     trunk: Teacher | None = None,
-) -> tuple[dict[str, bundle.Head], dict[str, Answers | None], list[Lesson]]:
+) -> tuple[dict[str, bundle.Head], dict[str, TeacherOutputs | None], list[Lesson]]:
     """What each head is, who answers for it, and the lessons that its rows make.
 
     weights: how much each of `teach.LOSSES` counts
@@ -260,7 +260,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
 
     # model
     torch.manual_seed(s.seed)
-    model = Model(with_rates(s, shape), described)
+    model = EncoderWithHeads(with_rates(s, shape), described)
     if source:
         reader.init_from(model, source)
     kept = None
@@ -277,7 +277,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
 
 def train(
     s: FinetuneSettings,
-    model: Model,
+    model: EncoderWithHeads,
     teaching: Teaching,
     encoders: dict[str, Encoder],
     tokenizer_file: Path,

@@ -1,8 +1,7 @@
-"""The heads: what turns hidden states into the outputs of a task.
+"""Task heads: from the encoder's hidden states to the outputs of a task.
 
-Each is called with the last hidden state `[T, H]` and the layout, and gives logits per sequence `[B, C]` or per token
-`[T, C]`. A `Model` is one encoder with named heads beside each other; `Pretraining` is the encoder with what most
-families are pretrained with.
+A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
+`[T, C]`. `EncoderWithHeads` is one encoder with named heads; `Pretraining` is one with the heads of pretraining.
 
 T tokens, B sequences, H hidden, C outputs, V vocabulary
 """
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
@@ -20,7 +19,6 @@ from model.pooling import first_tokens, mean_tokens
 from service.core import bundle
 
 IGNORE_INDEX = -100
-AnyLayout = Layout | Padded
 Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 
 
@@ -89,7 +87,7 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             return SentenceEmbedding(head.pooling or "mean")
 
 
-class Model(nn.Module):
+class EncoderWithHeads(nn.Module):
     """One encoder, its heads by name, and the manifest's description of each."""
 
     def __init__(self, config: BertConfig, heads: Mapping[str, bundle.Head]):

@@ -24,7 +24,7 @@ from export.goldens import torch_outputs
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.families.registry import FAMILIES, family_of
-from model.heads import Model, Pretraining, make_pretraining
+from model.heads import EncoderWithHeads, Pretraining, make_pretraining
 from model.tokenizer import train
 from model.training.capture import capture
 from service.core import bundle
@@ -274,7 +274,7 @@ def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: 
     """It is read again as it was written."""
     torch.manual_seed(0)
     config = family_config(CASES[model_type])
-    model = perturb(Model(config, {task: Head(task=task)}))
+    model = perturb(EncoderWithHeads(config, {task: Head(task=task)}))
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     writer.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
     again = reader.load_model(tmp_path / "ours").eval()
@@ -297,7 +297,7 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
     """By what is added to the second one's tokens; to the first nothing is, and transformers reads that."""
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
-    model = Model(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
+    model = EncoderWithHeads(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     writer.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
     again = reader.load_model(tmp_path / "ours")
@@ -489,7 +489,7 @@ def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     described = {"a": Head(task="classification", labels=("x", "y"))}
-    model = Model(family_config(case), described)
+    model = EncoderWithHeads(family_config(case), described)
     before = {name: tensor.clone() for name, tensor in model.heads.state_dict().items()}
     reader.init_from(model, tmp_path)
     changed = {
@@ -639,7 +639,7 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         max_position_embeddings=max(MIXED),
         type_vocab_size=2,
     )
-    model = perturb(Model(config, {"topic": Head(task="classification", labels=TOPICS)}))
+    model = perturb(EncoderWithHeads(config, {"topic": Head(task="classification", labels=TOPICS)}))
     writer.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
     assert 0 == export([str(folder / "checkpoint"), str(folder / "out"), "--precision", "fp32"])
     return Exported(folder / "checkpoint", bundle.load(folder / "out"))

@@ -83,7 +83,7 @@ def joint(scratch: Path, seed: int = 0) -> Path:
     import torch
 
     from model.checkpoints import reader, writer
-    from model.heads import Model
+    from model.heads import EncoderWithHeads
     from service.core.bundle import Head
 
     out = scratch / "minilm-joint"
@@ -96,7 +96,7 @@ def joint(scratch: Path, seed: int = 0) -> Path:
         "answers": Head(task="qa"),
         "embeddings": Head(task="embedding", pooling="mean", dimensions=config.hidden_size),
     }
-    model = Model(config, heads)
+    model = EncoderWithHeads(config, heads)
     reader.init_from(model, minilm())
     generator = torch.Generator().manual_seed(seed)
     draw(model.heads["labels"].classifier, "classify", generator)

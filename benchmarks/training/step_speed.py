@@ -29,7 +29,7 @@ from model.data import examples
 from model.data.corpus import Corpus, Ints
 from model.data.pretraining_batches import Sampler, Samples, Specials
 from model.families.bert_names import BERT
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.pretrain import PretrainSettings, Trainer
 from model.training import optim
 from model.training.data_parallel import Ranks
@@ -239,7 +239,9 @@ def their_step(
 def finetuning(case: Case, precision: str, device: torch.device) -> tuple[Step, Step]:
     settings = PretrainSettings("", [], "", precision=precision)
     labels = ("one", "two", "three", "four")
-    model = Model(case.shape, {"topic": bundle.Head(task="classification", labels=labels)})
+    model = EncoderWithHeads(
+        case.shape, {"topic": bundle.Head(task="classification", labels=labels)}
+    )
     model.to(device).train()
     optimizer = optim.adamw(model.named_parameters(), settings.lr, 0.01, (0.9, 0.98))
     peer = transformers.BertForSequenceClassification(

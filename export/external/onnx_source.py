@@ -52,8 +52,9 @@ POSITIONS_BEHIND_PADDING = {
 }
 SAME_WAY = 0.9999  # cosine of what is pooled alike: rounding costs far less, another way far more
 
-Array = NDArray[Any]
-Answers = Mapping[str, Array]  # a graph's own outputs for one input, by name: a batch of one
+RawOutputs = Mapping[
+    str, NDArray[Any]
+]  # a graph's own outputs for one input, by name: a batch of one
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Recipe:
     pooling: str | None = None
     dense: tuple[nn.Module, ...] = ()
 
-    def apply(self, answers: Answers) -> NDArray[np.float32]:
+    def apply(self, answers: RawOutputs) -> NDArray[np.float32]:
         """One input's output of the head, `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
         values = [answers[name][0].astype(np.float32) for name in self.outputs]
         value = values[0] if len(values) == 1 else np.stack(values, axis=-1)
@@ -153,7 +154,7 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run_foreign(given: ExternalModel, encodings: Sequence[Encoding]) -> list[Answers]:
+def run_external(given: ExternalModel, encodings: Sequence[Encoding]) -> list[RawOutputs]:
     """What the graph gives for each input alone. Raises CheckpointError when it cannot be fed or does not run."""
     try:
         session = open_graph(given.graph, CPU, SessionOptions(threads=0))
@@ -162,7 +163,7 @@ def run_foreign(given: ExternalModel, encodings: Sequence[Encoding]) -> list[Ans
     _check_inputs(given, session.get_inputs())
     names = {value.name for value in session.get_inputs()}
     outputs = [value.name for value in session.get_outputs()]
-    found: list[Answers] = []
+    found: list[RawOutputs] = []
     for encoding in encodings:
         feeds = {k: v for k, v in padded_feeds(pack([encoding])).items() if k in names}
         try:
@@ -199,7 +200,7 @@ def _check_inputs(given: ExternalModel, inputs: Sequence[Any]) -> None:
 
 
 def read_recipe(
-    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
+    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[RawOutputs]
 ) -> Recipe:
     """The head that the graph's answers are for. Raises CheckpointError when they are not those of its task."""
     if given.task == "embedding":
@@ -216,7 +217,7 @@ def read_recipe(
 
 
 def _embedding(
-    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
+    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[RawOutputs]
 ) -> Recipe:
     said, normalize, dense = _read_pooling(given.folder)
     tokens = next((name for name in TOKENS if name in answers[0]), None)
@@ -246,7 +247,7 @@ def _read_pooling(folder: Path) -> tuple[str | None, bool | None, tuple[nn.Modul
     return said, None, ()
 
 
-def _find_pooling(given: ExternalModel, answers: Answers, tokens: str | None) -> str:
+def _find_pooling(given: ExternalModel, answers: RawOutputs, tokens: str | None) -> str:
     """How the graph pools, where nothing says it, from what it gives for each token."""
     for pooling in ("mean", "cls") if tokens else ():
         ours = pool(answers[str(tokens)][0].astype(np.float32), pooling)
@@ -258,7 +259,7 @@ def _find_pooling(given: ExternalModel, answers: Answers, tokens: str | None) ->
     )
 
 
-def _check_outputs(given: ExternalModel, names: Sequence[str], answers: Answers) -> None:
+def _check_outputs(given: ExternalModel, names: Sequence[str], answers: RawOutputs) -> None:
     missing = [name for name in names if name not in answers]
     if missing:
         said = f"{given.task} needs {', '.join(missing)}, and it gives {', '.join(answers)}"
@@ -269,7 +270,7 @@ def _check_outputs(given: ExternalModel, names: Sequence[str], answers: Answers)
 
 
 def _check_shape(
-    given: ExternalModel, name: str, value: Array, expected: tuple[int, ...], rows: str
+    given: ExternalModel, name: str, value: NDArray[Any], expected: tuple[int, ...], rows: str
 ) -> None:
     if value.shape != expected:
         said = f"{name} has shape {value.shape} where {given.task} needs {expected}, {rows}"

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.heads import Model
+from model.heads import EncoderWithHeads
 
 PRODUCTS = ("attention", "feed_forward")  # what the layers of every family call them
 
 
-def halved(model: Model) -> Model:
+def halved(model: EncoderWithHeads) -> EncoderWithHeads:
     """A copy that computes so; it can be traced, and run by PyTorch."""
     copied = copy.deepcopy(model).eval()
     for name, module in copied.encoder.named_modules():

@@ -46,7 +46,7 @@ def beside(encoder: Names, others: Names) -> Names:
 
 
 def single_names(family: Family, task: str) -> Names:
-    """The hub's names for a parameter of a `Model` with one head, for this task."""
+    """The hub's names for a parameter of a `EncoderWithHeads` with one head, for this task."""
 
     def of_head(name: str) -> list[str]:
         _, _, rest = name.split(".", 2)  # heads.<name>.<rest>

@@ -39,7 +39,7 @@ from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families.registry import family_named, family_of
 from model.families.spec import SUFFIXES
-from model.heads import Model, Pretraining
+from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 
 PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
@@ -150,14 +150,14 @@ def read_teachers(source: str | Path) -> list[str]:
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(source: str | Path, task: bundle.Task | None = None) -> Model:
+def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWithHeads:
     """Return the encoder and heads of a checkpoint, joint or of one of the hub's architectures.
 
     task: as in `read_heads`
     Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
     """
     folder = locate(source)
-    model = Model(read_config(folder), read_heads(folder, task))
+    model = EncoderWithHeads(read_config(folder), read_heads(folder, task))
     weights, names = read_weights(folder), model_names(model, folder)
     fill(model, weights, names, folder)
     _check_unused(weights, model, names, folder, heads=task is not None)
@@ -175,7 +175,7 @@ def _check_unused(
     check_unused(weights, used, family, str(folder), heads=heads)
 
 
-def model_names(model: Model, folder: Path) -> Names:
+def model_names(model: EncoderWithHeads, folder: Path) -> Names:
     """Return the hub's names for a model's parameters in its checkpoint, joint or of one head."""
     family = family_of(model.config)
     if (folder / "heads.json").is_file():
@@ -211,7 +211,7 @@ def load_pretraining(source: str | Path) -> Pretraining:
     return model.eval()
 
 
-def init_from(model: Model, source: str | Path) -> None:
+def init_from(model: EncoderWithHeads, source: str | Path) -> None:
     """Fill a model's encoder from another checkpoint's, and the poolers of its classifiers from the pooler, if any."""
     folder = locate(source)
     weights = read_weights(folder)

@@ -30,7 +30,7 @@ from model.checkpoints.sentence_config import (
 )
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
-from model.heads import Model, SentenceEmbedding
+from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core.bundle import Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
@@ -45,7 +45,7 @@ class Source:
     """A model with its tokenizer (without truncation or padding) and the longest input it takes, in tokens."""
 
     folder: Path
-    model: Model
+    model: EncoderWithHeads
     tokenizer: tokenizers.Tokenizer
     max_length: int
 
@@ -62,7 +62,7 @@ def read_source(name: str | Path, task: Task | None = None) -> Source:
     return Source(folder, model, tokenizer, read_max_length(folder))
 
 
-def _read_model(folder: Path, task: Task | None) -> Model:
+def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
@@ -107,7 +107,7 @@ def said_length(folder: Path) -> int | None:
 # -- sentence-transformers ------------------------------------------------------------------------
 
 
-def _cross_encoder(folder: Path) -> Model:
+def _cross_encoder(folder: Path) -> EncoderWithHeads:
     """A text classifier. Raises CheckpointError for one that is made of modules, or of another architecture."""
     _modules(folder, ALONE, "Transformer alone in a CrossEncoder")
     model = load_model(folder)
@@ -116,7 +116,7 @@ def _cross_encoder(folder: Path) -> Model:
     return model
 
 
-def _sentence_transformer(folder: Path) -> Model:
+def _sentence_transformer(folder: Path) -> EncoderWithHeads:
     """The encoder, and one embedding head made of the modules that follow it."""
     pooling, normalize, dense = read_modules(folder)
     return _embedding_model(folder, pooling, normalize, dense)
@@ -159,7 +159,7 @@ def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
 
 def _embedding_model(
     folder: Path, pooling: str, normalize: bool, dense: Sequence[nn.Module]
-) -> Model:
+) -> EncoderWithHeads:
     encoder = load_encoder(folder, pooler=False)
     outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
     head = Head.model_validate(
@@ -171,7 +171,7 @@ def _embedding_model(
             "demo": read_json(config_file(folder)).get("demo", False),
         }
     )
-    model = Model(encoder.config, {"embedding": head})
+    model = EncoderWithHeads(encoder.config, {"embedding": head})
     model.encoder = encoder
     model.heads["embedding"] = SentenceEmbedding(pooling, nn.Sequential(*dense))
     return model.eval()

@@ -28,7 +28,7 @@ from model.checkpoints.hub_names import (
 from model.checkpoints.reader import PROVENANCE
 from model.config import BertConfig
 from model.families.registry import family_of
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core import bundle
 
 
@@ -76,7 +76,7 @@ def save_pretraining(path: str | Path, model: nn.Module, tokenizer: Path) -> Non
         _write(Path(path) / folder, part.config, state, tokenizer, architecture)
 
 
-def save_joint(path: str | Path, model: Model, tokenizer: Path) -> None:
+def save_joint(path: str | Path, model: EncoderWithHeads, tokenizer: Path) -> None:
     """Write a model with all its heads: the encoder under the hub's names, each head under its own name."""
     heads = {name: head.model_dump(exclude_defaults=True) for name, head in model.described.items()}
     family = family_of(model.config)
@@ -85,11 +85,11 @@ def save_joint(path: str | Path, model: Model, tokenizer: Path) -> None:
     _write(Path(path), model.config, state, tokenizer, family.architecture_of("embedding"), files)
 
 
-def save_head(path: str | Path, model: Model, name: str, tokenizer: Path) -> None:
+def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: Path) -> None:
     """Write one head of a model with the encoder, as a checkpoint of the hub's architecture for the head's task."""
     head = model.described[name]
     family = family_of(model.config)
-    single = Model(model.config, {name: head})
+    single = EncoderWithHeads(model.config, {name: head})
     single.encoder, single.heads[name] = model.encoder, model.heads[name]
     is_embedding = head.task == "embedding"
     names = joint_names(family) if is_embedding else single_names(family, head.task)

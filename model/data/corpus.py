@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from model.data import checksums
 from model.data.checksums import DataError
-
-Ints = NDArray[np.int64]
+from service.core.packing import Ints
 
 VERSION = 2  # of the rules by which text becomes tokens: another makes another cache
 

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
 from model.settings_checks import check_choice, check_counts, check_types
 from service.core import bundle, packing, tags
 from service.core.encode import Encoded, Encoder, Encoding, Window
+from service.core.packing import Ints
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool]
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
 SCALE = 20.0  # what cosines are multiplied by before a softmax
@@ -423,7 +423,7 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stream:
+class ExampleStream:
     """An endless, shuffled, repeatable row of batches for one head, and how they are judged."""
 
     name: str
@@ -477,7 +477,7 @@ def _shuffled(count: int, seed: tuple[int, ...], epoch: int) -> Ints:
 
 def streams(
     name: str, settings: HeadSettings, head: bundle.Head, found: Sequence[Example]
-) -> list[Stream]:
+) -> list[ExampleStream]:
     """What trains a head: one stream; or for embeddings, one of texts that belong together and one of scores."""
     if head.task != "embedding":
         loss = {
@@ -485,7 +485,7 @@ def streams(
             "ner": token_loss,
             "qa": span_loss,
         }[head.task]
-        return [Stream(name, name, list(found), settings.batch_size, settings.weight, loss)]
+        return [ExampleStream(name, name, list(found), settings.batch_size, settings.weight, loss)]
     together = [example for example in found if example.labels.dtype != np.float32]
     scored = [example for example in found if example.labels.dtype == np.float32]
     kinds = [
@@ -493,7 +493,7 @@ def streams(
         (settings.loss, scored, settings.scored_batch_size, SCORED[settings.loss]),
     ]
     return [
-        Stream(f"{name}/{kind}", name, some, size, settings.weight, loss)
+        ExampleStream(f"{name}/{kind}", name, some, size, settings.weight, loss)
         for kind, some, size, loss in kinds
         if some
     ]
@@ -504,7 +504,7 @@ def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
     packed = packing.pack(encodings)
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     ids, types, positions = (torch.as_tensor(array, device=device) for array in arrays)
-    return ids, types, positions, Layout.of(packed.layout, device)
+    return ids, types, positions, PackedLayout.of(packed.layout, device)
 
 
 def forward(model: nn.Module, encodings: Sequence[Encoding], heads: list[str]) -> dict[str, Tensor]:

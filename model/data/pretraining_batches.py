@@ -20,10 +20,11 @@ from tokenizers import models
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from model.attention import Layout
-from model.data.corpus import Corpus, Ints
+from model.attention import PackedLayout
+from model.data.corpus import Corpus
 from model.families.spec import Family, Pairs
 from service.core import packing
+from service.core.packing import Ints
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class PretrainingBatch:
     is_next: what is asked about pairs [B]
     """
 
-    inputs: tuple[Tensor, Tensor, Tensor, Layout]
+    inputs: tuple[Tensor, Tensor, Tensor, PackedLayout]
     masked: Tensor
     labels: Tensor
     is_next: Tensor
@@ -252,14 +253,14 @@ class Samples:
 @functools.lru_cache(maxsize=8)  # blocks have the same in every step
 def _frame_of(
     lengths: tuple[int, ...], width: int, device: torch.device
-) -> tuple[Layout, Tensor, Tensor | slice]:
+) -> tuple[PackedLayout, Tensor, Tensor | slice]:
     """The layout of rows of so many tokens, the tokens' positions, and where they stand in a grid `width` wide."""
     layout = packing.make_layout(lengths)
     positions = torch.as_tensor(packing.positions(layout), device=device)
     if min(lengths) == width:
-        return Layout.of(layout, device), positions, slice(None)
+        return PackedLayout.of(layout, device), positions, slice(None)
     slots = np.flatnonzero(np.arange(width) < np.asarray(lengths)[:, None])
-    return Layout.of(layout, device), positions, torch.as_tensor(slots, device=device)
+    return PackedLayout.of(layout, device), positions, torch.as_tensor(slots, device=device)
 
 
 class Sampler:

@@ -13,13 +13,11 @@ import numpy as np
 import tokenizers
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from model.data.examples import Batch
 from service.core.encode import Encoding
-
-Ints = NDArray[np.int64]
+from service.core.packing import Ints
 
 NEIGHBORS = 8
 CHUNK = 1024  # words whose similarities are computed at once

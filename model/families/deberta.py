@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import (
-    Layout,
-    Padded,
+    AnyLayout,
     attention,
     by_head,
     count_slots,
@@ -214,7 +213,7 @@ class Table(nn.Module):
         index = (away + config.distances).clamp(0, 2 * config.distances - 1)
         self.register_buffer("index", index, persistent=False)
 
-    def forward(self, layout: Layout | Padded) -> Distances:
+    def forward(self, layout: AnyLayout) -> Distances:
         """Raises IndexError for sequences that are longer than max_position_embeddings."""
         longest = count_slots(layout)
         away = torch.arange(-longest, longest, device=self.index.device)
@@ -247,14 +246,14 @@ class DebertaSelfAttention(nn.Module):
         own = () if config.share_att_key else self.terms
         return {term: nn.Linear(config.hidden_size, config.hidden_size) for term in own}
 
-    def forward(self, x: Tensor, layout: Layout | Padded, distances: Distances | None) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, distances: Distances | None) -> Tensor:
         qkv = self.qkv(x)
         bias = None if distances is None else self.bias(qkv, layout, distances)
         dropout = self.dropout if self.training else 0.0
         context = attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
         return self.output(context)  # [T, H]
 
-    def bias(self, qkv: Tensor, layout: Layout | Padded, distances: Distances) -> Tensor | None:
+    def bias(self, qkv: Tensor, layout: AnyLayout, distances: Distances) -> Tensor | None:
         """What distances add to the scores, `[B, N, S, S]`."""
         query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
         table = distances.table.to(qkv.dtype)
@@ -329,7 +328,7 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, before: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, x: Tensor, before: Tensor, layout: AnyLayout) -> Tensor:
         slots = (
             to_slots(before, layout) * real_slots(layout)[:, :, None]
         )  # beyond an end is nothing
@@ -352,7 +351,7 @@ class ConvolvedLayer(SecondVersionLayer):
         super().__init__(config)
         self.convolution = Convolution(config)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, *beside: Any) -> Tensor:
         return self.convolution(super().forward(x, layout, *beside), x, layout)  # [T, H]
 
 
@@ -369,7 +368,7 @@ class Deberta(Bert):
         if self.distances is not None:
             self.distances.apply(self.init_weights)
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Distances | None:
+    def shared(self, position_ids: Tensor, layout: AnyLayout) -> Distances | None:
         return None if self.distances is None else self.distances(layout)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import ACTIVATIONS, Bert, MaskedLM
 from model.bert import Embeddings as BertEmbeddings
 from model.config import BertConfig
@@ -74,7 +74,7 @@ class Electra(Bert):
 
 # -- what it is pretrained with ----------------------------------------------------------------------------------------
 
-ElectraInputs = tuple[Tensor, Tensor, Tensor, Layout | Padded]  # ids, segments, positions [T]
+ElectraInputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 
 
 class Generator(nn.Module):
@@ -94,7 +94,7 @@ class Generator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
         masked: Tensor,
     ) -> Tensor:
         """Token logits [M, V] at the packed indices `masked`."""
@@ -133,7 +133,7 @@ class Discriminator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
         return self.replaced(self.encoder(input_ids, token_type_ids, position_ids, layout))  # [T]
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention, count_slots
+from model.attention import AnyLayout, attention, count_slots
 from model.bert import ACTIVATIONS
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -199,7 +199,7 @@ class ModernBertSelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=biased)
 
     def forward(
-        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None = None
+        self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None = None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         turned = rotate(self.qkv(x), self.num_heads, by)
@@ -233,9 +233,7 @@ class ModernBertLayer(nn.Module):
         self.feed_forward_norm = norm(config)
         self.feed_forward = ModernBertFeedForward(config)
 
-    def forward(
-        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), layout, by, bias)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -274,7 +272,7 @@ class ModernBert(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
         x = self.embeddings(input_ids, token_type_ids)
         c = self.config
@@ -322,7 +320,7 @@ class ModernBertTokenClassification(nn.Module):
         self.head = Transform(config)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
         return self.classifier(self.head(hidden_states))  # [T, C]
 
 
@@ -333,7 +331,7 @@ class ModernBertSequenceClassification(ModernBertTokenClassification):
         super().__init__(config, num_labels)
         self.pooled = POOLED[config.classifier_pooling]
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
         return super().forward(self.pooled(hidden_states, layout), layout)  # [B, C]
 
 

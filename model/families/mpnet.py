@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, count_slots
+from model.attention import AnyLayout, count_slots
 from model.bert import Bert
 from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
 from model.families.roberta import ROBERTA, RobertaConfig
@@ -65,7 +65,7 @@ class MPNet(Bert):
         # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
         self.register_buffer("buckets", bucket(away, buckets), persistent=False)
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Tensor:
+    def shared(self, position_ids: Tensor, layout: AnyLayout) -> Tensor:
         places = torch.arange(count_slots(layout), device=self.buckets.device)
         buckets = self.buckets[places[None, :] - places[:, None] + self.longest]
         return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]

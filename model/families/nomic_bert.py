@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import Bert, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -139,7 +139,7 @@ class NomicBert(Bert):
     make_embeddings = NomicBertEmbeddings
     make_layer = NomicBertLayer
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Rotation:
+    def shared(self, position_ids: Tensor, layout: AnyLayout) -> Rotation:
         return rotation(position_ids, self.config.head_size, self.config.rope_theta)
 
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, real_slots, to_slots
+from model.attention import PackedLayout, real_slots, to_slots
 from model.checkpoints import reader
 from model.checkpoints.source import read_source, read_tokenizer
 from model.data import examples
 from model.data.examples import Batch, Loss
 from model.data.word_replacement import Replacement, find_neighbors
-from model.heads import IGNORE_INDEX, Model, make_head
+from model.heads import IGNORE_INDEX, EncoderWithHeads, make_head
 from model.training.capture import capture
 from service.core import bundle
 from service.core.encode import Encoder, Window
@@ -40,7 +40,7 @@ class Teacher:
     """A model that is asked and not changed; `name` is what it was asked for by."""
 
     name: str
-    model: Model
+    model: EncoderWithHeads
     tokenizer: tokenizers.Tokenizer
 
     @property
@@ -56,7 +56,7 @@ def load(source: str, device: torch.device) -> Teacher:
         whole = read_source(folder)
         model, tokenizer = whole.model, whole.tokenizer
     else:
-        model, tokenizer = Model(reader.read_config(folder), {}), read_tokenizer(folder)
+        model, tokenizer = EncoderWithHeads(reader.read_config(folder), {}), read_tokenizer(folder)
         model.encoder = reader.load_encoder(folder, pooler=False)
     model.requires_grad_(False)
     return Teacher(source, model.eval().to(device), tokenizer)
@@ -78,7 +78,7 @@ def difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
-class Answers:
+class TeacherOutputs:
     """The head of a teacher that answers for one of ours; `columns` of its logits are our labels, in order."""
 
     teacher: Teacher
@@ -95,7 +95,7 @@ def kinds_of(task: str) -> tuple[str, ...]:
     return ("embedding", "similarity") if task == "embedding" else ("logits",)
 
 
-def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
+def ask(teacher: Teacher, name: str, head: bundle.Head) -> TeacherOutputs | None:
     """Who answers for a head; None if nobody does. Of vectors, any teacher's pooled hidden states will do.
 
     Raises ValueError for a head of that name that is another.
@@ -105,13 +105,13 @@ def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
         told = f"{_told(head)}, and in {teacher.name} {_told(described[name])}"
         raise ValueError(f"heads.{name}: {told}")
     if chosen := find_head(teacher, name, head):
-        return Answers(teacher, chosen, _columns(described[chosen].labels, head.labels))
+        return TeacherOutputs(teacher, chosen, _columns(described[chosen].labels, head.labels))
     if head.task != "embedding":
         return None
     pooled = head.model_copy(update={"dimensions": teacher.model.config.hidden_size})
     described[name] = pooled
     teacher.model.heads[name] = make_head(teacher.model.config, pooled)
-    return Answers(teacher, name)
+    return TeacherOutputs(teacher, name)
 
 
 def find_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
@@ -121,7 +121,7 @@ def find_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
     return name if name in alike else alike[0] if len(alike) == 1 else None
 
 
-def keep_heads(student: Model, whole: Teacher) -> list[str]:
+def keep_heads(student: EncoderWithHeads, whole: Teacher) -> list[str]:
     """Begin with the heads that another model has, too, label by label; gives the names of these."""
     kept = []
     for name, head in student.described.items():
@@ -163,7 +163,7 @@ def _told(head: bundle.Head) -> str:
 # -- lessons ----------------------------------------------------------------------------------------------------------
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """`tasks.Stream`, or what gives batches as it does; `head` is "" for texts that are for none."""
 
     name: str
@@ -187,10 +187,10 @@ class Lesson:
     replacement: of words by similar words, in the texts that student and teacher read
     """
 
-    stream: Stream
-    answers: Mapping[str, Answers | None]
+    stream: BatchStream
+    answers: Mapping[str, TeacherOutputs | None]
     trunk: Teacher | None = None
-    twins: Mapping[str, Stream] = field(default_factory=dict)
+    twins: Mapping[str, BatchStream] = field(default_factory=dict)
     replacement: Replacement | None = None
 
     @property
@@ -212,7 +212,9 @@ class Lesson:
         return batch, twins
 
 
-def _each_once(lessons: Sequence[Lesson], answers: Mapping[str, Answers | None]) -> list[Teacher]:
+def _each_once(
+    lessons: Sequence[Lesson], answers: Mapping[str, TeacherOutputs | None]
+) -> list[Teacher]:
     asked = [each.teacher for each in answers.values() if each]
     trunks = [each.trunk for each in lessons if each.trunk]
     return list({teacher.name: teacher for teacher in (*asked, *trunks)}.values())
@@ -224,7 +226,7 @@ def lessons(
     head: bundle.Head,
     settings: examples.HeadSettings,
     encoder: Encoder,
-    answers: Answers | None,
+    answers: TeacherOutputs | None,
     trunk: Teacher | None = None,
 ) -> list[Lesson]:
     """What a head's rows teach it: a lesson for each stream of them.
@@ -233,7 +235,7 @@ def lessons(
     other tokens, or words are to be replaced and no teacher with the same tokens answers.
     """
 
-    def read(encoder: Encoder) -> list[examples.Stream]:
+    def read(encoder: Encoder) -> list[examples.ExampleStream]:
         found = list(examples.examples(rows, head, encoder, settings.stride))
         return examples.streams(name, settings, head, found)
 
@@ -289,11 +291,11 @@ class CapturedBatch(NamedTuple):
     outputs: dict[str, Tensor]
     hidden: list[Tensor]
     qkv: list[Tensor]
-    layout: Layout
+    layout: PackedLayout
 
 
 def look(
-    model: Model,
+    model: EncoderWithHeads,
     encodings: Sequence[Window],
     heads: Sequence[str],
     dtype: torch.dtype = torch.float32,
@@ -371,7 +373,7 @@ def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
     return Loss(F.mse_loss(*(each[others] for each in cosines)), 1.0)
 
 
-def relation_loss(ours: Tensor, theirs: Tensor, layout: Layout, num_heads: int) -> Loss:
+def relation_loss(ours: Tensor, theirs: Tensor, layout: PackedLayout, num_heads: int) -> Loss:
     """How a sequence's queries relate to each other, its keys, and its values: MiniLMv2 (Wang et al. 2021).
 
     ours, theirs: `[T, 3H]`, of widths that may differ. Each third is cut into `num_heads` relation heads; of every
@@ -386,7 +388,7 @@ def relation_loss(ours: Tensor, theirs: Tensor, layout: Layout, num_heads: int) 
     return Loss(torch.stack([each[real].mean() for each in found]).sum(), 1.0)
 
 
-def _relations(x: Tensor, layout: Layout, num_heads: int) -> Tensor:
+def _relations(x: Tensor, layout: PackedLayout, num_heads: int) -> Tensor:
     """`[T, H]` to scores `[B, N, S, S]`, minus infinity for keys that are none."""
     slots = to_slots(x, layout)
     heads = slots.view(*slots.shape[:2], num_heads, -1).transpose(1, 2)  # [B, N, S, H / N]
@@ -410,9 +412,9 @@ class Teaching(nn.Module):
 
     def __init__(
         self,
-        model: Model,
+        model: EncoderWithHeads,
         lessons: Sequence[Lesson],
-        answers: Mapping[str, Answers | None],
+        answers: Mapping[str, TeacherOutputs | None],
         weights: Mapping[str, float],
         *,
         temperature: float = 1.0,
@@ -456,7 +458,7 @@ class Teaching(nn.Module):
 
     def forward(
         self,
-        model: Model,
+        model: EncoderWithHeads,
         lesson: Lesson,
         batch: Batch,
         read: Mapping[str, Batch],
@@ -484,7 +486,7 @@ class Teaching(nn.Module):
 
     def _answers(
         self,
-        model: Model,
+        model: EncoderWithHeads,
         lesson: Lesson,
         batch: Batch,
         ours: CapturedBatch,

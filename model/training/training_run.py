@@ -24,10 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-Settings = TypeVar("Settings")
+S = TypeVar("S")
 
 
-def read_settings(kind: type[Settings], description: str) -> Settings:
+def read_settings(kind: type[S], description: str) -> S:
     """A run's settings: a TOML file first (see `read_config`), then `--name value` for any of its fields.
 
     Lists and tables are given on the command line as JSON.
@@ -101,7 +101,7 @@ def _over(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def command(kind: type[Settings], description: str, work: Callable[[Settings], object]) -> None:
+def command(kind: type[S], description: str, work: Callable[[S], object]) -> None:
     """What a training script does when it is called: read its settings and work; what is wrong is said in a line."""
     settings = read_settings(kind, description)
     try:

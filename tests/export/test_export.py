@@ -15,7 +15,7 @@ from export import trace_graphs, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from export.passes import quantize
-from export.provenance import read_told
+from export.provenance import read_metadata
 from model.checkpoints.reader import load_model
 from service.core import bundle
 from service.core.encode import Encoder
@@ -456,7 +456,7 @@ def test_refused_provenance(
 def test_shipped_provenance_is_the_lock_s() -> None:
     """Of its data sets the shipped bundle says what the lock says, and what its provenance file names."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
-    told = read_told(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
+    told = read_metadata(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
     alike = {"name", "terms", "commercial_use", "used_for"}
     assert len(told["datasets"]) > 5
     assert [data.model_dump(include=alike) for data in shipped.datasets] == [
@@ -547,7 +547,7 @@ def test_company_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A graph whose answers depend on the batch is never written."""
-    whole = verify.check_company
+    whole = verify.check_batch_invariance
 
     def check(run: Any, encodings: Any, what: str) -> float:
         def swayed(batch: Any) -> Any:

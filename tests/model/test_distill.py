@@ -17,7 +17,7 @@ from model.bert import Bert
 from model.checkpoints import reader, writer
 from model.distill import DistillSettings
 from model.families.registry import FAMILIES
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation
 from model.training.capture import capture
 from model.training.training_run import read_config
@@ -81,7 +81,7 @@ def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "answers": Head(task="qa"),
         "vectors": Head(task="embedding", pooling="mean", dimensions=32),
     }
-    model = perturb(Model(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
+    model = perturb(EncoderWithHeads(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
     folder = tmp_path_factory.mktemp("joint") / "checkpoint"
     writer.save_joint(folder, model, tokenizer_file)
     return folder
@@ -497,7 +497,7 @@ def test_both_read_the_same_texts(
     read: list[list[list[int]]] = []
     look = distillation.look
 
-    def watched(model: Model, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
+    def watched(model: EncoderWithHeads, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
@@ -525,7 +525,7 @@ def test_both_read_the_same_sentences(
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
     s = DistillSettings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
     known = load_tokenizer(other)
-    asked = {"vectors": distillation.Answers(teacher, "vectors")}
+    asked = {"vectors": distillation.TeacherOutputs(teacher, "vectors")}
     lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
     streams = (lesson.stream, lesson.twins[str(joint)])
     mine, its = (t.batch((1, 0), 2).encodings for t in streams)

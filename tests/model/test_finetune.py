@@ -20,7 +20,7 @@ from model.config import preset
 from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import FinetuneSettings
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import optim
 from model.training.distillation import Lesson
 from model.training.token_matching_init import begin_matching
@@ -577,7 +577,7 @@ def test_kept_heads_answer_by_their_labels(
         torch.testing.assert_close([new[label] for label in old], [*old.values()], rtol=0, atol=0)
 
 
-def by_label(model: Model, name: str) -> dict[str, Tensor]:
+def by_label(model: EncoderWithHeads, name: str) -> dict[str, Tensor]:
     """The classifier's weights and bias of each label of a head, in the head's order."""
     classifier = model.heads[name].classifier
     labelled_rows = torch.cat([classifier.weight, classifier.bias[:, None]], dim=1)
@@ -607,7 +607,7 @@ def test_training_starts_from_an_installed_package(minilm: Path) -> None:
 
 def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
     """By a learning rate of their own, on the same schedule."""
-    model = Model(reader.read_config(source), {"answers": Head(task="qa")})
+    model = EncoderWithHeads(reader.read_config(source), {"answers": Head(task="qa")})
     optimizer = optim.adamw(model.named_parameters(), 1e-4, 0.01, (0.9, 0.999), head_lr=1e-3)
     optim.set_lr(optimizer, 0.5e-4)
     rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}

@@ -6,16 +6,16 @@ import pytest
 
 from model.bert import Bert
 from model.checkpoints import writer
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from tests.model.checkpoints.helpers import HEADS
 from tests.model.helpers import perturb, shape
 
 
 @pytest.fixture
-def joint() -> Model:
+def joint() -> EncoderWithHeads:
     """A model with every kind of head."""
     heads = {kind.replace(" ", "_"): head for kind, head in HEADS.items()}
-    return perturb(Model(shape(), heads))
+    return perturb(EncoderWithHeads(shape(), heads))
 
 
 @pytest.fixture

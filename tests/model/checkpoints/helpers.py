@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from service.core.packing import Packed
 from tests.model.helpers import batch, ours, real, theirs
@@ -52,5 +52,5 @@ def peer_output(task: str, peer: Any, packed: Packed) -> Tensor:
 
 
 @torch.no_grad()
-def our_output(model: Model, name: str, packed: Packed) -> Tensor:
+def our_output(model: EncoderWithHeads, name: str, packed: Packed) -> Tensor:
     return model(*ours(packed), heads=[name])[name]

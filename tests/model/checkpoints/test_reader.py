@@ -15,7 +15,7 @@ from torch import Tensor
 from model.checkpoints import hub_names, reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.families.bert_names import BERT
-from model.heads import Model, Pretraining
+from model.heads import EncoderWithHeads, Pretraining
 from service.core.bundle import Head
 from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
 from tests.model.helpers import TOLERANCE, ours, perturb, real, shape, theirs
@@ -97,7 +97,7 @@ class TestInitFrom:
         """A new model starts from a pretrained encoder, its classifiers from that one's pooler."""
         source = perturb(Pretraining(shape()))
         writer.save_pretraining(tmp_path, source, tokenizer_file)
-        model = Model(shape(), {"a": HEADS["single label"], "b": HEADS["ner"]})
+        model = EncoderWithHeads(shape(), {"a": HEADS["single label"], "b": HEADS["ner"]})
 
         reader.init_from(model, tmp_path)
 
@@ -106,10 +106,12 @@ class TestInitFrom:
         pooler = model.get_submodule("heads.a.pooler.dense")
         assert torch.equal(pooler.weight, source.next_sentence.pooler.dense.weight)
 
-    def test_without_pooler(self, tmp_path: Path, joint: Model, tokenizer_file: Path) -> None:
+    def test_without_pooler(
+        self, tmp_path: Path, joint: EncoderWithHeads, tokenizer_file: Path
+    ) -> None:
         """Where the source has no pooler of its own, as a joint one has not, the new one stays."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
-        model = Model(shape(), {"a": HEADS["single label"]})
+        model = EncoderWithHeads(shape(), {"a": HEADS["single label"]})
         fresh = model.get_submodule("heads.a.pooler.dense").weight.clone()
 
         reader.init_from(model, tmp_path)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from model.bert import Bert
 from model.checkpoints import reader, writer
 from model.checkpoints.tokenizer_files import read_tokenizer
-from model.heads import Model, Pretraining
+from model.heads import EncoderWithHeads, Pretraining
 from service.core import packing
 from service.core.bundle import Head
 from service.core.encode import Encoder
@@ -43,7 +43,7 @@ class TestWhatWeSave:
     def test_heads(self, kind: str, tmp_path: Path, tokenizer_file: Path) -> None:
         """transformers reads every kind of head that we save, and gives our logits."""
         head = HEADS[kind]
-        model = perturb(Model(shape(), {kind: head}))
+        model = perturb(EncoderWithHeads(shape(), {kind: head}))
 
         writer.save_head(tmp_path, model, kind, tokenizer_file)
 
@@ -60,7 +60,7 @@ class TestWhatWeSave:
 
     @pytest.mark.parametrize("kind", HEADS)
     def test_heads_of_a_joint_model(
-        self, kind: str, joint: Model, tmp_path: Path, tokenizer_file: Path
+        self, kind: str, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
     ) -> None:
         """Any one head of a joint model, written out alone, gives the joint model's logits there."""
         task, name = HEADS[kind].task, kind.replace(" ", "_")
@@ -149,7 +149,7 @@ class TestWhatWeSave:
         """A pair of texts, cut and classified here, gets the logits that it gets in transformers."""
         head = HEADS["single label"]
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
-        model = perturb(Model(shape(vocab_size=vocab_size), {"pair": head}))
+        model = perturb(EncoderWithHeads(shape(vocab_size=vocab_size), {"pair": head}))
         firsts, seconds = ["Ada drew a comet.", "Who?"], ["Lise doubted.", "Emmy sold every river!"]
         writer.save_head(tmp_path, model, "pair", tokenizer_file)
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
@@ -168,7 +168,7 @@ class TestWhatWeSave:
         """sentence-transformers reads an embedding head: its pooling, and that it is normalised."""
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
         head = Head.model_validate({"task": "embedding", "pooling": pooling, "dimensions": 32})
-        model = perturb(Model(shape(vocab_size=vocab_size), {"vectors": head}))
+        model = perturb(EncoderWithHeads(shape(vocab_size=vocab_size), {"vectors": head}))
         texts = ["Ada drew a comet.", "Lise painted two prime numbers, twice."]
         writer.save_head(tmp_path, model, "vectors", tokenizer_file)
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
@@ -183,7 +183,9 @@ class TestWhatWeSave:
 
 
 class TestJoint:
-    def test_round_trip(self, joint: Model, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_round_trip(
+        self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
+    ) -> None:
         """A joint checkpoint comes back with all its heads, in order, and all their outputs."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
 
@@ -194,7 +196,7 @@ class TestJoint:
             before, after = joint(*ours(PACKED)), again(*ours(PACKED))
         assert all(torch.equal(after[name], output) for name, output in before.items())
 
-    def test_files(self, joint: Model, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_files(self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path) -> None:
         """The trunk has BERT's own names, the heads have theirs, and `heads.json` describes them."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
 
@@ -208,7 +210,7 @@ class TestJoint:
         assert described["ner"] == {"task": "ner", "labels": list(HEADS["ner"].labels)}
 
     def test_trunk_by_transformers(
-        self, joint: Model, tmp_path: Path, tokenizer_file: Path
+        self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
     ) -> None:
         """transformers reads a joint checkpoint's trunk."""
         writer.save_joint(tmp_path, joint, tokenizer_file)

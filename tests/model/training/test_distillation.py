@@ -12,16 +12,16 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from model import tokenizer
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.bert import Bert
 from model.checkpoints import writer
 from model.checkpoints.hub_names import CheckpointError
 from model.data import examples as tasks
 from model.data.examples import Batch
 from model.families.registry import FAMILIES
-from model.heads import IGNORE_INDEX, Model, Pretraining
+from model.heads import IGNORE_INDEX, EncoderWithHeads, Pretraining
 from model.training import distillation
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.distillation import Lesson, Teacher, TeacherOutputs, Teaching
 from service.core import packing
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
@@ -160,7 +160,7 @@ def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
     total = sum(lengths)
     ours, theirs = logits(total, 3 * 8) / 3, logits(total, 3 * 16, seed=1) / 3
     ours.requires_grad_()
-    layout = Layout.of(packing.make_layout(lengths))
+    layout = PackedLayout.of(packing.make_layout(lengths))
     found = distillation.relation_loss(ours, theirs, layout, num_heads).value
     by_hand = relations_by_hand(ours, theirs, lengths, num_heads)
     torch.testing.assert_close(found, by_hand, rtol=1e-4, atol=1e-5)
@@ -200,7 +200,7 @@ def test_similarities_of_a_batch() -> None:
 
 
 def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
-    model = Model(shape(vocab_size=200), heads).eval().requires_grad_(False)
+    model = EncoderWithHeads(shape(vocab_size=200), heads).eval().requires_grad_(False)
     return Teacher("some teacher", model, load_tokenizer(tokenizer_file))
 
 
@@ -217,7 +217,7 @@ def test_labels_in_another_order(tokenizer_file: Path) -> None:
     """Are looked up by their names."""
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
     answers = distillation.ask(teacher(tokenizer_file, classification=CLASSES), "mood", turned)
-    assert answers == Answers(answers.teacher, "classification", (2, 0, 1))
+    assert answers == TeacherOutputs(answers.teacher, "classification", (2, 0, 1))
 
 
 def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
@@ -245,7 +245,7 @@ def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None
         "pad_token_id": 0,
     }
     described = {"mood": CLASSES, "tags": TAGS, "spans": SPANS, "vectors": VECTORS}
-    ours, theirs = (Model(known.config(**fields), dict(described)) for _ in range(2))
+    ours, theirs = (EncoderWithHeads(known.config(**fields), dict(described)) for _ in range(2))
     whole = Teacher("other", theirs, load_tokenizer(tokenizer_file))
     assert distillation.keep_heads(ours, whole) == [*described]
     for name, head in ours.heads.items():
@@ -290,7 +290,7 @@ def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[st
 # -- lessons ----------------------------------------------------------------------------------------------------------
 
 
-def lesson(answers: Answers | None, trunk: Teacher | None = None) -> tuple[Lesson, Batch]:
+def lesson(answers: TeacherOutputs | None, trunk: Teacher | None = None) -> tuple[Lesson, Batch]:
     """Of three texts with labels."""
     windows = [
         Encoder(load_tokenizer(FILE[0]), 32).texts([text])[0].windows[0]
@@ -328,7 +328,7 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
     """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
     answers = distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
-    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(answers)
     weights = {"labels": 2.0, "logits": 3.0}
     cases = [
@@ -345,7 +345,7 @@ def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
 
 def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
     """A head without a teacher, beside others that have one."""
-    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None)
     teaching = Teaching(student, [taught], {}, {"labels": 1.0}, anneal=True)
     assert {
@@ -357,7 +357,7 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
     """A student that answers with the same labels in another order has nothing to learn."""
     asked = teacher(tokenizer_file, mood=CLASSES)
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
-    student = Model(shape(vocab_size=200), {"mood": turned}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": turned}).eval()
     student.load_state_dict(asked.model.state_dict())
     for name in ("weight", "bias"):
         getattr(student.heads["mood"].classifier, name).data = getattr(
@@ -368,7 +368,7 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
     teaching = Teaching(student, [taught], {"mood": answers}, {"logits": 1.0})
     ((_, loss),) = teaching(student, taught, drawn, {}, 0.0).values()
     assert loss.value.abs() < 1e-6
-    straight = Answers(asked, "mood", (0, 1, 2))
+    straight = TeacherOutputs(asked, "mood", (0, 1, 2))
     taught, drawn = lesson(straight)
     ((_, loss),) = Teaching(student, [taught], {"mood": straight}, {"logits": 1.0})(
         student, taught, drawn, {}, 0.0
@@ -379,7 +379,7 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
 def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
     """The mean of squares between each pair, through a map of its own where widths differ."""
     asked = teacher(tokenizer_file)
-    narrow = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    narrow = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
     pairs = [(0, 0), (1, 2)]
     teaching = Teaching(narrow, [taught], {}, {"hidden": 1.0}, hidden=pairs)
@@ -399,7 +399,7 @@ def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
 def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
     """The student's last, and the teacher's that is asked for, of a batch as it is packed."""
     asked = teacher(tokenizer_file)
-    student = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
     ours, theirs = (
         distillation.look(model, drawn.encodings, [], relations=True).qkv
@@ -428,7 +428,7 @@ def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Pat
     }
     small = {**fields, "intermediate_size": 64, "max_position_embeddings": 64}
     config = family.config(**{**family.config.released, **small})
-    model = Model(config, {}).eval()
+    model = EncoderWithHeads(config, {}).eval()
     _, drawn = lesson(None)
     seen = distillation.look(model, drawn.encodings, [], relations=True)
     assert [part.shape for part in seen.qkv] == [(drawn.tokens, 96)] * 3
