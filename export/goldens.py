@@ -1,4 +1,4 @@
-"""Golden inputs: a few texts of every kind that a served model meets, with the outputs that PyTorch gives for them."""
+"""Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
 from collections.abc import Sequence
 
@@ -28,14 +28,14 @@ LONG = "The committee met on the first Monday of every month and wrote down what
 
 
 def golden_encodings(encoder: Encoder) -> list[Encoding]:
-    """Short and empty texts, a pair, and one text as long as the model takes."""
+    """Encode short and empty texts, a pair, and one text of the model's maximum length."""
     texts = [*TEXTS, LONG * (encoder.max_length // 8)]
     encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
     return [item.windows[0] for item in encoded]
 
 
 def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
-    """Every head's output, computed by PyTorch in fp32: what the graphs must agree with."""
+    """Compute every head's output with PyTorch in fp32, the reference of the graphs."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with torch.no_grad():
         outputs = model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
@@ -43,7 +43,7 @@ def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
 
 
 def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) -> Golden:
-    """Goldens of what each encoding gives, rows per token or one each."""
+    """Join each encoding's outputs, rows per token or one row each, to goldens."""
     packed = pack(encodings)
     joined = {
         name: np.concatenate([own[name] for own in outputs])
@@ -55,13 +55,14 @@ def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) 
 
 
 def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golden:
+    """Compute goldens with PyTorch, in one packed batch."""
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
 def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
-    """Each encoding's own outputs."""
+    """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     per_token = {name for name, head in model.described.items() if head.per_token}
     return split(torch_outputs(model, packed), packed.layout, per_token)

@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "fp16 alone": (
         lambda _: None,
         ["--precision", "fp16"],
-        "--precision: fp16 runs on a GPU only; name fp32 or int8 beside it",
+        "--precision: fp16 runs on a GPU only; add fp32 or int8",
     ),
     "no provenance": (lambda _: None, ["--provenance", "nowhere.toml"], "nowhere.toml"),
     "unknown head": (
@@ -558,7 +558,7 @@ def test_company_failure(
 
         return whole(swayed, encodings, what)
 
-    monkeypatch.setattr(verify, "check_company", check)
+    monkeypatch.setattr(verify, "check_batch_invariance", check)
     status = export(tiny_checkpoint, out)
     assert_refused(status, f"{precision}: answers differ by ", out, capsys)
 
