@@ -216,7 +216,7 @@ def choose_max_length(request: ExportRequest, longest: int | None) -> int:
 
 
 def write_graphs(source: Source, folder: Path, precisions: Sequence[str], show: Show) -> None:
-    """Write the fp32 graphs, which share one weight file, and those of the other requested precisions."""
+    """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions."""
     show("tracing the packed and the portable graph ...")
     packed = trace_graphs.export_packed(source.model)
     portable = trace_graphs.export_portable(source.model)

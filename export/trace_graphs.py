@@ -1,6 +1,8 @@
-"""From a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
+"""Trace a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
 
-All are traces of the same module; only the layout differs. Names are the contract of `docs/bundle.md`.
+All are traces of the same module; only the layout differs. `docs/bundle.md` specifies the names.
+
+T tokens, B sequences, S longest, C outputs of a head
 """
 
 import hashlib
@@ -54,7 +56,7 @@ class PackedGraph(nn.Module):
 
 
 class PackedCuda(nn.Module):
-    """The same with the layout that CUDA's packed attention reads; heads get the rest of it derived."""
+    """`[T]` tokens with the layout of CUDA's packed attention -> every head's output; heads get the rest derived."""
 
     def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
@@ -69,10 +71,10 @@ class PackedCuda(nn.Module):
         token_offset: Tensor,
         cu_seqlens: Tensor,
     ) -> tuple[Tensor, ...]:
-        columns = torch.arange(token_offset.shape[1])
-        firsts = cu_seqlens[:-1, None].to(torch.int64)
-        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)
-        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)
+        columns = torch.arange(token_offset.shape[1])  # [S]
+        firsts = cu_seqlens[:-1, None].to(torch.int64)  # [B, 1]
+        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)  # [B, S]
+        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)  # [T]
         layout = PackedLayout(lengths, unpack, pack, cu_seqlens, token_offset)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
@@ -98,9 +100,9 @@ class Portable(nn.Module):
 
 
 def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
-    """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where it needs none.
+    """Trace the packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where possible.
 
-    Raises ValueError when a head bears the name of an input.
+    Raises ValueError for a head with the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
@@ -109,9 +111,9 @@ def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
 
 
 def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
-    """The packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, and no padding anywhere in the encoder.
+    """Trace the packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, without padding in the encoder.
 
-    Raises ValueError when a head bears the name of an input.
+    Raises ValueError for a head with the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.token_offset(), layout.cu_seqlens]
@@ -120,7 +122,7 @@ def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
 
 
 def _sample() -> tuple[packing.Layout, Dim, Dim, Dim]:
-    """A layout to trace with, and its T, B and S."""
+    """Return a layout to trace with, and the dynamic dimensions T, B and S."""
     return packing.make_layout([5, 3, 2]), Dim("T"), Dim("B"), Dim("S")
 
 
@@ -131,13 +133,13 @@ def _tokens(layout: packing.Layout) -> list[np.ndarray]:
 
 
 def has_attention_bias(proto: onnx.ModelProto) -> bool:
-    """Whether any attention of a graph for CUDA adds a bias to its scores."""
+    """Return whether any attention of a graph for CUDA adds a bias to its scores."""
     packed = (node for node in proto.graph.node if node.op_type == "PackedMultiHeadAttention")
     return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
 
 
 def export_portable(model: EncoderWithHeads) -> onnx.ModelProto:
-    """The portable graph: standard operators only, padded inputs."""
+    """Trace the portable graph: standard operators only, padded `[B, S]` inputs."""
     batch = Dim("B")
     slot = Dim("S")
     ids = np.ones((3, 5), dtype=np.int64)
@@ -157,8 +159,8 @@ def _trace(
     _check_names(outputs)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        for talkative in ("torch.onnx", "onnxscript"):
-            logging.getLogger(talkative).setLevel(logging.ERROR)
+        for name in ("torch.onnx", "onnxscript"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         program = torch.onnx.export(
             module.eval(),
             tuple(map(torch.from_numpy, arrays)),
@@ -180,7 +182,7 @@ def _check_names(heads: Iterable[str]) -> None:
 
 
 def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
-    """Name the outputs after the heads, whatever the trace called its own values, and drop its debug texts."""
+    """Name the outputs after the heads, and drop debug texts. A traced value with a head's name gets another."""
     renamed = {name: f"{name}.value" for name in outputs}
     renamed |= {value.name: name for value, name in zip(proto.graph.output, outputs, strict=True)}
     for node in proto.graph.node:
@@ -200,9 +202,9 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
 
 
 def save_sharing_weights(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
-    """Write graphs whose large tensors stand once each, whoever uses them, in one external file.
+    """Write graphs whose large tensors are in one external file, each tensor once for all graphs.
 
-    It holds the model's weights and nothing else, for it is them that vectors are comparable by.
+    The file contains the model's weights only, because `embedding_space` is a hash of it.
     """
     offsets: dict[bytes, int] = {}
     with weights.open("wb") as file:
