@@ -12,7 +12,7 @@ from export import trace_graphs
 from export.passes import mask_free_attention
 from model.checkpoints.reader import load_model
 from model.config import BertConfig
-from model.families.modernbert import ModernBertConfig, rotation_speeds
+from model.families.modernbert import ModernBertConfig, rope_frequencies
 from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import Head
@@ -216,7 +216,7 @@ def test_rotations_far_from_the_beginning() -> None:
     packed = batch([8192], 50)
     found = run_value(proto, angles, packed)
 
-    speeds = rotation_speeds(64, 10_000.0).numpy()
+    speeds = rope_frequencies(64, 10_000.0).numpy()
     expected = packed.position_ids[:, None].astype(np.float32) * speeds
     np.testing.assert_array_equal(found.squeeze(), expected)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import PackedLayout, PaddedLayout, attention
+from model.attention import PackedLayout, PaddedLayout, ScaledDotProductAttention, attention
 from service.core import packing
 from tests.model.helpers import LENGTHS, TOLERANCE
 
@@ -204,17 +204,14 @@ def test_dropout_drops_weights() -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_captured_weights_are_those_of_attention(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Captured weights sum to one, are zero on padding, and give attention's own context."""
+def test_weights_are_those_of_attention(lengths: list[int]) -> None:
+    """Attention weights sum to one, are zero on padding, and give attention's own context."""
     qkv, layout = draw(lengths)
-    captured: list[Tensor] = []
+    attend = ScaledDotProductAttention(HEADS, dropout=0.0)
 
-    monkeypatch.setattr("model.attention.weight_captures", [captured])
-    found = attention(qkv, HEADS, layout)
+    found = attend(qkv, layout)
 
-    [weights] = captured
+    weights = attend.weights(qkv, layout)
     batch, longest = layout.unpack.shape
     assert weights.shape == (batch, HEADS, longest, longest)
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
