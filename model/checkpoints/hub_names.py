@@ -22,12 +22,12 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read as asked; the message names the file and what is wrong."""
 
 
-def trunk_names(family: Family, prefix: str = "") -> Names:
+def encoder_names(family: Family, prefix: str = "") -> Names:
     """The hub's names for a parameter of the encoder."""
 
     def names(name: str) -> list[str]:
         stem, _, kind = name.rpartition(".")
-        for ours, theirs in family.trunk.items():
+        for ours, theirs in family.encoder_names.items():
             if match := re.fullmatch(ours, stem):
                 return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
         raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
@@ -35,7 +35,7 @@ def trunk_names(family: Family, prefix: str = "") -> Names:
     return names
 
 
-def beside(encoder: Names, others: Names) -> Names:
+def with_encoder(encoder: Names, others: Names) -> Names:
     """The names for a module that has an encoder and other parts."""
 
     def names(name: str) -> list[str]:
@@ -53,12 +53,12 @@ def single_names(family: Family, task: str) -> Names:
         stem, _, kind = rest.rpartition(".")
         return [f"{family.heads[task][stem]}.{kind}"]
 
-    return beside(trunk_names(family, family.prefix), of_head)
+    return with_encoder(encoder_names(family, family.prefix), of_head)
 
 
 def joint_names(family: Family) -> Names:
     """The names in a joint checkpoint: a bare trunk's, and the heads' own."""
-    return beside(trunk_names(family), lambda name: [name])
+    return with_encoder(encoder_names(family), lambda name: [name])
 
 
 def pretraining_names(family: Family) -> Names:
@@ -68,7 +68,7 @@ def pretraining_names(family: Family) -> Names:
         stem, _, kind = name.rpartition(".")
         return [f"{family.objectives[stem]}.{kind}"]
 
-    return beside(trunk_names(family, family.prefix), of_objective)
+    return with_encoder(encoder_names(family, family.prefix), of_objective)
 
 
 def within(names: Names, part: str) -> Names:
@@ -78,7 +78,7 @@ def within(names: Names, part: str) -> Names:
 
 def pooler_names(family: Family) -> Names:
     """The hub's names for a parameter of `Pooler`, in an encoder's checkpoint."""
-    return within(trunk_names(family), "pooler")
+    return within(encoder_names(family), "pooler")
 
 
 def to_hub(module: nn.Module, names: Names) -> Tensors:

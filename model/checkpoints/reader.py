@@ -21,6 +21,7 @@ from model.checkpoints.hub_names import (
     CheckpointError,
     Names,
     Tensors,
+    encoder_names,
     from_hub,
     joint_names,
     modern_names,
@@ -29,7 +30,6 @@ from model.checkpoints.hub_names import (
     pretraining_names,
     single_names,
     to_hub,
-    trunk_names,
     within,
 )
 from model.checkpoints.json_files import read_json
@@ -194,7 +194,7 @@ def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
     folder = locate(source)
     config = read_config(folder)
     encoder = family_of(config).encoder(config, pooler=pooler)
-    weights, names = read_weights(folder), trunk_names(family_of(config))
+    weights, names = read_weights(folder), encoder_names(family_of(config))
     fill(encoder, weights, names, folder)
     _check_unused(weights, encoder, names, folder)
     return encoder.eval()
@@ -216,10 +216,10 @@ def init_from(model: EncoderWithHeads, source: str | Path) -> None:
     folder = locate(source)
     weights = read_weights(folder)
     family = family_of(model.config)
-    fill(model.encoder, weights, trunk_names(family), folder)
+    fill(model.encoder, weights, encoder_names(family), folder)
     with torch.device("meta"):  # the source may have more layers than the model takes
         whole = family.encoder(read_config(folder))
-    _check_unused(weights, whole, trunk_names(family), folder)
+    _check_unused(weights, whole, encoder_names(family), folder)
     if not family.encoder.has_pooler:
         return
     (dense,) = pooler_names(family)("dense.weight")

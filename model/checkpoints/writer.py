@@ -19,11 +19,11 @@ from model.bert import Bert
 from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, POOLING, SIGMOID
 from model.checkpoints.hub_names import (
     Tensors,
+    encoder_names,
     joint_names,
     pretraining_names,
     single_names,
     to_hub,
-    trunk_names,
 )
 from model.checkpoints.reader import PROVENANCE
 from model.config import BertConfig
@@ -60,7 +60,7 @@ def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
 def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:
     """Write an encoder without heads. tokenizer: a `tokenizer.json`, which is copied"""
     family = family_of(encoder.config)
-    state = to_hub(encoder, trunk_names(family))
+    state = to_hub(encoder, encoder_names(family))
     _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
 
 

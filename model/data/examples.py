@@ -416,10 +416,10 @@ class Batch:
 
 
 class Loss(NamedTuple):
-    """The mean over a batch; and what guessing evenly would cost, the unit in which heads add up."""
+    """The mean over a batch; and what guessing uniform_loss would cost, the unit in which heads add up."""
 
     value: Tensor
-    chance: float
+    uniform: float
 
 
 @dataclass(frozen=True)
@@ -517,7 +517,7 @@ def forward(model: nn.Module, encodings: Sequence[Encoding], heads: list[str]) -
 # -- outputs to losses ----------------------------------------------------------------------------
 
 
-def evenly(choices: float) -> float:
+def uniform_loss(choices: float) -> float:
     """What guessing costs, in nats."""
     return math.log(max(choices, 2))
 
@@ -533,15 +533,15 @@ def text_loss(logits: Tensor, batch: Batch, problem_type: str | None) -> Loss:
     if problem_type == "regression":
         return Loss(F.mse_loss(logits, labels), 1.0)
     if problem_type == "multi_label_classification" or logits.shape[1] == 1:
-        return Loss(F.binary_cross_entropy_with_logits(logits, labels), evenly(2))
-    return Loss(F.cross_entropy(logits, labels), evenly(logits.shape[1]))
+        return Loss(F.binary_cross_entropy_with_logits(logits, labels), uniform_loss(2))
+    return Loss(F.cross_entropy(logits, labels), uniform_loss(logits.shape[1]))
 
 
 def token_loss(logits: Tensor, batch: Batch) -> Loss:
     """logits [T, C]: cross-entropy at every token of the text."""
     labels = tagged(batch, logits)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
-    return Loss(loss, evenly(logits.shape[1]))
+    return Loss(loss, uniform_loss(logits.shape[1]))
 
 
 def tagged(batch: Batch, logits: Tensor) -> Tensor:
@@ -552,7 +552,7 @@ def tagged(batch: Batch, logits: Tensor) -> Tensor:
 def span_loss(logits: Tensor, batch: Batch) -> Loss:
     """logits [T, 2]: cross-entropy of start and of end, among the tokens that may be either."""
     slots, choices = among_candidates(logits, batch)
-    return Loss(F.cross_entropy(slots, _joined(batch, logits)), evenly(choices))
+    return Loss(F.cross_entropy(slots, _joined(batch, logits)), uniform_loss(choices))
 
 
 def among_candidates(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -584,11 +584,11 @@ def ranking_loss(
     np.fill_diagonal(right, False)
     scores = scores.masked_fill(torch.as_tensor(right, device=scores.device), -math.inf)
     own = torch.arange(size, device=scores.device)
-    found = Loss(F.cross_entropy(scores, own), evenly(scores.shape[1]))
+    found = Loss(F.cross_entropy(scores, own), uniform_loss(scores.shape[1]))
     if not symmetric:
         return found
     back = F.cross_entropy(scores[:, :size].T, own)
-    return Loss((found.value + back) / 2, (found.chance + evenly(size)) / 2)
+    return Loss((found.value + back) / 2, (found.uniform + uniform_loss(size)) / 2)
 
 
 def triplet_loss(
@@ -633,7 +633,7 @@ def cosent_loss(vectors: Tensor, batch: Batch) -> Loss:
     excess = SCALE * (cosines[:, None] - cosines)  # [B, B] of the row's over the column's
     wrong = excess[scores[:, None] < scores]
     terms = torch.cat([wrong.new_zeros(1), wrong])
-    return Loss(torch.logsumexp(terms, dim=0), evenly(len(terms)))
+    return Loss(torch.logsumexp(terms, dim=0), uniform_loss(len(terms)))
 
 
 def cosine_loss(vectors: Tensor, batch: Batch) -> Loss:

@@ -89,8 +89,8 @@ ALBERT = replace(
     encoder=Albert,
     architecture="Albert",
     prefix="albert.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"embeddings\.project": ["encoder.embedding_hidden_mapping_in"],
         rf"{GROUP}\.attention\.qkv": [
             f"{LAYER}.attention.query",

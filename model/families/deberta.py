@@ -396,8 +396,8 @@ DEBERTA = replace(
     encoder=Deberta,
     architecture="Deberta",
     prefix="deberta.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"embeddings\.project": ["embeddings.embed_proj"],
         r"distances\.rows": ["encoder.rel_embeddings"],
         rf"{LAYER}\.attention\.qkv\.rows": [r"encoder.layer.\1.attention.self.in_proj"],
@@ -416,8 +416,8 @@ DEBERTA_V2 = replace(
     config=DebertaV2Config,
     encoder=DebertaV2,
     architecture="DebertaV2",
-    trunk={
-        **DEBERTA.trunk,
+    encoder_names={
+        **DEBERTA.encoder_names,
         r"distances\.norm": ["encoder.LayerNorm"],
         r"layers\.0\.convolution\.around": ["encoder.conv.conv"],
         r"layers\.0\.convolution\.norm": ["encoder.conv.LayerNorm"],

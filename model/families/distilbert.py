@@ -70,8 +70,8 @@ DISTILBERT = replace(
     encoder=DistilBert,
     architecture="DistilBert",
     prefix="distilbert.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"layers\.(\d+)\.attention\.qkv": [
             r"transformer.layer.\1.attention.q_lin",
             r"transformer.layer.\1.attention.k_lin",

@@ -191,7 +191,7 @@ ELECTRA = replace(
     encoder=Electra,
     architecture="Electra",
     prefix="electra.",
-    trunk={**BERT.trunk, r"embeddings\.project": ["embeddings_project"]},
+    encoder_names={**BERT.encoder_names, r"embeddings\.project": ["embeddings_project"]},
     heads=ROBERTA.heads,
     objectives={
         "masked_lm": "generator_lm_head",

@@ -363,7 +363,7 @@ MODERNBERT = replace(
     encoder=ModernBert,
     architecture="ModernBert",
     prefix="model.",
-    trunk={
+    encoder_names={
         r"embeddings\.word": ["embeddings.tok_embeddings"],
         r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
         r"embeddings\.norm": ["embeddings.norm"],

@@ -92,8 +92,8 @@ MPNET = replace(
     architecture="MPNet",
     tokenizer="wordpiece",
     prefix="mpnet.",
-    trunk={
-        **ROBERTA.trunk,
+    encoder_names={
+        **ROBERTA.encoder_names,
         r"distances": ["encoder.relative_attention_bias"],
         r"layers\.(\d+)\.attention\.qkv": [
             r"encoder.layer.\1.attention.attn.q",

@@ -154,7 +154,7 @@ NOMIC_BERT = replace(
     architecture="NomicBert",
     mask_rate=0.3,
     prefix="nomic_bert.",
-    trunk={
+    encoder_names={
         r"embeddings\.word": ["embeddings.word_embeddings"],
         r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
         r"embeddings\.norm": ["emb_ln"],

@@ -51,7 +51,7 @@ class Family:
     encoder: type[nn.Module]
     architecture: str
     prefix: str
-    trunk: Stems
+    encoder_names: Stems
     heads: Mapping[str, Mapping[str, str]]
     make_heads: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)

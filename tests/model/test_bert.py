@@ -74,7 +74,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
     encoder = Bert(config).eval()
-    hub_names.from_hub(encoder, peer.state_dict(), hub_names.trunk_names(BERT), "transformers")
+    hub_names.from_hub(encoder, peer.state_dict(), hub_names.encoder_names(BERT), "transformers")
 
     for seed, lengths in enumerate(LENGTHS.values()):
         assert_parity(encoder, peer, batch(lengths, seed=seed))

@@ -161,7 +161,7 @@ ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "simila
 # -- what a student begins as -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", distillation.DISTANCES)
+@pytest.mark.parametrize("distance", distillation.VECTOR_DISTANCES)
 def test_a_student_of_all_layers_is_the_teacher(
     distance: str,
     joint: Path,
@@ -426,8 +426,8 @@ def test_what_a_text_is(
         s = DistillSettings(
             output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text
         )
-        lesson = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
-        assert lesson.twins == {}
+        lesson = distill.text_task(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
+        assert lesson.retokenized == {}
         stream = lesson.stream
         for step in range(20):
             drawn = stream.batch((1, 0), step).encodings
@@ -495,13 +495,13 @@ def test_both_read_the_same_texts(
 ) -> None:
     """Of rows and of text, each in tokens of its own."""
     read: list[list[list[int]]] = []
-    look = distillation.look
+    look = distillation.run_batch
 
     def watched(model: EncoderWithHeads, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
-    monkeypatch.setattr(distillation, "look", watched)
+    monkeypatch.setattr(distillation, "run_batch", watched)
     heads = tables(data, "names", "vectors")
     fresh = {
         "preset": "tiny",
@@ -525,9 +525,9 @@ def test_both_read_the_same_sentences(
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
     s = DistillSettings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
     known = load_tokenizer(other)
-    asked = {"vectors": distillation.TeacherOutputs(teacher, "vectors")}
-    lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
-    streams = (lesson.stream, lesson.twins[str(joint)])
+    asked = {"vectors": distillation.TeacherHead(teacher, "vectors")}
+    lesson = distill.text_task(s, shape(), Encoder(known, 64), other, asked, None)
+    streams = (lesson.stream, lesson.retokenized[str(joint)])
     mine, its = (t.batch((1, 0), 2).encodings for t in streams)
     assert [known.decode(w.input_ids) for w in mine] == [
         teacher.tokenizer.decode(w.input_ids) for w in its
@@ -611,7 +611,7 @@ def test_passages_of_a_step_are_of_one_length(
         corpus_batch_size=8,
     )
     teacher = distillation.load(str(joint), torch.device("cpu"))
-    lesson = distill.read_texts(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
+    lesson = distill.text_task(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
     steps = [lesson.stream.batch((1, 0), step).encodings for step in range(40)]
     text = lesson.stream.corpus
     ends = set(text.sentence_starts[1:].tolist())
@@ -669,14 +669,14 @@ def test_annealing_ends_with_the_labels(
 ) -> None:
     """It begins with the teacher's answers alone, and every step gives a little to the labels."""
     shares: list[list[float]] = []
-    forward = distillation.Teaching.forward
+    forward = distillation.DistillationObjective.forward
 
     def watched(*given: Any) -> Any:
         parts = forward(*given)
         shares.append([weight for weight, _ in parts.values()])
         return parts
 
-    monkeypatch.setattr(distillation.Teaching, "forward", watched)
+    monkeypatch.setattr(distillation.DistillationObjective, "forward", watched)
     heads = tables(data, "names")
     heads["names"]["teacher"] = str(taught)
     finetune.finetune(
@@ -835,7 +835,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     text = TEXTS[5]
     read = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     window = Encoder.from_file(folder / "tokenizer.json", 32).texts([text])[0].windows[0]
-    seen = distillation.look(reader.load_model(folder), [window], ["classification"])
+    seen = distillation.run_batch(reader.load_model(folder), [window], ["classification"])
     torch.testing.assert_close(
         seen.outputs["classification"], theirs(**read).logits, rtol=0, atol=1e-5
     )

@@ -22,8 +22,8 @@ from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import FinetuneSettings
 from model.heads import EncoderWithHeads
 from model.training import optim
-from model.training.distillation import Lesson
-from model.training.token_matching_init import begin_matching
+from model.training.distillation import TrainingTask
+from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
 
@@ -329,7 +329,7 @@ def test_steep_heads_weigh_no_more(
 ) -> None:
     """With equal gradients, what a head sends into the encoder is as long as its weight says, however steep it is."""
     lengths = []
-    add = optim.add_gradients
+    add = optim.add_normalized_gradients
 
     def watched(loss: Tensor, learnt: list[Tensor], norm: float, of: list[Tensor]) -> None:
         before = [0 if p.grad is None else p.grad.clone() for p in of]
@@ -337,7 +337,7 @@ def test_steep_heads_weigh_no_more(
         sent = [p.grad - old for p, old in zip(of, before, strict=True) if p.grad is not None]
         lengths.append(torch.nn.utils.get_total_norm(sent).item())
 
-    monkeypatch.setattr(optim, "add_gradients", watched)
+    monkeypatch.setattr(optim, "add_normalized_gradients", watched)
     tables = heads(data)
     tables["answers"]["weight"] = 0.5
     start(tables, steps=2, equal_gradients=True)
@@ -352,15 +352,15 @@ def test_few_rows_are_heard_less_at_first(
     tables = {"names": heads(data)["names"], "few": few}
     asked: dict[str, list[int]] = {"names": [], "few": []}
     heard = []  # the steps in which few are
-    batch = Lesson.batch
+    batch = TrainingTask.batch
 
-    def watched(lesson: Lesson, seed: tuple[int, ...], step: int, *progress: float) -> Any:
+    def watched(lesson: TrainingTask, seed: tuple[int, ...], step: int, *progress: float) -> Any:
         asked[lesson.stream.name].append(step)
         if lesson.stream.name == "few":
             heard.append(asked["names"][-1])
         return batch(lesson, seed, step, *progress)
 
-    monkeypatch.setattr(Lesson, "batch", watched)
+    monkeypatch.setattr(TrainingTask, "batch", watched)
     start(tables, steps=16, anneal_sampling=True)
     assert asked == {"names": [*range(16)], "few": [*range(10)]}
     assert heard == [3, 5, 7, 8, *range(10, 16)]
@@ -620,14 +620,14 @@ def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
 def test_heads_begin_by_matching(
     data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """As begin_matching has it, in the layers that were asked for."""
+    """As init_token_matching has it, in the layers that were asked for."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
     writer.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
     told = {"init_from": str(tmp_path / "begun"), "matching_layers": 1, "steps": 1, "lr": 0.0}
     start({"names": heads(data)["names"]}, seed=3, **told)
     trained = reader.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
-    begin_matching(encoder, 1, seed=3)
+    init_token_matching(encoder, 1, seed=3)
     for name, tensor in encoder.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=0)
 

@@ -85,7 +85,7 @@ def test_pooler(model_type: str, tmp_path: Path) -> None:
     family = FAMILIES[model_type]
     if not family.encoder.has_pooler:
         pytest.skip("the family has no pooler")
-    (stem,) = family.trunk[r"pooler\.dense"]
+    (stem,) = family.encoder_names[r"pooler\.dense"]
     path = tmp_path / "model.safetensors"
     name = f"{family.prefix}{stem}.weight"
     save_file({**load_file(path), name: torch.ones(32, 32)}, path, metadata={"format": "pt"})

@@ -68,7 +68,7 @@ class TestWhatTransformersSaves:
 
         encoder = reader.load_encoder(tmp_path)
 
-        state = hub_names.to_hub(encoder, hub_names.trunk_names(BERT))
+        state = hub_names.to_hub(encoder, hub_names.encoder_names(BERT))
         expected = {n: t for n, t in trunk.state_dict().items() if not n.endswith("position_ids")}
         assert state.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
