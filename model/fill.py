@@ -19,26 +19,27 @@ from model.heads import Pretraining
 from service.core import packing
 from service.core.encode import Encoder
 
-OURS = Path("runs/quartet-mini/pretrain/checkpoint")
+DEFAULT_CHECKPOINT = Path("runs/quartet-mini/pretrain/checkpoint")
 
 
 def find_checkpoint(name: str | None) -> Path:
-    """The directory of the checkpoint named (local, or of the hub), or of our own pretrained one.
+    """Return the directory of a checkpoint (local, or of the hub), by default DEFAULT_CHECKPOINT.
 
-    Raises CheckpointError, saying how to get one.
+    Raises CheckpointError where there is none.
     """
-    if name is None and not OURS.is_dir():
+    if name is None and not DEFAULT_CHECKPOINT.is_dir():
         raise CheckpointError(
-            f"there is no checkpoint at {OURS} yet: `python -m model.pretrain model/configs/mini-pretrain.toml` "
-            "makes it, and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
+            f"there is no checkpoint at {DEFAULT_CHECKPOINT} yet: "
+            "`python -m model.pretrain model/configs/mini-pretrain.toml` makes it, "
+            "and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
         )
-    folder = reader.locate(name or OURS)
-    generator = folder / "generator"  # an ELECTRA's
+    folder = reader.locate(name or DEFAULT_CHECKPOINT)
+    generator = folder / "generator"  # of an ELECTRA
     return generator if generator.is_dir() else folder
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """Return the encoder of texts for a checkpoint. Raises CheckpointError for a tokenizer that is refused."""
+    """Return the encoder of texts for a checkpoint. Raises CheckpointError for an unsupported tokenizer."""
     return Encoder(read_tokenizer(folder), reader.read_config(folder).max_length)
 
 
@@ -46,9 +47,9 @@ def read_encoder(folder: Path) -> Encoder:
 def fill(
     model: Pretraining, encoder: Encoder, text: str, top_k: int
 ) -> list[list[tuple[str, float]]]:
-    """The best tokens for each mask of a text, in order, with their probabilities.
+    """Return the best tokens for each mask of a text, in order, with their probabilities.
 
-    Raises ValueError when the text has no mask, as the family spells it, or is too long.
+    Raises ValueError when the text has no mask token of the family, or is too long.
     """
     mask = family_of(model.config).special_tokens["mask"]
     [encoded] = encoder.texts([text], truncate=False)
@@ -68,21 +69,23 @@ def fill(
 
 
 def table(text: str, blanks: list[list[tuple[str, float]]]) -> Table:
-    found = Table(title=Text(text), title_justify="left", box=box.SIMPLE_HEAD)
-    found.add_column("blank", justify="right")
-    found.add_column("token")
-    found.add_column("probability", justify="right")
-    for number, guesses in enumerate(blanks, start=1):
-        for rank, (token, probability) in enumerate(guesses):
-            found.add_row(str(number) if rank == 0 else "", Text(token), f"{probability:.1%}")
-        found.add_section()
-    return found
+    rows = Table(title=Text(text), title_justify="left", box=box.SIMPLE_HEAD)
+    rows.add_column("blank", justify="right")
+    rows.add_column("token")
+    rows.add_column("probability", justify="right")
+    for number, tokens in enumerate(blanks, start=1):
+        for rank, (token, probability) in enumerate(tokens):
+            rows.add_row(str(number) if rank == 0 else "", Text(token), f"{probability:.1%}")
+        rows.add_section()
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", help="with one [MASK] or several (<mask> in RoBERTa)")
-    parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
+    parser.add_argument(
+        "--checkpoint", help=f"a directory or a hub name; default: {DEFAULT_CHECKPOINT}"
+    )
     parser.add_argument("--top-k", type=int, default=5, help="tokens per blank")
     arguments = parser.parse_args()
     try:

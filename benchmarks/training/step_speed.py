@@ -180,7 +180,7 @@ def pretraining(case: Case, precision: str, device: torch.device) -> tuple[Step,
         samples = drawn(number)
         trainer.step(samples, number, settings.lr)
         lengths = np.asarray(samples.lengths)
-        return samples.tokens, flops(case.shape, lengths, sum(samples.guesses))
+        return samples.tokens, flops(case.shape, lengths, sum(samples.predictions))
 
     peer = transformers.BertForPreTraining(transformers.BertConfig(**case.shape.to_dict()))
     learn = functools.partial(their_step, *with_optimizer(peer, settings, device))
@@ -198,7 +198,9 @@ def pretraining(case: Case, precision: str, device: torch.device) -> tuple[Step,
             labels=samples.original_ids.masked_fill(~samples.hidden, -100),
             next_sentence_label=samples.is_next,
         )
-        return samples.tokens, flops(case.shape, np.asarray(samples.lengths), sum(samples.guesses))
+        return samples.tokens, flops(
+            case.shape, np.asarray(samples.lengths), sum(samples.predictions)
+        )
 
     return ours, theirs
 

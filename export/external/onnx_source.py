@@ -21,7 +21,7 @@ from model.checkpoints.head_config import describe_head, is_cross_encoder, read_
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import SENTENCE
-from model.checkpoints.source import read_modules, read_tokenizer, said_length
+from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.families.spec import SUFFIXES
@@ -144,7 +144,7 @@ def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
 
 def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
     figures = (
-        said_length(folder),
+        read_declared_length(folder),
         config.get("max_position_embeddings"),
         config.get("n_positions"),
     )

@@ -140,12 +140,12 @@ def test_default_checkpoint(
     """Without a name our own pretrained checkpoint is taken; if there is none, how to get one."""
     monkeypatch.chdir(tmp_path)
     advice = refusal(monkeypatch, capsys, "[MASK]")
-    assert f"no checkpoint at {fill.OURS}" in advice
+    assert f"no checkpoint at {fill.DEFAULT_CHECKPOINT}" in advice
     assert "python -m model.pretrain model/configs/mini-pretrain.toml" in advice
     assert "--checkpoint" in advice
 
-    fill.OURS.parent.mkdir(parents=True)
-    fill.OURS.symlink_to(pretrained)
+    fill.DEFAULT_CHECKPOINT.parent.mkdir(parents=True)
+    fill.DEFAULT_CHECKPOINT.symlink_to(pretrained)
     run(monkeypatch, "[MASK]")
 
     assert "probability" in capsys.readouterr().out

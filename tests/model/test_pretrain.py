@@ -391,11 +391,11 @@ def test_fewer_and_fewer_are_hidden(
     step, evaluate = pretrain.Trainer.step, pretrain.evaluate
 
     def stepped(self: Any, whole: pretraining_batches.Samples, *args: Any) -> Any:
-        trained.append(sum(whole.guesses) / whole.tokens)
+        trained.append(sum(whole.predictions) / whole.tokens)
         return step(self, whole, *args)
 
     def evaluated(model: Any, fixed: list[pretraining_batches.Samples], tokens: int) -> Any:
-        held.extend(sum(whole.guesses) / whole.tokens for whole in fixed)
+        held.extend(sum(whole.predictions) / whole.tokens for whole in fixed)
         return evaluate(model, fixed, tokens)
 
     monkeypatch.setattr(pretrain.Trainer, "step", stepped)

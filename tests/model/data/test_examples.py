@@ -534,7 +534,7 @@ def test_what_is_right_is_no_negative(
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-@pytest.mark.parametrize("distance", examples.DISTANCES)
+@pytest.mark.parametrize("distance", examples.TRIPLET_DISTANCES)
 def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
     """An anchor may be its own positive, at a distance of nothing."""
     vectors = random_vectors(2).repeat(3, 1)[:5].requires_grad_()
