@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is asked about."""
+    """The inputs of all tasks."""
 
     texts: list[str]
     pairs: list[tuple[str, str]]

@@ -1,13 +1,13 @@
-"""What encoders are pretrained with, side by side: four families of one small size, under one budget of tokens.
+"""Compare pretraining objectives: four families of one small size, with one budget of tokens.
 
     make bench-pretraining ARGS="[--only bert ...] [--seeds 1 2] [--tokens 2e6] [--picture PNG]"
 
-BERT, RoBERTa and ELECTRA have the same blocks and other objectives; ModernBERT has other blocks as well. All read the
-same corpus, cut by one vocabulary, for as many steps at the same rate. What each learnt is told by the loss at hidden
-tokens of text that none has seen, and by fine-tuning it on two tasks, beside the same encoder without pretraining.
+BERT, RoBERTa and ELECTRA have the same layers and different objectives; ModernBERT has other layers, too. All read the
+same corpus with one vocabulary, for the same steps at the same learning rate. The results are the loss at masked tokens
+of unseen text, and the metrics after fine-tuning on two tasks, compared with the same encoder without pretraining.
 
-All that is made stays in --scratch, and the same command goes on where it was stopped. Several may run side by side on
-different families; the last one, on all, has the table, the JSON line and the picture.
+All files are kept in --scratch, and the same command resumes there. Several commands may run in parallel on different
+families; the last one, on all, prints the table and the JSON line and draws the picture.
 """
 
 import argparse

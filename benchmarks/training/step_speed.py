@@ -1,11 +1,11 @@
-"""Training beside transformers: the same model, optimiser, batches and precision, one step of each in turn.
+"""Compare training speed with transformers: the same model, optimizer, batches and precision, in alternating steps.
 
     python -m benchmarks.training.step_speed [--only NAME ...] [--precision fp32 bf16] [--rounds N]
 
-Pretraining: BERT's two objectives on pairs of 128 tokens at most, against `BertForPreTraining`, which is given the same
-samples, drawn and padded beforehand; ours also draws them. Fine-tuning: a classifier of texts of the lengths that news
-have, packed against padded. Printed are tokens per second, of text and not of padding, the share of the machine's
-measured matrix rate that the useful work is (model FLOP utilisation), and the two's ratio, the median of the rounds.
+Pretraining: BERT's two objectives on pairs of at most 128 tokens, against `BertForPreTraining`, which gets the same
+samples, sampled and padded in advance; ours also samples them. Fine-tuning: a classifier of texts with the lengths of
+news, packed against padded. Prints tokens of text per second, without padding, the model FLOP utilization (the useful
+work as a share of the machine's measured matrix rate), and the ratio of the two, the median of the rounds.
 """
 
 import argparse
