@@ -57,7 +57,7 @@ def server(task: str, precision: str, texts: Sequence[str], scratch: Path) -> Se
         command=command,
         ready=WINDOW,
         prepare=servers.to_bundle,
-        calls={task: Call(WINDOW, lambda _: {}, lambda said: said)},
+        calls={task: Call(WINDOW, lambda _: {}, lambda document: document)},
         note="p50 and p99 are of a text at one connection, of a batch at more",
         measures_itself=True,
     )

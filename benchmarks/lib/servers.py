@@ -349,7 +349,7 @@ def unit_length(values: list[float]) -> Vector:
     return (vector / np.linalg.norm(vector)).tolist()
 
 
-FIRST_EMBEDDING = Call("/embed", inputs_body, lambda said: said["embeddings"][0])
+FIRST_EMBEDDING = Call("/embed", inputs_body, lambda document: document["embeddings"][0])
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -370,10 +370,14 @@ def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
         prepare=to_bundle,
         computes="inference",
         calls={
-            "embed": Call("/embed", quartet_body, lambda said: said["embeddings"][0]),
-            "classify": Call("/classify", quartet_body, lambda said: scores(said["results"][0])),
-            "ner": Call("/ner", quartet_ner_body, lambda said: entities(said["results"][0])),
-            "qa": Call("/qa", quartet_qa_body, lambda said: said["results"][0]),
+            "embed": Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
+            "classify": Call(
+                "/classify", quartet_body, lambda document: scores(document["results"][0])
+            ),
+            "ner": Call(
+                "/ner", quartet_ner_body, lambda document: entities(document["results"][0])
+            ),
+            "qa": Call("/qa", quartet_qa_body, lambda document: document["results"][0]),
         },
     )
 
@@ -414,7 +418,9 @@ def tritonserver(python: Path, model: Path, port: int) -> list[str]:
     return ["tritonserver", f"--model-repository={model}", f"--http-port={port}", *only_http]
 
 
-INFINITY_EMBED = Call("/embeddings", infinity_embed_body, lambda said: said["data"][0]["embedding"])
+INFINITY_EMBED = Call(
+    "/embeddings", infinity_embed_body, lambda document: document["data"][0]["embedding"]
+)
 
 # Quartet's authors have not run the last two, because their binaries were not available.
 SERVERS = (
@@ -427,7 +433,7 @@ SERVERS = (
         calls={
             "embed": INFINITY_EMBED,
             "classify": Call(
-                "/classify", infinity_classify_body, lambda said: scores(said["data"][0])
+                "/classify", infinity_classify_body, lambda document: scores(document["data"][0])
             ),
         },
     ),
@@ -471,7 +477,9 @@ SERVERS = (
         prepare=to_onnx,
         calls={
             "embed": Call(
-                "/embed", lambda text: {"inputs": text, "truncate": True}, lambda said: said[0]
+                "/embed",
+                lambda text: {"inputs": text, "truncate": True},
+                lambda document: document[0],
             )
         },
     ),
@@ -485,7 +493,7 @@ SERVERS = (
             "embed": Call(
                 "/v2/models/minilm/infer",
                 triton_body,
-                lambda said: unit_length(said["outputs"][0]["data"]),
+                lambda document: unit_length(document["outputs"][0]["data"]),
             )
         },
         note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
