@@ -57,18 +57,18 @@ def sentences(words: np.ndarray, longest: int = 12) -> list[str]:
 
 
 def measure(
-    task: str, chosen: list[Server], asked: list[str], scratch: Path
+    task: str, chosen: list[Server], inputs: list[str], scratch: Path
 ) -> list[dict[str, Any]]:
     """One row for each server that offers the task, Quartet's at fp32 first."""
     reference = servers.named("quartet fp32")
-    expected = answers(reference, task, asked, scratch)
+    expected = answers(reference, task, inputs, scratch)
     rows = []
     for server in chosen:
         if server == reference or task not in server.calls:
             continue
         row: dict[str, Any] = {"task": task, "server": server.name}
         try:
-            row |= COMPARE[task](expected, answers(server, task, asked, scratch))
+            row |= COMPARE[task](expected, answers(server, task, inputs, scratch))
         except Unavailable as error:
             row["skipped"] = str(error)
         figures = "  ".join(f"{key}: {shown(row[key])}" for key in list(row)[2:])
@@ -81,14 +81,14 @@ def shown(value: Any) -> str:
     return f"{value:.7f}" if isinstance(value, float) else str(value)
 
 
-def answers(server: Server, task: str, asked: list[str], scratch: Path) -> list[Any]:
+def answers(server: Server, task: str, inputs: list[str], scratch: Path) -> list[Any]:
     checkpoint = models.checkpoint(task, scratch)
     with (
         servers.serving(server, checkpoint, scratch) as running,
         ThreadPoolExecutor(AT_ONCE) as clients,
     ):
         ask = partial(servers.ask, running.port, server.calls[task])
-        return [*clients.map(ask, asked)]
+        return [*clients.map(ask, inputs)]
 
 
 def compare_vectors(expected: list[Vector], found: list[Vector]) -> dict[str, Any]:

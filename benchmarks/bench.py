@@ -2,12 +2,12 @@
 
     python -m benchmarks.bench [--bundle DIR] [--mix news] [--cores N] [--rounds N] [--seconds N]
 
-The same weights (MiniLM, by default) are served by six servers, in interleaved rounds: the packed fp32 graph, the same
-without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs once more with HTTP and
-inference in one process. Among them, and as often, are measured the bare packed sessions of both precisions: no HTTP,
-the same texts in sorted batches (`benchmarks/lib/onnxruntime_baseline.py`). With `--beside-noop` a server that does
-nothing answers as many requests meanwhile as the service does, so that both pay for asking and for sockets. After 32
-connections each server is offered 80 % of what it then answered, at random moments.
+Six servers of the same weights (MiniLM, by default) are measured in interleaved rounds: the packed fp32 graph, the same
+without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs with HTTP and inference
+in one process. The bare packed sessions of both precisions are measured in the same rounds: no HTTP, the same texts in
+sorted batches (`benchmarks/lib/onnxruntime_baseline.py`). With `--beside-noop` a no-op server answers the same number
+of requests during their windows, so that both pay for the load generator and for sockets. After 32 connections each
+server gets an open loop of 80 % of its throughput.
 """
 
 import argparse
@@ -37,13 +37,17 @@ from benchmarks.lib.servers import Server
 from service.core import bundle
 
 CONNECTIONS = (1, 8, 32, 128, 256)
-CALM = 0.8  # of its capacity is what a server is offered in the open loop
+CALM = 0.8  # of its capacity, the rate of a server's open loop
 OF_BARE = {"fp32": 0.90, "int8": 0.85}  # of the bare session's throughput
 ADDED_MS = 1.5  # to the bare session's p50, for one client
-INT8 = {"avx512_vnni": 1.6, "avx_vnni": 1.6, "avx2": 1.4}  # times fp32, by what the processor has
+INT8 = {
+    "avx512_vnni": 1.6,
+    "avx_vnni": 1.6,
+    "avx2": 1.4,
+}  # times fp32, by the processor's extensions
 KEPT = 0.95  # of the best throughput, with more connections
-COMPANY = {f"bare {precision}": f"packed {precision}" for precision in OF_BARE}
-TAIL = 4  # times p50 is p99 at most, in the open loop
+NOOP_LOADS = {f"bare {precision}": f"packed {precision}" for precision in OF_BARE}
+TAIL = 4  # p99 by p50 at most, in the open loop
 
 
 def main() -> None:
@@ -56,7 +60,9 @@ def main() -> None:
         action="store_true",
         help="have a no-op server answer as many requests as the service does, while a bare session is measured",
     )
-    parser.add_argument("--cores", type=int, help="for each server; the rest for who asks")
+    parser.add_argument(
+        "--cores", type=int, help="for each server; the rest for the load generator"
+    )
     parser.add_argument("--connections", nargs="+", type=int, default=CONNECTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
@@ -64,53 +70,53 @@ def main() -> None:
         "--open-seconds", type=float, default=8.0, help="of each one of the open loop"
     )
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
-    given = parser.parse_args()
-    mix = traffic.texts(traffic.MIXES[given.mix])
-    texts = given.texts.read_text().splitlines() if given.texts else mix
+    options = parser.parse_args()
+    mix = traffic.texts(traffic.MIXES[options.mix])
+    texts = options.texts.read_text().splitlines() if options.texts else mix
     described = machine.describe()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        model = servers.to_bundle(Path(sys.executable), given.bundle or models.minilm(), scratch)
+        model = servers.to_bundle(Path(sys.executable), options.bundle or models.minilm(), scratch)
         full = bundle.load(model)
         sizes = [len(encoding) for encoding in limit.encode(full, texts)]
         tokens = float(np.mean(sizes))
         print(f"{described}\n{len(texts)} texts of {tokens:.0f} tokens on average")
         contenders = [*variants(full, texts, scratch)]
-        if given.cores:
-            contenders = share_cores(contenders, given.cores)
+        if options.cores:
+            contenders = share_cores(contenders, options.cores)
         tested = rounds.measure(
             contenders,
             "embed",
             model,
             texts,
             scratch,
-            connections=given.connections,
+            connections=options.connections,
             shares=[CALM],
             weights=sizes,
-            rounds=given.rounds,
-            seconds=given.seconds,
-            open_seconds=given.open_seconds,
-            company=COMPANY if given.beside_noop else None,
+            rounds=options.rounds,
+            seconds=options.seconds,
+            open_seconds=options.open_seconds,
+            noop_load=NOOP_LOADS if options.beside_noop else None,
         )
     rows = rounds.summaries(tested)
-    wanted = [*goals(tested, given.connections, described["flags"])]
+    wanted = [*goals(tested, options.connections, described["flags"])]
     rounds.show(rows)
     goal_checks.show(wanted)
     results = {
         "machine": described,
-        "cores": given.cores,
-        "beside_noop": given.beside_noop,
-        "texts": {"mix": given.mix, "count": len(texts), "mean_tokens": tokens},
+        "cores": options.cores,
+        "beside_noop": options.beside_noop,
+        "texts": {"mix": options.mix, "count": len(texts), "mean_tokens": tokens},
         "contenders": rows,
         "checks": [check.as_json() for check in wanted],
     }
     print(json.dumps(results))
-    if given.out:
-        given.out.write_text(json.dumps(results) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(results) + "\n")
 
 
 def share_cores(contenders: Sequence[Server], count: int) -> list[Server]:
-    """Each contender on the first cores, this process on the others, if there are any."""
+    """Pin contenders to the first cores, and this process to the others, if there are any."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[count:] or cores)
     return [servers.pinned(one, cores[:count]) for one in contenders]
@@ -119,17 +125,21 @@ def share_cores(contenders: Sequence[Server], count: int) -> list[Server]:
 def goals(
     tested: Sequence[rounds.Tested], connections: Sequence[int], flags: Sequence[str]
 ) -> Iterator[Check]:
-    """What is wanted of the service, with what was found."""
+    """Yield the checks of the service's goals."""
     named = goal_checks.by_name(tested)
-    fp32, int8, alone = (named(name) for name in ("packed fp32", "packed int8", "one by one fp32"))
-    beside = {precision: named(f"bare {precision}") for precision in OF_BARE}
+    fp32, int8, unbatched = (
+        named(name) for name in ("packed fp32", "packed int8", "one by one fp32")
+    )
+    baselines = {precision: named(f"bare {precision}") for precision in OF_BARE}
     for one, precision in ((fp32, "fp32"), (int8, "int8")):
         for load in sorted({32, 128} & {*connections}):
             what = f"{precision}: of the bare session, at {load} connections"
-            yield Check(what, goal_checks.ratios(one, beside[precision], load), OF_BARE[precision])
+            yield Check(
+                what, goal_checks.ratios(one, baselines[precision], load), OF_BARE[precision]
+            )
         if 1 in connections:
             what = f"{precision}: p50 beyond the bare session's, 1 connection"
-            added = goal_checks.added_ms(one, beside[precision])
+            added = goal_checks.added_ms(one, baselines[precision])
             yield Check(what, added, ADDED_MS, at_most=True, unit="ms")
     faster = max([times for flag, times in INT8.items() if flag in flags], default=1.0)
     for load in sorted({32, 128} & {*connections}):
@@ -138,15 +148,15 @@ def goals(
         )
     for load in connections:
         what = f"batching: times the rate without, at {load} connections"
-        yield Check(what, goal_checks.ratios(fp32, alone, load), 1.0)
+        yield Check(what, goal_checks.ratios(fp32, unbatched, load), 1.0)
     many = [load for load in sorted(connections) if load >= 8]
     for one, precision in ((fp32, "fp32"), (int8, "int8")):
         if len(many) > 1:
             what = f"{precision}: throughput kept with more connections"
-            yield Check(what, goal_checks.least_kept(one, beside[precision], many), KEPT)
+            yield Check(what, goal_checks.least_kept(one, baselines[precision], many), KEPT)
             what = f"{precision}: p99's growth by that of connections"
             yield Check(
-                what, goal_checks.tail_growth(one, beside[precision], many), 1.0, at_most=True
+                what, goal_checks.tail_growth(one, baselines[precision], many), 1.0, at_most=True
             )
         calm = goal_checks.calm_tail(one, f"{CALM:.0%}")
         what = f"{precision}: p99 by p50, offered {CALM:.0%} of capacity"
@@ -154,7 +164,7 @@ def goals(
 
 
 def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterator[Server]:
-    """What is compared; the others' ratios are to the first."""
+    """Yield the compared servers; ratios are relative to the first."""
     fp32, int8 = servers.named("quartet fp32"), servers.named("quartet int8")
     padded = only_portable(full, scratch / "padded")
     yield replace(fp32, name="packed fp32")
@@ -168,7 +178,7 @@ def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterat
 
 
 def only_portable(full: bundle.Bundle, out: Path) -> Path:
-    """The same bundle without its packed graphs, so that the same server runs the padded one."""
+    """Write the bundle without its packed graphs, so that the server runs the padded one."""
     out.mkdir()
     manifest = full.manifest.model_dump(exclude_none=True)
     manifest["graphs"] = [g for g in manifest["graphs"] if g["layout"] == "portable"]

@@ -1,4 +1,4 @@
-"""One request of many texts: how fast it is, and how long single texts wait that come meanwhile."""
+"""One request of many texts: its throughput, and the queueing time of single texts during it."""
 
 import time
 from collections.abc import Sequence
@@ -18,11 +18,13 @@ WAIT_S = 600.0  # for an answer
 PATIENT = {"QUARTET_DEADLINE_MS": str(int(1000 * WAIT_S))}
 
 
-class Beside(NamedTuple):
-    """What became of single texts beside a bulk request, in milliseconds.
+class SingleTexts(NamedTuple):
+    """Single texts during a bulk request, in milliseconds.
 
-    wait: p99 of the time in the queue; batch: the longest of the bulk's batches; latency: p99 of the whole; count: how
-    many there were
+    wait: p99 of the time in the queue
+    batch: the longest batch of the bulk request
+    latency: p99 of the total
+    count: of single texts
     """
 
     wait: float
@@ -40,15 +42,15 @@ def measure(
     seconds: float,
     precision: str = "fp32",
 ) -> tuple[list[Check], dict[str, object]]:
-    """All texts in one request, of the bare session; and the singles' wait, by the longest of its batches."""
+    """Measure all texts in one request relative to the bare session, and single texts' wait relative to a batch."""
     with ExitStack() as stack:
         server = onnxruntime_baseline.server("embed", precision, texts, scratch)
-        beside = rounds.start(stack, server, model, scratch)
+        baseline = rounds.start(stack, server, model, scratch)
         server = replace(servers.quartet(precision), env=PATIENT)
         running = rounds.start(stack, server, model, scratch)
         rates = rounds.take_turns(
             {
-                "bare": (beside, lambda: rounds.told(beside, 32, seconds).rate),
+                "bare": (baseline, lambda: rounds.self_measured(baseline, 32, seconds).rate),
                 "bulk": (running, lambda: len(texts) / whole(running.port, texts)[0]),
             },
             rounds_,
@@ -73,30 +75,30 @@ def measure(
 
 
 def whole(port: int, texts: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Seconds until a request of all texts is answered, and the stages that the answer tells of."""
+    """Return the seconds of a request with all texts, and the stages in its Server-Timing header."""
     body = {"inputs": list(texts), "truncate": True}
     began = time.perf_counter()
     headers, _ = servers.post(port, "/embed", body, timeout_s=WAIT_S)
     return time.perf_counter() - began, stages(headers["Server-Timing"])
 
 
-def with_singles(port: int, texts: Sequence[str]) -> Beside:
-    """One text after the other, for as long as a request of all of them takes."""
+def with_singles(port: int, texts: Sequence[str]) -> SingleTexts:
+    """Send single texts one after the other during a request of all of them."""
     waits, latencies = [], []
     with ThreadPoolExecutor(1) as thread:
         bulk = thread.submit(whole, port, texts)
         number = 0
         while not bulk.done():
-            spent, told = whole(port, [texts[number % len(texts)]])
-            waits.append(told["queue"])
+            spent, timing = whole(port, [texts[number % len(texts)]])
+            waits.append(timing["queue"])
             latencies.append(1000 * spent)
             number += 1
-    _, told = bulk.result()
+    _, timing = bulk.result()
     wait, latency = np.percentile(waits, 99), np.percentile(latencies, 99)
-    return Beside(float(wait), told["inference"], float(latency), number)
+    return SingleTexts(float(wait), timing["inference"], float(latency), number)
 
 
 def stages(header: str) -> dict[str, float]:
-    """`queue;dur=1.5, inference;dur=7` as milliseconds by name."""
+    """Parse `queue;dur=1.5, inference;dur=7` to milliseconds by name."""
     parts = (part.strip().partition(";dur=") for part in header.split(","))
     return {name: float(duration) for name, _, duration in parts}

@@ -1,4 +1,4 @@
-"""Several bundles in one server: what those cost that nobody asks, and load that is spread over all."""
+"""Several bundles in one server: the cost of bundles without requests, and load that is spread over all."""
 
 import itertools
 import json
@@ -34,7 +34,10 @@ def measure(
     seconds: float,
     loaded: Sequence[int] = (1, 2, 8),
 ) -> tuple[list[Check], dict[str, object]]:
-    """The most of `loaded` are served, and so many asked, beside a server of one; texts per second, and threads."""
+    """Serve the most of `loaded` bundles, load each number of them, and compare with a server of one bundle.
+
+    Returns the checks, and texts per second and threads.
+    """
     copies = [copy(model, scratch, f"copy{number + 1}") for number in range(max(loaded))]
     ids = [bundle.load(path).manifest.id for path in copies]
     sizes = [
@@ -51,10 +54,10 @@ def measure(
         running = rounds.start(stack, many, copies[0], scratch)
 
         def turn(
-            served: servers.Running, asked: int
+            served: servers.Running, count: int
         ) -> tuple[servers.Running, Callable[[], float]]:
-            found = (served, encoded(texts, ids[:asked]), weights, CONNECTIONS, seconds)
-            return served, lambda: rounds.closed(*found).rate
+            load = (served, encoded(texts, ids[:count]), weights, CONNECTIONS, seconds)
+            return served, lambda: rounds.measure_closed(*load).rate
 
         turns = {ALONE: turn(alone, 1)}
         turns |= {f"{asked} of {len(copies)} asked": turn(running, asked) for asked in loaded}
@@ -92,10 +95,12 @@ def measure(
     }
 
 
-class Apart(NamedTuple):
-    """What one client of a bundle notices of a crowd that asks another one, in milliseconds.
+class Isolation(NamedTuple):
+    """One client of a bundle during a burst on another bundle, in milliseconds.
 
-    wait: p99 of the time in the queue; batch: the longest of the crowd's batches that one of it saw; count: of answers
+    wait: p99 of the time in the queue
+    batch: the longest batch of the burst that a client of it recorded
+    count: of answers
     """
 
     wait: float
@@ -103,35 +108,35 @@ class Apart(NamedTuple):
     count: int
 
 
-def isolation(port: int, texts: Sequence[str], ids: Sequence[str], seconds: float) -> Apart:
-    """The first bundle has a crowd that insists, and one more client whose batches are watched; the second has one."""
-    crowd = closed_loop(port, encoded(texts, ids[:1]), CROWD, seconds, insist=True)
+def isolation(port: int, texts: Sequence[str], ids: Sequence[str], seconds: float) -> Isolation:
+    """Measure a client of the second bundle during a burst on the first, whose batches another client records."""
+    crowd = closed_loop(port, encoded(texts, ids[:1]), CROWD, seconds, retry=True)
     with ThreadPoolExecutor(3) as threads:
         flooding = threads.submit(uvloop.run, crowd)
-        told = [threads.submit(ask_until, flooding, port, texts, one) for one in ids[:2]]
-        watched, lone = (one.result() for one in told)
-    waits = [stages["queue"] for stages in lone]
-    batches = [stages["inference"] for stages in watched]
-    return Apart(float(np.percentile(waits, 99)), max(batches), len(waits))
+        clients = [threads.submit(send_until, flooding, port, texts, model) for model in ids[:2]]
+        of_burst, of_other = (client.result() for client in clients)
+    waits = [stages["queue"] for stages in of_other]
+    batches = [stages["inference"] for stages in of_burst]
+    return Isolation(float(np.percentile(waits, 99)), max(batches), len(waits))
 
 
-def ask_until(
+def send_until(
     over: Future[Measured], port: int, texts: Sequence[str], model: str
 ) -> list[dict[str, float]]:
-    """One text after the other; the stages that each answer tells of, where it is none of overload."""
-    told: list[dict[str, float]] = []
+    """Send texts one after the other, and return the stages of each answer; refusals are left out."""
+    timings: list[dict[str, float]] = []
     for text in itertools.cycle(texts):
         if over.done():
-            return told
+            return timings
         with suppress(RuntimeError):
             body = {"inputs": text, "truncate": True, "model": model}
             headers, _ = servers.post(port, "/embed", body)
-            told.append(bulk.stages(headers["Server-Timing"]))
-    return told
+            timings.append(bulk.stages(headers["Server-Timing"]))
+    return timings
 
 
 def copy(model: Path, scratch: Path, version: str) -> Path:
-    """The same bundle under another version."""
+    """Copy a bundle under another version."""
     full = bundle.load(model)
     out = scratch / "copies" / version
     out.mkdir(parents=True)
@@ -143,7 +148,7 @@ def copy(model: Path, scratch: Path, version: str) -> Path:
 
 
 def encoded(texts: Sequence[str], ids: Sequence[str]) -> list[bytes]:
-    """Requests that ask the bundles in turn."""
+    """Return requests to the bundles in turn."""
     bodies = (
         {**servers.quartet_body(text), "model": ids[number % len(ids)]}
         for number, text in enumerate(texts)

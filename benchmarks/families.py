@@ -1,11 +1,11 @@
-"""Every family beside transformers, in company and padded: `python -m benchmarks.families [FAMILY...] [--write FILE]`.
+"""Compare every family with transformers and with padding: `python -m benchmarks.families [FAMILY...] [--write FILE]`.
 
-Four layers of 256 with random weights, sixteen texts of the lengths that news have (`benchmarks/lib/traffic.py`). The
-table goes to the standard output and, with --write, between the two marks in a Markdown file.
+Four layers of 256 with random weights, sixteen texts with the lengths of news (`benchmarks/lib/traffic.py`). The table
+goes to the standard output and, with --write, between the two marks in a Markdown file.
 
     hidden      largest difference of any hidden state from transformers'
     packed      largest difference of the packed graph's logits from PyTorch's
-    in company  largest difference of a text's logits from those that it has alone, at fp32 and at int8
+    batch       largest difference of a text's logits between batched and unbatched runs, at fp32 and at int8
     speed       the packed graph's by the padded one's, both at fp32 on all cores
 """
 
@@ -30,12 +30,12 @@ from benchmarks.lib import machine, traffic
 from export import trace_graphs
 from export.goldens import torch_outputs
 from export.passes import quantize
-from model.attention import Layout
-from model.checkpoints import checkpoint
+from model.attention import PackedLayout
+from model.checkpoints import reader
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.families.spec import Family
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training.capture import capture
 from service.core import packing
 from service.core.packing import Packed, each
@@ -55,7 +55,7 @@ COLUMNS = (
     "tokenizer",
     "hidden",
     "packed",
-    "in company, fp32",
+    "batch, fp32",
     "int8",
     "speed",
 )
@@ -65,31 +65,31 @@ Run = Callable[[Packed], NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one family; see above."""
+    """The figures of one family; see above."""
 
     hidden: float
     packed: float
-    company: float
-    company_int8: float
+    batch_difference: float
+    batch_difference_int8: float
     speed: float
 
     def cells(self) -> list[str]:
-        differences = (self.hidden, self.packed, self.company, self.company_int8)
+        differences = (self.hidden, self.packed, self.batch_difference, self.batch_difference_int8)
         return [*(f"{value:.0e}" if value else "0" for value in differences), f"{self.speed:.1f}"]
 
 
 def described(family: Family) -> list[str]:
-    """The cells that the code alone decides."""
+    """Return the cells that describe a family, which the code determines."""
     module = inspect.getmodule(family.encoder)
     assert module is not None
     assert module.__doc__ is not None
     path = module.__name__.replace(".", "/") + ".py"
-    said = re.split(r"(?<! al)\.\s", " ".join(module.__doc__.split()))[0]  # but for "et al."
+    sentence = re.split(r"(?<! al)\.\s", " ".join(module.__doc__.split()))[0]  # except at "et al."
     heads = [*family.heads, "embedding"]
     objectives = ["masked LM", *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
         objectives.append("replaced tokens")
-    cells = [f"`{family.model_type}`", f"[{Path(path).name}](../{path}): {said}"]
+    cells = [f"`{family.model_type}`", f"[{Path(path).name}](../{path}): {sentence}"]
     return [*cells, ", ".join(heads), ", ".join(objectives), family.tokenizer]
 
 
@@ -101,7 +101,7 @@ def table(rows: Mapping[str, Row]) -> str:
 
 def measure(model_type: str, folder: Path) -> Row:
     peer = save_peer(model_type, folder / "checkpoint")
-    model = checkpoint.load_model(folder / "checkpoint")
+    model = reader.load_model(folder / "checkpoint")
     batch = sample(model)
     packed = trace_graphs.export_packed(model)
     graphs = {
@@ -114,20 +114,22 @@ def measure(model_type: str, folder: Path) -> Row:
     return Row(
         hidden=compare_hidden(model, peer, batch),
         packed=difference(runs["packed"](batch), expected),
-        company=company(runs["packed"], batch),
-        company_int8=company(runs["int8"], batch),
+        batch_difference=batch_difference(runs["packed"], batch),
+        batch_difference_int8=batch_difference(runs["int8"], batch),
         speed=ratio(runs["padded"], runs["packed"], batch),
     )
 
 
 def save_peer(model_type: str, folder: Path) -> Any:
-    """transformers' model, its weights moved away from what they begin as; also as a checkpoint."""
+    """Return transformers' model with perturbed weights, and save it as a checkpoint."""
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST + 2}
     config = preset("mini", FAMILIES[model_type].config, pad_token_id=1, **shape)
     words = {k: v for k, v in config.to_dict().items() if k != "model_type"}
-    told = transformers.AutoConfig.for_model(model_type, **words, num_labels=3, id2label=LABELS)
+    peer_config = transformers.AutoConfig.for_model(
+        model_type, **words, num_labels=3, id2label=LABELS
+    )
     torch.manual_seed(0)
-    peer = transformers.AutoModelForSequenceClassification.from_config(told).eval()
+    peer = transformers.AutoModelForSequenceClassification.from_config(peer_config).eval()
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape))
@@ -135,8 +137,8 @@ def save_peer(model_type: str, folder: Path) -> Any:
     return peer
 
 
-def sample(model: Model) -> Packed:
-    """Random ids of one segment, in the lengths of a mix of texts."""
+def sample(model: EncoderWithHeads) -> Packed:
+    """Return random ids of one segment, with the lengths of a mix of texts."""
     rng = np.random.default_rng(0)
     words = [len(text.split()) for text in traffic.texts(traffic.MIXES["news"], TEXTS)]
     lengths = [min(round(1.3 * count) + 2, LONGEST) for count in words]
@@ -146,7 +148,7 @@ def sample(model: Model) -> Packed:
 
 
 def opened(proto: onnx.ModelProto, path: Path) -> Run:
-    """A graph in the runtime, on all cores, whatever its layout."""
+    """Return a function that runs a graph of any layout on all cores."""
     onnx.save(proto, path)
     session = open_graph(path, CPU, SessionOptions(threads=usable_cores()))
     inputs = [value.name for value in session.get_inputs()]
@@ -160,22 +162,22 @@ def opened(proto: onnx.ModelProto, path: Path) -> Run:
     return run
 
 
-def compare_hidden(model: Model, peer: Any, batch: Packed) -> float:
+def compare_hidden(model: EncoderWithHeads, peer: Any, batch: Packed) -> float:
     feeds = {name: torch.as_tensor(value) for name, value in padded_feeds(batch).items()}
     ids = (batch.input_ids, batch.token_type_ids, batch.position_ids)
     with torch.no_grad(), capture(model.encoder) as captured:
-        model.encoder(*map(torch.as_tensor, ids), Layout.of(batch.layout))
-        told = {name: feeds[name] for name in ("input_ids", "attention_mask")}
-        expected = peer.base_model(**told, output_hidden_states=True).hidden_states
+        model.encoder(*map(torch.as_tensor, ids), PackedLayout.of(batch.layout))
+        inputs = {name: feeds[name] for name in ("input_ids", "attention_mask")}
+        expected = peer.base_model(**inputs, output_hidden_states=True).hidden_states
     rows = [states.flatten(0, 1)[batch.layout.pack] for states in expected]
     return max(
         difference(a.numpy(), b.numpy()) for a, b in zip(captured.hidden_states, rows, strict=True)
     )
 
 
-def company(run: Run, batch: Packed) -> float:
-    alone = np.concatenate([run(one) for one in each(batch)])
-    return difference(run(batch), alone)
+def batch_difference(run: Run, batch: Packed) -> float:
+    unbatched = np.concatenate([run(one) for one in each(batch)])
+    return difference(run(batch), unbatched)
 
 
 def difference(one: NDArray[Any], other: NDArray[Any]) -> float:
@@ -183,7 +185,7 @@ def difference(one: NDArray[Any], other: NDArray[Any]) -> float:
 
 
 def ratio(before: Run, after: Run, batch: Packed) -> float:
-    """How many times as fast the second is; the median of interleaved rounds, after one to warm up."""
+    """Return the speed-up of the second run, the median of interleaved rounds after one to warm up."""
     ratios = [seconds(before, batch) / seconds(after, batch) for _ in range(ROUNDS + 1)]
     return statistics.median(ratios[1:])
 
@@ -195,7 +197,7 @@ def seconds(run: Run, batch: Packed) -> float:
 
 
 def write(path: Path, text: str) -> None:
-    """Put it between the marks. Raises ValueError where they are not there."""
+    """Replace the text between the marks. Raises ValueError where they are missing."""
     before, rest = split(path.read_text(encoding="utf-8"), MARKS[0])
     _, after = split(rest, MARKS[1])
     path.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")

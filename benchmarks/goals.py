@@ -1,9 +1,9 @@
-"""What is wanted of the service beyond `benchmarks.bench`: large requests, all tasks, many bundles, start and memory.
+"""Performance goals beyond `benchmarks.bench`: large requests, all tasks, many bundles, start and memory.
 
     python -m benchmarks.goals [--only bulk tasks bundles life] [--mix news] [--rounds N] [--seconds N]
 
-Each part starts its servers once and measures them in turn, in rounds, beside the bare session where that is the
-measure. Weights are MiniLM's at fp32; for the tasks, its trunk under a head of each, drawn at random.
+Each part starts its servers once and measures them in interleaved rounds, with the bare session as the baseline where
+a goal is relative to it. Weights are MiniLM's at fp32; for the tasks, its encoder with a random head for each.
 """
 
 import argparse

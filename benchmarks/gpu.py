@@ -87,7 +87,7 @@ def measure(
     side: int = SIDE,
     batches: Sequence[int] = BATCHES,
 ) -> dict:
-    """Everything, on a provider; a figure is the median of so many rounds."""
+    """Measure all figures on a provider, each the median of `number` rounds."""
     (first,) = limit.encode(full, [""])
     text = repeated(first, TOKENS)
     sessions = {

@@ -1,4 +1,4 @@
-"""How soon a server is ready, and whether its memory grows with the requests that it has answered."""
+"""The start time of a server, and the growth of its memory with answered requests."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from benchmarks.lib.goal_checks import Check
 from benchmarks.lib.load_generator import closed_loop
 
 DEFAULT = ROOT / "bundles" / "quartet-mini"
-BASE = ROOT / "build" / "bundles" / "bert-base"  # removed, it is exported again
+BASE = ROOT / "build" / "bundles" / "bert-base"  # exported again if it is removed
 CONNECTIONS = 32
 START_S = {"quartet-mini": 2.0, "bert-base": 10.0}
 EARLY, LATE = 1_000, 10_000  # requests
@@ -22,7 +22,7 @@ GROWN = 1.05
 def measure(
     model: Path, texts: Sequence[str], scratch: Path, *, rounds_: int, seconds: float
 ) -> tuple[list[Check], dict[str, object]]:
-    """Seconds to ready of the default bundle and of BERT-base at fp32, and memory early and late in a server's life."""
+    """Measure the start of the default bundle and of BERT-base at fp32, and memory after few and many requests."""
     starts = {
         DEFAULT.name: starting(DEFAULT, "auto", scratch, rounds_),
         BASE.name: starting(bert_base(scratch), "fp32", scratch, rounds_),
@@ -66,9 +66,9 @@ def growing(
     seconds: float,
     after: Sequence[int] = (EARLY, LATE),
 ) -> list[float]:
-    """Resident MB of all processes of a server, once it has answered at least so many requests, and so many."""
+    """Return the resident MB of all processes of a server after each number of answered requests in `after`."""
     server = servers.quartet("fp32")
-    requests = rounds.encoded(server, "embed", texts)
+    requests = rounds.encode_requests(server, "embed", texts)
     found = []
     with servers.serving(server, model, scratch) as running:
         answered = 0
@@ -76,6 +76,6 @@ def growing(
             while answered < count:
                 load = closed_loop(running.port, requests, CONNECTIONS, seconds, warm_s=0)
                 answered += uvloop.run(load).requests
-            rounds.settle(running)
+            rounds.wait_until_idle(running)
             found.append(processes.resident_mb(running.process.pid))
     return found

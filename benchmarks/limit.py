@@ -1,10 +1,10 @@
-"""How close the service is to what the machine can do, and where the rest goes.
+"""The service's throughput relative to the machine's limit (roofline), and the cost of each step.
 
     python -m benchmarks.limit [--bundle DIR] [--mix news] [--seconds N]
 
-From above: the rate at which the machine multiplies matrices, the tokens per second that this allows for the model,
-what the bare packed session reaches without HTTP, and what the service answers through HTTP. Then what each step of a
-request costs beside the run itself, each timed alone, on one text at a time and in batches of 8.
+From the top: the rate at which the machine multiplies matrices, the tokens per second that this allows for the model,
+what the bare packed session reaches without HTTP, and what the service answers through HTTP. Then the cost of each step
+of a request besides the run itself, timed separately, for single texts and for batches of 8.
 """
 
 import argparse
@@ -115,10 +115,10 @@ def matmul_rate(precision: str) -> float:
 
 
 def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]) -> float:
-    """Multiplications and additions in the layers of the packed graph for a token of these texts.
+    """Return multiplications and additions per token in the layers of the packed graph, for these texts.
 
-    Those of its matrix products and of attention; what heads do is little beside them. A graph may do less, where no
-    head reads all tokens of the last layer.
+    The sum over matrix products and attention; heads add little. A graph may compute less, where no head reads
+    all tokens of the last layer.
     """
     model = onnx.load(full.file(packed_graph(full, precision).file), load_external_data=False)
     shapes = {value.name: value.dims for value in model.graph.initializer}

@@ -1,4 +1,4 @@
-"""What was wanted and what was found in runs of `make bench` or `make bench-goals`, side by side, as a Markdown table.
+"""Compare the checks of several runs of `make bench` or `make bench-goals` in a Markdown table.
 
 python -m benchmarks.tables "NAME=RESULTS.json" ...
 """
@@ -11,26 +11,26 @@ from typing import Any
 
 
 def main() -> None:
-    if not sys.argv[1:] or any("=" not in given for given in sys.argv[1:]):
+    if not sys.argv[1:] or any("=" not in argument for argument in sys.argv[1:]):
         sys.exit(__doc__)
-    pairs = [given.split("=", 1) for given in sys.argv[1:]]
-    print(beside({name: json.loads(Path(file).read_text()) for name, file in pairs}))
+    pairs = [argument.split("=", 1) for argument in sys.argv[1:]]
+    print(side_by_side({name: json.loads(Path(file).read_text()) for name, file in pairs}))
 
 
-def beside(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each thing that was wanted in any of the runs, a column for each run; what was missed is bold."""
-    found = {name: {one["what"]: one for one in checks_of(run)} for name, run in runs.items()}
-    whats = dict.fromkeys(what for checks in found.values() for what in checks)
+def side_by_side(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table with a row for each check of any run and a column for each run; a missed limit is bold."""
+    by_run = {name: {each["what"]: each for each in checks_of(run)} for name, run in runs.items()}
+    names = dict.fromkeys(name for checks in by_run.values() for name in checks)
     lines = [row(["", "wanted", *runs]), row(["---"] * (2 + len(runs)))]
-    for what in whats:
-        checks = [checks.get(what) for checks in found.values()]
+    for name in names:
+        checks = [checks.get(name) for checks in by_run.values()]
         limits = dict.fromkeys(wanted(check) for check in checks if check)
-        lines.append(row([what, ", ".join(limits), *map(told, checks)]))
+        lines.append(row([name, ", ".join(limits), *map(cell, checks)]))
     return "\n".join(lines)
 
 
 def checks_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of a benchmark, or of all parts of one; of a part that failed there are none."""
+    """Return the checks of a run or of all its parts; a failed part has none."""
     parts = run["parts"].values() if "parts" in run else [run]
     return [check for part in parts for check in part.get("checks", ())]
 
@@ -40,13 +40,13 @@ def wanted(check: Mapping[str, Any]) -> str:
     return f"{sign} {limit:g} {check['unit']}".strip()
 
 
-def told(check: Mapping[str, Any] | None) -> str:
-    """The median, and the range of the rounds where there is one; endless where a server fell behind."""
+def cell(check: Mapping[str, Any] | None) -> str:
+    """Return the median and the range of the rounds, if there are several; infinite where a server fell behind."""
     if not check or not check["rounds"]:
         return ""
     middle = figure(check["found"])
-    said = middle if check["met"] else f"**{middle}**"
-    return said if check["rounds"] == 1 else f"{said} ({'–'.join(map(figure, check['range']))})"
+    text = middle if check["met"] else f"**{middle}**"
+    return text if check["rounds"] == 1 else f"{text} ({'–'.join(map(figure, check['range']))})"
 
 
 def figure(value: float | None) -> str:

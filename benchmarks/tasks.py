@@ -1,4 +1,4 @@
-"""The four tasks on one bundle with a head for each: alone against the bare session, and all at once."""
+"""The four tasks on one bundle with a head for each: each against the bare session, and all at once."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ BARE = {"classify": TEXTS, "ner": TEXTS, "qa": PAIRS}
 def measure(
     model: Path, texts: Sequence[str], scratch: Path, *, rounds_: int, seconds: float
 ) -> tuple[list[Check], dict[str, list[float]]]:
-    """Tokens per second of each task, of a mix of all, and of the bare session on the same encodings."""
+    """Measure tokens per second of each task, of a mix of all, and of the bare session on the same encodings."""
     full = bundle.load(model)
     tokens = {
         task: np.array(
@@ -35,26 +35,29 @@ def measure(
     with ExitStack() as stack:
         quartet = servers.quartet("fp32")
         running = rounds.start(stack, quartet, model, scratch)
-        asked = {task: rounds.encoded(quartet, task, texts) for task in TASKS}
+        requests = {task: rounds.encode_requests(quartet, task, texts) for task in TASKS}
         kinds = [TASKS[number % len(TASKS)] for number in range(len(texts))]
-        asked["mix"] = [asked[task][number] for number, task in enumerate(kinds)]
+        requests["mix"] = [requests[task][number] for number, task in enumerate(kinds)]
         tokens["mix"] = np.array([tokens[task][number] for number, task in enumerate(kinds)])
 
         def through_http(name: str) -> Callable[[], float]:
-            found = (running, asked[name], tokens[name], CONNECTIONS, seconds)
-            return lambda: rounds.closed(*found).rate
+            found = (running, requests[name], tokens[name], CONNECTIONS, seconds)
+            return lambda: rounds.measure_closed(*found).rate
 
         def without(task: str) -> tuple[servers.Running, Callable[[], float]]:
             server = onnxruntime_baseline.server(task, "fp32", texts, scratch)
-            beside, mean = rounds.start(stack, server, model, scratch), tokens[task].mean()
-            return beside, lambda: rounds.told(beside, CONNECTIONS, seconds).rate * mean
+            baseline, mean = rounds.start(stack, server, model, scratch), tokens[task].mean()
+            return (
+                baseline,
+                lambda: rounds.self_measured(baseline, CONNECTIONS, seconds).rate * mean,
+            )
 
         turns = {TEXTS: without("classify"), PAIRS: without("qa")}
-        turns |= {name: (running, through_http(name)) for name in asked}
+        turns |= {name: (running, through_http(name)) for name in requests}
         rates = rounds.take_turns(turns, rounds_)
     wanted = [
-        Check(f"/{task}: of the bare session", ratios(rates[task], rates[beside]), OF_BARE)
-        for task, beside in BARE.items()
+        Check(f"/{task}: of the bare session", ratios(rates[task], rates[baseline]), OF_BARE)
+        for task, baseline in BARE.items()
     ]
     slowest = [min(one) for one in zip(*(rates[task] for task in TASKS), strict=True)]
     what = "all four at once: tokens/s, of the slowest alone"

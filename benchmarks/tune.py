@@ -1,9 +1,9 @@
-"""Which settings of threads and memory suit a bundle here: the default beside the alternatives, and what to set.
+"""Compare the default settings of threads and memory with alternatives for a bundle, and recommend settings.
 
     python -m benchmarks.tune BUNDLE [--precision auto] [--rounds N] [--seconds N]
 
 Each layout is a server of its own; they are measured in interleaved rounds at one connection (latency) and at 32
-(throughput). Nothing is advised that is not better than the default by more than the rounds differ among themselves.
+(throughput). A setting is recommended only if it is better than the default in every round.
 """
 
 import argparse
@@ -30,23 +30,23 @@ def main() -> None:
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    given = parser.parse_args()
-    heads = bundle.load(given.bundle).manifest.heads.values()
+    options = parser.parse_args()
+    heads = bundle.load(options.bundle).manifest.heads.values()
     task = next((TASKS[head.task] for head in heads if head.task in TASKS), None)
     if task is None:
-        raise SystemExit(f"{given.bundle} has no head of {', '.join(TASKS)}")
+        raise SystemExit(f"{options.bundle} has no head of {', '.join(TASKS)}")
     print(machine.describe())
-    chosen = layouts(given.precision, usable_cores())
+    chosen = layouts(options.precision, usable_cores())
     with tempfile.TemporaryDirectory() as scratch:
         tested = rounds.measure(
             chosen,
             task,
-            given.bundle,
-            traffic.texts(traffic.MIXES[given.mix]),
+            options.bundle,
+            traffic.texts(traffic.MIXES[options.mix]),
             Path(scratch),
             connections=(CALMEST, BUSIEST),
-            rounds=given.rounds,
-            seconds=given.seconds,
+            rounds=options.rounds,
+            seconds=options.seconds,
         )
     rows = rounds.summaries(tested)
     rounds.show(rows)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def layouts(precision: str, cores: int) -> list[Server]:
-    """The default first, then what may be set instead; none of them twice."""
+    """Return the default first, then the alternatives, without duplicates."""
     settings: list[dict[str, str]] = [{}, {"SPIN": "true"}, {"ARENA": "true"}]
     settings += [{"REPLICAS": str(n)} for n in sorted({1, cores // 2, cores} - {0})]
     settings += [{"REPLICAS": "1", "SPIN": "true"}]
@@ -64,15 +64,15 @@ def layouts(precision: str, cores: int) -> list[Server]:
     return [
         replace(
             base,
-            name=" ".join(f"{name}={value}" for name, value in given.items()) or "default",
-            env={f"{PREFIX}{name}": value for name, value in given.items()},
+            name=" ".join(f"{name}={value}" for name, value in variables.items()) or "default",
+            env={f"{PREFIX}{name}": value for name, value in variables.items()},
         )
-        for given in settings
+        for variables in settings
     ]
 
 
 def advice(chosen: Sequence[Server], rows: Sequence[dict[str, Any]], load: int) -> str:
-    """What to set for a load: what was faster than the default in every round, the fastest of those."""
+    """Return the fastest settings for a load among those that were faster than the default in every round."""
     better = [
         (row["closed"][load]["ratio"], server.env)
         for server, row in zip(chosen, rows, strict=True)

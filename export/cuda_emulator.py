@@ -1,8 +1,8 @@
-"""CUDA's graph without a GPU: the very same file, node by node, each result exact and rounded once to its own type.
+"""Run a graph for CUDA without a GPU: the same file, node by node, each result exact and rounded once to its own type.
 
 ONNX Runtime has no CPU kernel for `PackedMultiHeadAttention`, and computes most other nodes of an fp16 graph in fp32 on
-a CPU, which would hide what fp16 costs and where it overflows. Here a product is summed in float64, and rounded as its
-output's type demands. A GPU sums in fp32 and in another order, so its answers differ from these by rounding.
+a CPU, which would hide the rounding and the overflows of fp16. Here a product is summed in float64 and rounded to its
+output's type. A GPU sums in fp32 and in another order, so its outputs differ from these by rounding.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ Array = NDArray[Any]
 
 
 def emulated(path: Path) -> Callable[[Packed], BatchOutputs]:
-    """Run the graph in a file on packed batches, as `Session.run` would on the device."""
+    """Return a function that runs a file's graph on packed batches, as `Session.run` does on the device."""
     graph = evaluator(path)
 
     def run(packed: Packed) -> BatchOutputs:
         feeds = packed_feeds(packed, graph.input_names)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinities are for the checks to find
-            found = graph.run(None, feeds)
-        return dict(zip(graph.output_names, found, strict=True))
+        with np.errstate(over="ignore", invalid="ignore"):  # the checks find infinities
+            outputs = graph.run(None, feeds)
+        return dict(zip(graph.output_names, outputs, strict=True))
 
     return run
 
@@ -71,7 +71,7 @@ class Gelu(OpRun):
 
 
 class PackedMultiHeadAttention(OpRun):
-    """As the operator's documentation has it: tokens go to the slots that `token_offset` names, and come back."""
+    """The operator as documented: tokens go to the slots in `token_offset`, and their outputs return to `[T, H]`."""
 
     op_domain = "com.microsoft"
     num_heads: int

@@ -1,12 +1,12 @@
-"""Golden inputs: a few texts of every kind that a served model meets, with the outputs that PyTorch gives for them."""
+"""Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from model.attention import Layout
-from model.heads import Model
+from model.attention import PackedLayout
+from model.heads import EncoderWithHeads
 from service.core.bundle import Golden
 from service.core.encode import Encoder, Encoding
 from service.core.packing import Packed, pack, split
@@ -28,22 +28,22 @@ LONG = "The committee met on the first Monday of every month and wrote down what
 
 
 def golden_encodings(encoder: Encoder) -> list[Encoding]:
-    """Short and empty texts, a pair, and one text as long as the model takes."""
+    """Encode short and empty texts, a pair, and one text of the model's maximum length."""
     texts = [*TEXTS, LONG * (encoder.max_length // 8)]
     encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
     return [item.windows[0] for item in encoded]
 
 
-def torch_outputs(model: Model, packed: Packed) -> BatchOutputs:
-    """Every head's output, computed by PyTorch in fp32: what the graphs must agree with."""
+def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
+    """Compute every head's output with PyTorch in fp32, the reference of the graphs."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with torch.no_grad():
-        outputs = model.eval()(*map(torch.from_numpy, arrays), Layout.of(packed.layout))
+        outputs = model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
 def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) -> Golden:
-    """Goldens of what each encoding gives, rows per token or one each."""
+    """Join each encoding's outputs, rows per token or one row each, to goldens."""
     packed = pack(encodings)
     joined = {
         name: np.concatenate([own[name] for own in outputs])
@@ -54,14 +54,15 @@ def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) 
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
 
 
-def make_golden(model: Model, encodings: Sequence[Encoding]) -> Golden:
+def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golden:
+    """Compute goldens with PyTorch, in one packed batch."""
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
-def run_torch(model: Model, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
-    """Each encoding's own outputs."""
+def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
+    """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     per_token = {name for name, head in model.described.items() if head.per_token}
     return split(torch_outputs(model, packed), packed.layout, per_token)

@@ -1,4 +1,4 @@
-"""The bundle's model card: what it is, how it was trained and on what, measured quality, limits."""
+"""The bundle's model card: description, training, data, measured quality, limits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,37 +6,41 @@ from typing import Any
 from service.core.bundle import Head, Manifest
 
 
-def render(manifest: Manifest, told: Mapping[str, Any], parity: Mapping[str, str]) -> str:
-    """Markdown; `told` is what the provenance file says beyond the manifest (`description`, `training`, `limits`)."""
+def render(manifest: Manifest, metadata: Mapping[str, Any], parity: Mapping[str, str]) -> str:
+    """Return the model card as Markdown.
+
+    metadata: the provenance file; `description`, `training` and `limits` are in the card alone
+    parity: the results of the checks, by graph
+    """
     parts = [
         f"# {manifest.name} {manifest.version}",
-        str(told.get("description", "An encoder exported with Quartet.")).strip(),
-        _given(manifest),
+        str(metadata.get("description", "An encoder exported with Quartet.")).strip(),
+        _external(manifest),
         _heads(manifest),
         _metrics(manifest),
         _parity(parity),
-        _training(manifest, told.get("training", "")),
+        _training(manifest, metadata.get("training", "")),
         _data(manifest),
-        _section("Limits", told.get("limits")),
+        _section("Limits", metadata.get("limits")),
         _terms(manifest),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _given(manifest: Manifest) -> str:
-    """What has to be known of a graph that came from elsewhere."""
+def _external(manifest: Manifest) -> str:
+    """Describe a graph that another tool exported; empty for our own."""
     layouts = {graph.layout for graph in manifest.graphs}
     if not layouts & {"padded", "alone"}:
         return ""
-    told = (
+    text = (
         "Its one graph was exported by another tool and has the head appended. The goldens are its own answers: that "
         "it answers as the model that it was made from has not been checked."
     )
     if "alone" in layouts:
-        told += (
+        text += (
             " Its answers depend on what shares a batch with them, so each text is computed alone."
         )
-    return _section("The graph", told)
+    return _section("The graph", text)
 
 
 def _section(title: str, text: str | None) -> str:
@@ -83,11 +87,10 @@ def _parity(parity: Mapping[str, str]) -> str:
     return f"## Parity\n\n{table}"
 
 
-def _training(manifest: Manifest, told: str) -> str:
-    """Not from data alone, where another model taught it."""
+def _training(manifest: Manifest, text: str) -> str:
     names = " and ".join(f"`{name}`" for name in manifest.provenance.teachers)
-    taught = f"Distilled from {names}." if names else ""
-    return _section("How it was trained", f"{taught}\n\n{told}".strip())
+    distilled = f"Distilled from {names}." if names else ""
+    return _section("How it was trained", f"{distilled}\n\n{text}".strip())
 
 
 def _data(manifest: Manifest) -> str:
@@ -102,12 +105,12 @@ def _data(manifest: Manifest) -> str:
 
 
 def _terms(manifest: Manifest) -> str:
-    told = (
+    text = (
         f"Weights: {manifest.weights_license}. The data sets have terms of their own, above.\n\n"
         f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
     )
     by_head = manifest.provenance.commercial_use_by_head(manifest.heads)
     if len(set(by_head.values())) > 1:
         rows = [[f"`{head}`", use] for head, use in by_head.items()]
-        told += f"\n\n{_table(['head', 'commercial use, by the terms of its own data'], rows)}"
-    return _section("Terms", told)
+        text += f"\n\n{_table(['head', 'commercial use, by the terms of its own data'], rows)}"
+    return _section("Terms", text)

@@ -1,42 +1,42 @@
-"""What the provenance file says, with what the lock knows of the data sets that it names, and who taught the model."""
+"""The metadata of an export: the provenance file, completed with locked data sets, teachers and the hub's commit."""
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoints.checkpoint import read_teachers
 from model.checkpoints.hub_download import commit_of, split_name
+from model.checkpoints.reader import read_teachers
 from model.data import checksums
 
-# `card.render` tells of all but the manifest's.
-TOLD = ("description", "training", "limits", "weights_license", "provenance")
+# The manifest has `weights_license` and `provenance`; `model_card.render` writes all of them.
+FIELDS = ("description", "training", "limits", "weights_license", "provenance")
 
 
-def read_told(path: Path) -> dict[str, Any]:
-    """The file's tables, with every data set in full.
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the provenance file's tables, with all fields of every data set.
 
-    Raises ValueError, also where a data set is not known, and for what would be told nowhere.
+    Raises ValueError for an unknown data set, and for a table that neither manifest nor card would contain.
     """
-    told = tomllib.loads(path.read_text(encoding="utf-8"))
-    if unknown := sorted(set(told) - set(TOLD)):
-        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(TOLD)}")
-    provenance = told.get("provenance")
+    metadata = tomllib.loads(path.read_text(encoding="utf-8"))
+    if unknown := sorted(set(metadata) - set(FIELDS)):
+        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(FIELDS)}")
+    provenance = metadata.get("provenance")
     if isinstance(provenance, dict) and isinstance(provenance.get("datasets"), list):
-        provenance["datasets"] = [_in_full(table) for table in provenance["datasets"]]
-    return told
+        provenance["datasets"] = [_complete(table) for table in provenance["datasets"]]
+    return metadata
 
 
-def with_teachers(told: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What is told, and who taught the model of a checkpoint, if that says so and nothing else was told of it.
+def with_teachers(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Add the teachers that a checkpoint records, unless the metadata has teachers.
 
-    Raises CheckpointError for what no names are.
+    Raises CheckpointError where the checkpoint's teachers are no list of names.
     """
     teachers = read_teachers(folder)
-    return {**told, "provenance": {"teachers": teachers, **told.get("provenance", {})}}
+    return {**metadata, "provenance": {"teachers": teachers, **metadata.get("provenance", {})}}
 
 
-def with_commit(told: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+def with_commit(metadata: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
     """Add the checkpoint's name on the hub and its commit, for a folder in the hub's cache."""
     commit = commit_of(folder)
     own = (
@@ -44,18 +44,18 @@ def with_commit(told: Mapping[str, Any], name: str, folder: Path) -> dict[str, A
         if commit and not Path(name).exists()
         else {}
     )
-    return {**told, "provenance": {**own, **told.get("provenance", {})}}
+    return {**metadata, "provenance": {**own, **metadata.get("provenance", {})}}
 
 
-def _in_full(table: Any) -> Any:
-    """A data set that is named by its `key` as the lock has it; another one as it is."""
+def _complete(table: Any) -> Any:
+    """Return all fields of a data set that is named by its `key` in the lock file; another one unchanged."""
     if not isinstance(table, Mapping) or "key" not in table:
         return table
     key, known = str(table["key"]), checksums.read_lock()
     if key not in known:
         raise ValueError(f"provenance.datasets: {key!r} is none of {', '.join(known)}")
-    if said := sorted(set(table) - {"key", "used_for"}):
+    if others := sorted(set(table) - {"key", "used_for"}):
         raise ValueError(
-            f"provenance.datasets: {key}: model/{checksums.LOCK.name} says its {said[0]}"
+            f"provenance.datasets: {key}: model/{checksums.LOCK.name} says its {others[0]}"
         )
     return known[key].describe(table.get("used_for", "")).model_dump()

@@ -58,23 +58,23 @@ def judge_rows(
 
     Raises DataError for a file that does not fit the head.
     """
-    found = examples.read(file, head)
+    rows = examples.read(file, head)
     evaluation = judge(run, encoder, head, name, file)
     match head.task:
         case "classification":
-            results = _compare_texts(found, evaluation, head)
+            results = _compare_texts(rows, evaluation, head)
         case "ner":
-            results = _compare_sentences(found, evaluation)
+            results = _compare_sentences(rows, evaluation)
         case "qa":
-            results = _compare_questions(found, evaluation)
+            results = _compare_questions(rows, evaluation)
         case "embedding":
-            results = _compare_pairs(found, run, encoder, name, head)
+            results = _compare_pairs(rows, run, encoder, name, head)
     return evaluation.metrics, results
 
 
 def _compare_texts(found: Sequence[Text], evaluation: Evaluation, head: Head) -> list[Result]:
     if examples.is_graded(head) or head.problem_type == "multi_label_classification":
-        return []  # no answer is simply right
+        return []  # an answer is not simply right or wrong
     return [
         Result(
             row.text + (f" / {row.pair}" if row.pair else ""),
@@ -205,22 +205,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--right", type=int, default=10, help="right results of each head")
     parser.add_argument("--wrong", type=int, default=5, help="wrong results of each head")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        bundle = load(given.bundle)
+        bundle = load(options.bundle)
         run = cpu_run(bundle)
         manifest = bundle.manifest
         tokenizer = load_tokenizer(bundle.file(manifest.vocabulary.file))
         encoder = Encoder(tokenizer, manifest.max_length)
         parts: list[Any] = []
-        for asked in given.eval:
-            name, _, file = asked.partition("=")
+        for evaluation in options.eval:
+            name, _, file = evaluation.partition("=")
             if name not in manifest.heads or not file:
                 parser.error(
-                    f"--eval {asked}: HEAD=FILE, with a head of {', '.join(manifest.heads)}"
+                    f"--eval {evaluation}: HEAD=FILE, with a head of {', '.join(manifest.heads)}"
                 )
             metrics, results = judge_rows(run, encoder, name, manifest.heads[name], Path(file))
-            drawn = draw(results, given.right, given.wrong, given.seed)
+            drawn = draw(results, options.right, options.wrong, options.seed)
             parts.append(render(name, Path(file), metrics, drawn))
     except (OSError, ValueError, BundleError) as error:
         raise SystemExit(f"{error}") from None

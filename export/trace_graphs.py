@@ -1,6 +1,8 @@
-"""From a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
+"""Trace a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
 
-All are traces of the same module; only the layout differs. Names are the contract of `docs/bundle.md`.
+All are traces of the same module; only the layout differs. `docs/bundle.md` specifies the names.
+
+T tokens, B sequences, S longest, C outputs of a head
 """
 
 import hashlib
@@ -18,8 +20,8 @@ from torch.export import Dim
 
 from export.passes import mask_free_attention
 from export.passes.fold import fold
-from model.attention import Layout, Padded
-from model.heads import Model
+from model.attention import PackedLayout, PaddedLayout
+from model.heads import EncoderWithHeads
 from service.core import bundle, packing
 
 OPSET = 20
@@ -36,7 +38,7 @@ PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 class PackedGraph(nn.Module):
     """`[T]` tokens with their layout -> every head's output."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -49,14 +51,14 @@ class PackedGraph(nn.Module):
         unpack: Tensor,
         pack: Tensor,
     ) -> tuple[Tensor, ...]:
-        layout = Layout(lengths, unpack, pack)
+        layout = PackedLayout(lengths, unpack, pack)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
 
 class PackedCuda(nn.Module):
-    """The same with the layout that CUDA's packed attention reads; heads get the rest of it derived."""
+    """`[T]` tokens with the layout of CUDA's packed attention -> every head's output; heads get the rest derived."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -69,18 +71,18 @@ class PackedCuda(nn.Module):
         token_offset: Tensor,
         cu_seqlens: Tensor,
     ) -> tuple[Tensor, ...]:
-        columns = torch.arange(token_offset.shape[1])
-        firsts = cu_seqlens[:-1, None].to(torch.int64)
-        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)
-        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)
-        layout = Layout(lengths, unpack, pack, cu_seqlens, token_offset)
+        columns = torch.arange(token_offset.shape[1])  # [S]
+        firsts = cu_seqlens[:-1, None].to(torch.int64)  # [B, 1]
+        unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)  # [B, S]
+        pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)  # [T]
+        layout = PackedLayout(lengths, unpack, pack, cu_seqlens, token_offset)
         return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
 
 
 class Portable(nn.Module):
     """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
@@ -90,17 +92,17 @@ class Portable(nn.Module):
         batch, longest = input_ids.shape
         position_ids = torch.arange(longest).expand(batch, longest)
         flat = (ids.reshape(-1) for ids in (input_ids, token_type_ids, position_ids))
-        outputs = self.model(*flat, Padded(attention_mask))
+        outputs = self.model(*flat, PaddedLayout(attention_mask))
         return tuple(
             output.view(batch, longest, -1) if self.model.described[name].per_token else output
             for name, output in outputs.items()
         )
 
 
-def export_packed(model: Model) -> onnx.ModelProto:
-    """The packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where it needs none.
+def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
+    """Trace the packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where possible.
 
-    Raises ValueError when a head bears the name of an input.
+    Raises ValueError for a head with the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
@@ -108,10 +110,10 @@ def export_packed(model: Model) -> onnx.ModelProto:
     return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, list(model.described))
 
 
-def export_cuda(model: Model) -> onnx.ModelProto:
-    """The packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, and no padding anywhere in the encoder.
+def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
+    """Trace the packed graph for CUDA: `com.microsoft.PackedMultiHeadAttention`, without padding in the encoder.
 
-    Raises ValueError when a head bears the name of an input.
+    Raises ValueError for a head with the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.token_offset(), layout.cu_seqlens]
@@ -120,7 +122,7 @@ def export_cuda(model: Model) -> onnx.ModelProto:
 
 
 def _sample() -> tuple[packing.Layout, Dim, Dim, Dim]:
-    """A layout to trace with, and its T, B and S."""
+    """Return a layout to trace with, and the dynamic dimensions T, B and S."""
     return packing.make_layout([5, 3, 2]), Dim("T"), Dim("B"), Dim("S")
 
 
@@ -131,13 +133,13 @@ def _tokens(layout: packing.Layout) -> list[np.ndarray]:
 
 
 def has_attention_bias(proto: onnx.ModelProto) -> bool:
-    """Whether any attention of a graph for CUDA adds a bias to its scores."""
+    """Return whether any attention of a graph for CUDA adds a bias to its scores."""
     packed = (node for node in proto.graph.node if node.op_type == "PackedMultiHeadAttention")
     return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
 
 
-def export_portable(model: Model) -> onnx.ModelProto:
-    """The portable graph: standard operators only, padded inputs."""
+def export_portable(model: EncoderWithHeads) -> onnx.ModelProto:
+    """Trace the portable graph: standard operators only, padded `[B, S]` inputs."""
     batch = Dim("B")
     slot = Dim("S")
     ids = np.ones((3, 5), dtype=np.int64)
@@ -157,8 +159,8 @@ def _trace(
     _check_names(outputs)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        for talkative in ("torch.onnx", "onnxscript"):
-            logging.getLogger(talkative).setLevel(logging.ERROR)
+        for name in ("torch.onnx", "onnxscript"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         program = torch.onnx.export(
             module.eval(),
             tuple(map(torch.from_numpy, arrays)),
@@ -180,7 +182,7 @@ def _check_names(heads: Iterable[str]) -> None:
 
 
 def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
-    """Name the outputs after the heads, whatever the trace called its own values, and drop its debug texts."""
+    """Name the outputs after the heads, and drop debug texts. A traced value with a head's name gets another."""
     renamed = {name: f"{name}.value" for name in outputs}
     renamed |= {value.name: name for value, name in zip(proto.graph.output, outputs, strict=True)}
     for node in proto.graph.node:
@@ -200,9 +202,9 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
 
 
 def save_sharing_weights(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
-    """Write graphs whose large tensors stand once each, whoever uses them, in one external file.
+    """Write graphs whose large tensors are in one external file, each tensor once for all graphs.
 
-    It holds the model's weights and nothing else, for it is them that vectors are comparable by.
+    The file contains the model's weights only, because `embedding_space` is a hash of it.
     """
     offsets: dict[bytes, int] = {}
     with weights.open("wb") as file:

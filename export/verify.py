@@ -1,4 +1,4 @@
-"""Proof that a graph answers as the model does: against PyTorch, alone against in company, rounded against exact."""
+"""Checks of a graph: parity with PyTorch, batch invariance, and the loss of rounding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,17 @@ from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOption
 RunGraph = Callable[[Sequence[Encoding]], list[BatchOutputs]]
 
 FP32_TOLERANCE = 1e-4  # PyTorch and ONNX Runtime sum in different orders
-COMPANY_TOLERANCE = (
-    1e-5  # an answer does not depend on its batch; attention kernels block by length
-)
-# Of a head's outputs for all goldens. What fp16 costs it is 1.3e-6 at most (MiniLM 4e-7); what is wrong, tokens in
-# others' slots or positions that run on, costs 2e-2 and more. Deeper models round more often.
+BATCH_TOLERANCE = 1e-5  # an answer does not depend on its batch; attention kernels block by length
+# Cosine of a head's outputs for all goldens. fp16 costs 1.3e-6 at most (MiniLM 4e-7). An error, such as tokens in
+# wrong slots or positions of a neighbor, costs 2e-2 and more. Deeper models round more often.
 FP16_COSINE = 0.999
-# What rounding to eight bits costs a head was 0.012 at most, with trained weights and with random ones.
+# Rounding to eight bits cost a head 0.012 at most, with trained and with random weights.
 INT8_COSINE = 0.9
-COSINE_MARGIN = 0.02  # other CPUs round elsewhere; what the goldens guard against is far larger
+COSINE_MARGIN = 0.02  # other CPUs round differently; errors that the goldens detect are far larger
 
 
 class ParityError(Exception):
-    """A graph that does not answer as the model does; the message says which, where and by how much."""
+    """A graph whose outputs differ from the model's; the message has graph, head, difference and limit."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +32,19 @@ class Agreement:
     """How two runs' outputs of one head agree over some inputs."""
 
     difference: float  # the largest, see `service.core.bundle.deviation`
-    cosine: float  # the smallest of any input's whole output
-    same: float  # the share of decisions (labels, tags, span ends) that are equal
+    cosine: float  # the smallest of any input's flattened output
+    same: float  # the share of equal decisions (labels, tags, span ends)
 
 
 def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> RunGraph:
-    """Run a bundle's graph on the CPU, as serving does; one that only CUDA can run is emulated."""
+    """Return a function that runs a graph on the CPU, as serving does; a graph for CUDA is emulated."""
     if graph.provider == "cuda":
         return _runner(bundle, emulated(bundle.file(graph.file)))
     return _runner(bundle, Session(bundle, graph, CPU, SessionOptions(threads)).run)
 
 
 def gpu_runner(bundle: Bundle, graph: Graph) -> RunGraph:
-    """Run a bundle's graph on the GPU, as serving does. Raises what the runtime does where it cannot."""
+    """Return a function that runs a graph on the GPU, as serving does. Raises the runtime's error where it cannot."""
     return _runner(bundle, Session(bundle, graph, CUDA, SessionOptions(threads=1)).run)
 
 
@@ -67,11 +65,11 @@ def check_parity(
     what: str,
     reference: str = "PyTorch",
 ) -> float:
-    """The largest difference from the reference's outputs. Raises ParityError beyond 1e-4."""
+    """Return the largest difference from the reference's outputs. Raises ParityError beyond 1e-4."""
     worst = 0.0
-    found = run(encodings)
+    outputs = run(encodings)
     for name in expected[0]:
-        difference = compare(name, None, expected, found).difference
+        difference = compare(name, None, expected, outputs).difference
         worst = max(worst, difference)
         if not difference <= FP32_TOLERANCE:
             raise ParityError(
@@ -82,63 +80,63 @@ def check_parity(
 
 
 def check_half(
-    expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs], what: str
+    expected: Sequence[BatchOutputs], outputs: Sequence[BatchOutputs], what: str
 ) -> dict[str, float]:
-    """The cosine with PyTorch that the goldens are to demand of each head. Raises ParityError where it is not met."""
-    _check_cosines(expected, found, FP16_COSINE, what)
+    """Return the cosine with PyTorch that the goldens require of each head. Raises ParityError for a lower one."""
+    _check_cosines(expected, outputs, FP16_COSINE, what)
     return dict.fromkeys(expected[0], FP16_COSINE)
 
 
 def check_int8(
     expected: Sequence[BatchOutputs],
-    found: Sequence[BatchOutputs],
+    outputs: Sequence[BatchOutputs],
     what: str,
     reference: str = "PyTorch",
 ) -> dict[str, float]:
-    """The cosine that the goldens are to demand of each head: what is measured, less a margin.
+    """Return the cosine that the goldens require of each head: the measured one, less a margin.
 
-    Raises ParityError below 0.9, which is no rounding.
+    Raises ParityError below 0.9, which rounding does not explain.
     """
-    measured = _check_cosines(expected, found, INT8_COSINE, what, reference)
+    measured = _check_cosines(expected, outputs, INT8_COSINE, what, reference)
     return {name: round(value - COSINE_MARGIN, 3) for name, value in measured.items()}
 
 
 def check_on_gpu(
     bundle: Bundle, graph: Graph, expected: Sequence[BatchOutputs], encodings: Sequence[Encoding]
 ) -> str:
-    """Hold what was emulated to PyTorch on the device, where there is one; what came of it. Raises ParityError."""
+    """Compare an emulated graph with PyTorch on the GPU, if there is one, and return the result. Raises ParityError."""
     problem = cuda_problem()
     if problem is None:
         try:
-            found = gpu_runner(bundle, graph)(encodings)
+            outputs = gpu_runner(bundle, graph)(encodings)
         except Exception as error:  # a GPU may be there and not work
             problem = " ".join(str(error).split())
         else:
-            check_half(expected, found, f"{graph.precision} on the GPU")
+            check_half(expected, outputs, f"{graph.precision} on the GPU")
             return "run on a GPU"
     return f"emulated, not run on a GPU ({problem})"
 
 
-def check_company(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
-    """The largest difference between answers alone and in one batch. Raises ParityError beyond 1e-5."""
-    alone = [run([encoding])[0] for encoding in encodings]
-    together = run(encodings)
-    worst = float(np.max([compare(n, None, alone, together).difference for n in alone[0]]))
-    if not worst <= COMPANY_TOLERANCE:
+def check_batch_invariance(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
+    """Return the largest difference of outputs between unbatched and batched runs. Raises ParityError beyond 1e-5."""
+    unbatched = [run([encoding])[0] for encoding in encodings]
+    batched = run(encodings)
+    worst = float(np.max([compare(n, None, unbatched, batched).difference for n in unbatched[0]]))
+    if not worst <= BATCH_TOLERANCE:
         raise ParityError(
             f"{what}: answers differ by {worst:.1e} alone and in a batch"
-            f" (allowed {COMPANY_TOLERANCE:.0e})"
+            f" (allowed {BATCH_TOLERANCE:.0e})"
         )
     return worst
 
 
 def compare(
-    name: str, head: Head | None, expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs]
+    name: str, head: Head | None, expected: Sequence[BatchOutputs], outputs: Sequence[BatchOutputs]
 ) -> Agreement:
-    """Agreement of one head's outputs, input by input; decisions are compared when the head is given."""
-    pairs = [(a[name], b[name]) for a, b in zip(expected, found, strict=True)]
+    """Compare one head's outputs, input by input. head: compares decisions too; None for outputs only"""
+    pairs = [(a[name], b[name]) for a, b in zip(expected, outputs, strict=True)]
     decisions = [_same(head, a, b) for a, b in pairs] if head else [1.0]
-    return Agreement(  # numpy's max and min, unlike Python's, let no NaN slip
+    return Agreement(  # numpy's max and min, unlike Python's, keep a NaN
         difference=float(np.max([deviation(a, b) for a, b in pairs])),
         cosine=float(np.min([cosine(a, b) for a, b in pairs])),
         same=float(np.mean(decisions)),
@@ -148,9 +146,9 @@ def compare(
 def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
     if head.task == "embedding":
         return 1.0
-    alone = head.width == 1 and head.problem_type != "regression"
+    single = head.width == 1 and head.problem_type != "regression"
     if head.task == "classification" and (
-        alone or head.problem_type == "multi_label_classification"
+        single or head.problem_type == "multi_label_classification"
     ):
         return float(np.mean((a > 0) == (b > 0)))
     axis = 0 if head.task == "qa" else -1  # which token starts and ends; which label
@@ -159,14 +157,14 @@ def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
 
 def _check_cosines(
     expected: Sequence[BatchOutputs],
-    found: Sequence[BatchOutputs],
+    outputs: Sequence[BatchOutputs],
     least: float,
     what: str,
     reference: str = "PyTorch",
 ) -> dict[str, float]:
-    measured = _whole_cosines([*expected[0]], expected, found)
+    measured = _whole_cosines([*expected[0]], expected, outputs)
     for name, value in measured.items():
-        if not value >= least:  # a NaN comes of an infinity, of a value beyond 65,504
+        if not value >= least:  # a NaN follows from an infinity, that from a value beyond 65,504
             raise ParityError(
                 f"{what}: head {name} has cosine {value:.4f} with {reference} (at least {least})"
             )
@@ -174,13 +172,13 @@ def _check_cosines(
 
 
 def _whole_cosines(
-    heads: Sequence[str], expected: Sequence[BatchOutputs], found: Sequence[BatchOutputs]
+    heads: Sequence[str], expected: Sequence[BatchOutputs], outputs: Sequence[BatchOutputs]
 ) -> dict[str, float]:
-    """Of each head's outputs for all inputs as one vector, as the goldens are compared."""
+    """Return the cosine of each head's outputs for all inputs as one vector, which the goldens are compared by."""
     stacked = {
         name: (
             np.concatenate([np.atleast_1d(o[name]).ravel() for o in expected]),
-            np.concatenate([np.atleast_1d(o[name]).ravel() for o in found]),
+            np.concatenate([np.atleast_1d(o[name]).ravel() for o in outputs]),
         )
         for name in heads
     }

@@ -2,49 +2,47 @@
 
     attention(qkv, num_heads, layout, dropout, bias, scale) -> context        qkv [T, 3H] -> [T, H]
 
-Every other part of the model works on packed tokens `[T, H]` and never sees padding. Here the tokens are gathered
-into `[B, S]` slots and back, in the way that the device or the exported graph does best:
+Every other part of the model works on packed tokens `[T, H]` and has no padding. Here the tokens are gathered into
+`[B, S]` slots and back, in the fastest way of the device or the exported graph:
 
-    Layout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
-    Layout, CPU half     the same written out, where gradients are wanted: its backward pass is the faster one
-    Layout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
-    Layout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
-                         (`export.passes.mask_free_attention` then hides padding in another way, where it can)
-    Layout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
-    Padded               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
+    PackedLayout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
+    PackedLayout, CPU half     the formula written out where gradients are needed: its backward pass is faster
+    PackedLayout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
+    PackedLayout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+                               (`export.passes.mask_free_attention` then replaces the lengths, where it can)
+    PackedLayout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
+    PaddedLayout               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
 
-T tokens, B sequences, S longest, N heads, D head size, H hidden
+Shapes as in `model/bert.py`: T tokens, B sequences, S longest, N heads, D head size, H hidden
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from service.core import packing
 
 HALF = (torch.float16, torch.bfloat16)
 
-# `training.capture` appends a list for each capture of attention weights [B, N, S, S].
-weight_captures: list[list[Tensor]] = []
-
 
 @dataclass(frozen=True)
-class Layout:
-    """`service.core.packing.Layout` as tensors on the model's device."""
+class PackedLayout:
+    """`service.core.packing.Layout` as tensors on the model's device.
 
-    lengths: Tensor  # [B]
-    unpack: Tensor  # [B, S]
-    pack: Tensor  # [T]
-    cu_seqlens: Tensor | None = None  # [B + 1] int32
-    token_offset: Tensor | None = None  # [B, S] int32; given, a graph for CUDA is traced
-    full: bool = (
-        False  # all sequences are S long, so that slots are tokens and nothing need be gathered
-    )
+    A slot is a place in the `[B, S]` rectangle. token_offset is set only to trace a graph for CUDA.
+    """
+
+    lengths: Tensor  # [B] tokens of each sequence
+    unpack: Tensor  # [B, S] the token in each slot
+    pack: Tensor  # [T] the slot of each token
+    cu_seqlens: Tensor | None = None  # [B + 1] int32, where each sequence begins and the last ends
+    token_offset: Tensor | None = None  # [B, S] int32
+    full: bool = False  # all sequences are S long: slots are tokens, and nothing is gathered
 
     @classmethod
-    def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "Layout":
+    def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "PackedLayout":
         return cls(
             torch.as_tensor(layout.lengths, device=device),
             torch.as_tensor(layout.unpack, device=device),
@@ -54,22 +52,49 @@ class Layout:
         )
 
     @property
-    def firsts(self) -> Tensor:
-        """`[B]` packed index of each sequence's first token."""
+    def first_indices(self) -> Tensor:
+        """The packed index of each sequence's first token, `[B]`."""
         return self.unpack[:, 0]
 
 
 @dataclass(frozen=True)
-class Padded:
-    """The trivial layout: T = B * S, every slot a token, and a mask that says which are real."""
+class PaddedLayout:
+    """The trivial layout: T = B * S, every slot is a token, and a mask marks the real ones."""
 
     attention_mask: Tensor  # [B, S] 1 = real token
+
+
+AnyLayout = PackedLayout | PaddedLayout
+
+
+class ScaledDotProductAttention(nn.Module):
+    """`attention` as a module without parameters, so that `training.capture` can hook its inputs.
+
+    scale: of the scores, 1 / sqrt(D) by default
+    """
+
+    def __init__(self, num_heads: int, dropout: float, scale: float | None = None):
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.scale = scale
+
+    def forward(self, qkv: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+        """`[T, 3H]` -> `[T, H]`."""
+        dropout = self.dropout if self.training else 0.0
+        return attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
+
+    def weights(self, qkv: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+        """The attention weights, `[T, 3H]` -> `[B, N, S, S]`: each row (a query's weights) sums to one."""
+        query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
+        bias = None if bias is None else bias.to(qkv.dtype)
+        return _softmax(query, key, _key_mask(layout, bias), self.scale)
 
 
 def attention(
     qkv: Tensor,
     num_heads: int,
-    layout: Layout | Padded,
+    layout: AnyLayout,
     dropout: float = 0.0,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -81,10 +106,7 @@ def attention(
     """
     if bias is not None:
         bias = bias.to(qkv.dtype)
-    for weights in weight_captures:
-        query, key, _ = by_head(qkv, num_heads, layout)
-        weights.append(_weights(query, key, _seen(layout, bias), scale))
-    if isinstance(layout, Padded):
+    if isinstance(layout, PaddedLayout):
         return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
@@ -94,64 +116,73 @@ def attention(
     return _gathered(qkv, num_heads, layout, dropout, bias, scale)
 
 
-def count_slots(layout: Layout | Padded) -> int:
-    """S, the longest sequence of a batch."""
-    return (layout.attention_mask if isinstance(layout, Padded) else layout.unpack).shape[1]
+# -- between tokens and slots ------------------------------------------------------------------------------------------
 
 
-def to_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
-    """`[T, W]` -> `[B, S, W]`; what stands in the slots after a sequence's end is of no meaning."""
-    if isinstance(layout, Padded):
-        return x.view(*layout.attention_mask.shape, -1)
+def count_slots(layout: AnyLayout) -> int:
+    """S, the length of a batch's longest sequence."""
+    return (layout.attention_mask if isinstance(layout, PaddedLayout) else layout.unpack).shape[1]
+
+
+def to_slots(x: Tensor, layout: AnyLayout) -> Tensor:
+    """`[T, W]` -> `[B, S, W]`; the content of slots after a sequence's end is undefined."""
+    if isinstance(layout, PaddedLayout):
+        return x.view(*layout.attention_mask.shape, -1)  # [B, S, W]
     if not layout.full:
-        x = x.index_select(0, layout.unpack.reshape(-1))
-    return x.view(*layout.unpack.shape, -1)
+        x = x.index_select(0, layout.unpack.reshape(-1))  # [B * S, W]
+    return x.view(*layout.unpack.shape, -1)  # [B, S, W]
 
 
-def from_slots(x: Tensor, layout: Layout | Padded) -> Tensor:
+def from_slots(x: Tensor, layout: AnyLayout) -> Tensor:
     """`[B, S, W]` -> `[T, W]`"""
-    x = x.reshape(-1, x.shape[-1])
-    return x if isinstance(layout, Padded) or layout.full else x.index_select(0, layout.pack)
+    x = x.reshape(-1, x.shape[-1])  # [B * S, W]
+    is_packed = isinstance(layout, PackedLayout) and not layout.full
+    return x.index_select(0, layout.pack) if is_packed else x  # [T, W]
 
 
-def real_slots(layout: Layout | Padded) -> Tensor:
-    """`[B, S]`, True where a slot holds a token."""
-    if isinstance(layout, Padded):
+def real_slots(layout: AnyLayout) -> Tensor:
+    """`[B, S]`, True where a slot has a token."""
+    if isinstance(layout, PaddedLayout):
         return layout.attention_mask.bool()
-    columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)
-    return columns < layout.lengths[:, None]
+    columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)  # [S]
+    return columns < layout.lengths[:, None]  # [B, S]
 
 
-def by_head(qkv: Tensor, num_heads: int, layout: Layout | Padded) -> tuple[Tensor, Tensor, Tensor]:
+def by_head(qkv: Tensor, num_heads: int, layout: AnyLayout) -> tuple[Tensor, Tensor, Tensor]:
     """`[T, 3H]` -> query, key, value in slots, each `[B, N, S, D]`."""
-    slots = to_slots(qkv, layout)
-    query, key, value = slots.view(*slots.shape[:2], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    slots = to_slots(qkv, layout)  # [B, S, 3H]
+    slots = slots.view(*slots.shape[:2], 3, num_heads, -1)  # [B, S, 3, N, D]
+    query, key, value = slots.permute(2, 0, 3, 1, 4)  # [B, N, S, D] each
     return query, key, value
 
 
-def _seen(layout: Layout | Padded, bias: Tensor | None) -> Tensor:
-    """The mask of slots without a token: True where a key may be seen, or what is added to the scores."""
-    real = real_slots(layout)[:, None, None, :]
-    return real if bias is None else bias.masked_fill(~real, -torch.inf)
+def _key_mask(layout: AnyLayout, bias: Tensor | None) -> Tensor:
+    """The mask of keys: True where a slot has a token, `[B, 1, 1, S]`, or the bias with -inf elsewhere."""
+    real = real_slots(layout)[:, None, None, :]  # [B, 1, 1, S]
+    return real if bias is None else bias.masked_fill(~real, -torch.inf)  # [B, N, S, S]
+
+
+# -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
 def _gathered(
     qkv: Tensor,
     num_heads: int,
-    layout: Layout,
+    layout: PackedLayout,
     dropout: float,
     bias: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    query, key, value = by_head(qkv, num_heads, layout)
-    mask = bias if layout.full else _seen(layout, bias)
+    query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
+    mask = bias if layout.full else _key_mask(layout, bias)
     if qkv.dtype in HALF and not qkv.is_cuda and torch.is_grad_enabled():
         context = _written_out(query, key, value, mask, dropout, scale)
     else:
         context = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
         )
-    return from_slots(context.transpose(1, 2).flatten(2), layout)
+    context = context.transpose(1, 2).flatten(2)  # [B, N, S, D] -> [B, S, H]
+    return from_slots(context, layout)  # [T, H]
 
 
 def _written_out(
@@ -162,24 +193,24 @@ def _written_out(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all weights in memory."""
-    weights = _weights(query, key, mask, scale)
-    return (F.dropout(weights, dropout) if dropout else weights) @ value
+    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all attention weights in memory."""
+    weights = _softmax(query, key, mask, scale)  # [B, N, S, S]
+    return (F.dropout(weights, dropout) if dropout else weights) @ value  # [B, N, S, D]
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Who attends to whom: `[B, N, S, D]` each -> `[B, N, S, S]`, of which rows (queries) sum to one.
+def _softmax(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention weights: `[B, N, S, D]` each -> `[B, N, S, S]`, of which rows (queries) sum to one.
 
-    mask: True where a key may be seen, or what is added to the scores
+    mask: bool, True where a key is visible, or a float that is added to the scores
     """
-    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)  # [B, N, S, S]
     if mask is not None:
-        hidden = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
     return scores.softmax(dim=-1)
 
 
-def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) -> Tensor:
+def _varlen(qkv: Tensor, num_heads: int, layout: PackedLayout, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)  # [T, N, D]
@@ -193,16 +224,21 @@ def _varlen(qkv: Tensor, num_heads: int, layout: Layout, scale: float | None) ->
         longest,
         longest,
         scale=scale,
-    )
-    return context.reshape(len(qkv), -1)
+    )  # [T, N, D]
+    return context.reshape(len(qkv), -1)  # [T, H]
 
 
-def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float) -> Tensor:
+# -- ONNX --------------------------------------------------------------------------------------------------------------
+
+
+def _onnx(
+    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
+) -> Tensor:
     query, key, value = to_slots(qkv, layout).chunk(3, dim=-1)  # [B, S, H]
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
-        [query, key, value, None, layout.lengths.to(torch.int32), *_given(bias)],
-        _settings(num_heads, scale),
+        [query, key, value, None, layout.lengths.to(torch.int32), *_optional(bias)],
+        _attributes(num_heads, scale),
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
@@ -210,24 +246,24 @@ def _onnx(qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scal
     return from_slots(context, layout)
 
 
-def _given(bias: Tensor | None) -> list[Tensor]:
-    """An operator's last input, which may be left out."""
+def _optional(bias: Tensor | None) -> list[Tensor]:
+    """An operator's optional last input."""
     return [] if bias is None else [bias]
 
 
-def _settings(num_heads: int, scale: float | None) -> dict[str, int | float]:
+def _attributes(num_heads: int, scale: float | None) -> dict[str, int | float]:
     """An operator's attributes."""
     return {"num_heads": num_heads} if scale is None else {"num_heads": num_heads, "scale": scale}
 
 
 def _onnx_cuda(
-    qkv: Tensor, num_heads: int, layout: Layout, bias: Tensor | None, scale: float
+    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
 ) -> Tensor:
     query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
     return torch.onnx.ops.symbolic(
         "com.microsoft::PackedMultiHeadAttention",
-        [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_given(bias)],
-        _settings(num_heads, scale),
+        [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_optional(bias)],
+        _attributes(num_heads, scale),
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
@@ -235,12 +271,12 @@ def _onnx_cuda(
 
 
 def _padded(
-    qkv: Tensor, num_heads: int, layout: Padded, bias: Tensor | None, scale: float
+    qkv: Tensor, num_heads: int, layout: PaddedLayout, bias: Tensor | None, scale: float
 ) -> Tensor:
     # Written out, so that the graph holds standard operators only.
-    query, key, value = by_head(qkv, num_heads, layout)
-    mask = (1.0 - layout.attention_mask.to(qkv.dtype)) * torch.finfo(qkv.dtype).min
-    mask = mask[:, None, None, :]
+    query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
+    mask = (1.0 - layout.attention_mask.to(qkv.dtype)) * torch.finfo(qkv.dtype).min  # [B, S]
+    mask = mask[:, None, None, :]  # [B, 1, 1, S]
     mask = mask if bias is None else bias + mask
-    context = _written_out(query, key, value, mask, 0.0, scale)
-    return from_slots(context.transpose(1, 2).flatten(2), layout)
+    context = _written_out(query, key, value, mask, 0.0, scale)  # [B, N, S, D]
+    return from_slots(context.transpose(1, 2).flatten(2), layout)  # [T, H]

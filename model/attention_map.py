@@ -1,4 +1,4 @@
-"""Draw who attends to whom, in every layer and head: `python -m model.attention_map "The cat sat." -o map.png`.
+"""Draw the attention weights of every layer and head: `python -m model.attention_map "The cat sat." -o map.png`.
 
 L layers, N heads, S tokens
 """
@@ -12,28 +12,28 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from model.attention import Layout
-from model.checkpoints import checkpoint
-from model.fill import OURS, find_checkpoint, read_encoder
+from model.attention import PackedLayout
+from model.checkpoints import reader
+from model.fill import DEFAULT_CHECKPOINT, find_checkpoint, read_encoder
 from model.training.capture import capture
 from service.core import packing
 from service.core.encode import Encoding
 
-MAX_TOKENS = 48  # of which labels and cells can still be read
+MAX_TOKENS = 48  # labels and cells of more are too small to read
 
 
 @torch.no_grad()
 def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
-    """`[L, N, S, S]`: how much each token (rows, which sum to one) attends to each (columns), in any family."""
+    """Return the attention weights of an encoder of any family, `[L, N, S, S]`: rows (queries) sum to one."""
     packed = packing.pack([encoding])
-    given = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    inputs = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with capture(encoder, attention_weights=True) as captured:
-        encoder(*map(torch.as_tensor, given), Layout.of(packed.layout))
+        encoder(*map(torch.as_tensor, inputs), PackedLayout.of(packed.layout))
     return torch.cat(captured.attention_weights)
 
 
 def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:
-    """One cell per layer (down) and head (across), with the tokens at the left and below."""
+    """Draw one cell per layer (row) and head (column), with the tokens at the left and below."""
     layers, heads, size, _ = maps.shape
     cell = max(1.4, 0.14 * size)  # inches: room for a label of 7 points per token
     figure = Figure(figsize=(heads * cell + 2, layers * cell + 2), dpi=100, layout="compressed")
@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, help="a picture: .png, .svg or .pdf"
     )
-    parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
+    parser.add_argument(
+        "--checkpoint", help=f"a directory or a hub name; default: {DEFAULT_CHECKPOINT}"
+    )
     arguments = parser.parse_args()
     try:
         folder = find_checkpoint(arguments.checkpoint)
@@ -80,7 +82,7 @@ def main() -> None:
             raise ValueError(
                 f"{len(encoded.windows[0])} tokens are too many to draw: at most {MAX_TOKENS}"
             )
-        maps = attention_maps(checkpoint.load_encoder(folder, pooler=False), encoded.windows[0])
+        maps = attention_maps(reader.load_encoder(folder, pooler=False), encoded.windows[0])
     except ValueError as error:
         parser.error(str(error))
     tokens = [cut.tokenizer.id_to_token(i) for i in encoded.windows[0].input_ids]

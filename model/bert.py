@@ -1,9 +1,17 @@
 """BERT (Devlin et al. 2019), exactly, on packed tokens.
 
-Read from top to bottom: embeddings, attention, feed-forward, layer, encoder. Post-norm, learned positions, erf GELU.
-Only `attention` knows where one sequence ends and the next begins.
+Read from top to bottom: embeddings, attention, feed-forward, layer, encoder, pretraining heads. Post-norm, learned
+positions, erf GELU. Only `attention` knows where one sequence ends and the next begins.
 
-T tokens, M masked tokens, B sequences, H hidden, I intermediate, V vocabulary
+Shapes: a comment at the end of a line is the shape of the line's result. In all modules of `model/`
+
+    T  tokens of the batch, packed: all sequences one after the other, without padding
+    B  sequences            S  tokens of the longest sequence
+    H  hidden size          N  attention heads          D  head size, H / N
+    I  intermediate size    E  embedding width (BERT: H)
+    V  vocabulary           M  masked tokens            C  labels of a head
+
+A model that pads would have `[B, S, H]` where this one has `[T, H]`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention
+from model.attention import AnyLayout, ScaledDotProductAttention
 from model.config import BertConfig
 from model.pooling import first_tokens
 
-# The erf form is BERT's, the tanh form an approximation that some descendants kept (Hendrycks and Gimpel 2016).
+# BERT's GELU is the erf form; the tanh form approximates it (Hendrycks and Gimpel 2016). Some descendants use others.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -27,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Embeddings(nn.Module):
-    """Token + segment + position, normalised."""
+    """Token + segment + position, normalized."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -38,26 +46,32 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """`[T]` each -> `[T, E]`."""
         x = self.word(input_ids) + self.token_type(token_type_ids) + self.position(position_ids)
-        return self.dropout(self.norm(x))  # [T, H]
+        return self.dropout(self.norm(x))  # [T, E]
 
 
 class SelfAttention(nn.Module):
-    """Query, key and value in one projection: one matrix product, one gather."""
+    """Multi-head self-attention. Query, key and value are one projection: one matrix product, one gather."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.dropout = config.attention_probs_dropout_prob
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.attend = ScaledDotProductAttention(
+            config.num_attention_heads, config.attention_probs_dropout_prob
+        )
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, bias: Tensor | None = None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        return self.output(attention(self.qkv(x), self.num_heads, layout, dropout, bias))  # [T, H]
+    def forward(self, x: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+        """`[T, H]` -> `[T, H]`. bias: added to the attention scores, `[1 or B, N, S, S]`"""
+        qkv = self.qkv(x)  # [T, 3H]
+        context = self.attend(qkv, layout, bias)  # [T, H]
+        return self.output(context)  # [T, H]
 
 
 class FeedForward(nn.Module):
+    """Two linear layers with an activation between, applied to each token."""
+
     def __init__(self, config: BertConfig):
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.intermediate_size)
@@ -65,13 +79,15 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))  # [T, H] -> [T, I] -> [T, H]
+        """`[T, H]` -> `[T, H]`."""
+        x = self.activation(self.up(x))  # [T, I]
+        return self.down(x)  # [T, H]
 
 
 class Layer(nn.Module):
-    """Post-norm: each half adds to the stream, and the sum is normalised."""
+    """One encoder layer, post-norm: each half adds to the residual stream, and the sum is normalized."""
 
-    # Where other families differ.
+    # Other families replace these.
     make_attention: type[nn.Module] = SelfAttention
     make_feed_forward: type[nn.Module] = FeedForward
 
@@ -83,28 +99,30 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
-        """`beside`: what else a family's attention takes."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, layout, *beside)))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+    def forward(self, x: Tensor, layout: AnyLayout, *shared: Any) -> Tensor:
+        """`[T, H]` -> `[T, H]`. shared: further inputs of the family's attention, see `Bert.shared_inputs`"""
+        x = self.attention_norm(x + self.dropout(self.attention(x, layout, *shared)))  # [T, H]
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))  # [T, H]
 
 
 class Pooler(nn.Module):
-    """The first token's last hidden state, through a dense layer and (in BERT) tanh: what BERT classifies by."""
+    """The first token's last hidden state through a dense layer and, in BERT, tanh: the input of BERT's classifiers."""
 
     def __init__(self, config: BertConfig, activation: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = activation
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
-        return self.activation(self.dense(first_tokens(hidden_states, layout)))  # [B, H]
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[B, H]`."""
+        first = first_tokens(hidden_states, layout)  # [B, H]
+        return self.activation(self.dense(first))  # [B, H]
 
 
 class Bert(nn.Module):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    # Where other families differ.
+    # Other families replace these.
     make_embeddings: type[nn.Module] = Embeddings
     make_layer: type[nn.Module] = Layer
     has_pooler = True
@@ -118,7 +136,7 @@ class Bert(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module: nn.Module) -> None:
-        """BERT's: normal with `initializer_range`, biases zero, norms one."""
+        """Initialize as BERT: normal with `initializer_range`, biases zero, norms one."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -129,34 +147,37 @@ class Bert(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
+        """`[T]` each -> `[T, H]`. layout: where each sequence is among the T tokens"""
         x = self.embeddings(input_ids, token_type_ids, position_ids)  # [T, H]
-        shared = self.shared(position_ids, layout)
-        for layer in self.in_order():
+        shared = self.shared_inputs(position_ids, layout)
+        for layer in self.layers_in_order():
             x = layer(x, layout, shared)  # [T, H]
         return x
+
+    # -- hooks for other families: BERT has L different layers, and positions in its embeddings only
 
     def make_layers(self, config: BertConfig) -> nn.ModuleList:
         return nn.ModuleList(self.make_layer(config) for _ in range(config.num_hidden_layers))
 
-    def in_order(self) -> Iterable[nn.Module]:
-        """The layers as they are passed through."""
+    def layers_in_order(self) -> Iterable[nn.Module]:
+        """Return the layers in the order in which a forward pass applies them."""
         return self.layers
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Any:
-        """What all layers' attention takes beside the layout: here a bias of its scores, `[1, N, S, S]`, or none.
+    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Any:
+        """Return an input that all layers' attention shares: here none, elsewhere a bias `[1, N, S, S]` or a rotation.
 
-        `position_ids` [T] are for families that rotate by them.
+        position_ids: [T]
         """
         return None
 
 
-# -- what it is pretrained with ----------------------------------------------------------------------------------------
+# -- pretraining heads -------------------------------------------------------------------------------------------------
 
 
 class MaskedLM(nn.Module):
-    """Dense, GELU, norm, then the word embeddings themselves as the output matrix (tied), plus a bias."""
+    """Dense, GELU, norm, then the word embeddings as the output matrix (tied), plus a bias."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -166,14 +187,15 @@ class MaskedLM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
-        guess = self.norm(self.activation(self.dense(hidden_states)))
-        return F.linear(guess, word_embeddings, self.bias)  # [M, V]
+        """Hidden states of masked tokens `[M, H]` and the embedding table `[V, E]` -> logits `[M, V]`."""
+        x = self.norm(self.activation(self.dense(hidden_states)))  # [M, E]
+        return F.linear(x, word_embeddings, self.bias)  # [M, V]
 
 
 class NextSentence(nn.Module):
-    """Does the second text follow the first? Class 0 says yes, as in Google's releases.
+    """Logits for two classes of a pair of texts; class 0 is "the second follows the first", as in Google's releases.
 
-    Where it does not it is from elsewhere (BERT), or the first one follows it (ALBERT).
+    Class 1 is a random second text (BERT), or the two texts in reverse order (ALBERT).
     """
 
     def __init__(self, config: BertConfig):
@@ -181,5 +203,7 @@ class NextSentence(nn.Module):
         self.pooler = Pooler(config)
         self.classifier = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
-        return self.classifier(self.pooler(hidden_states, layout))  # [B, 2]
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[B, 2]`."""
+        pooled = self.pooler(hidden_states, layout)  # [B, H]
+        return self.classifier(pooled)  # [B, 2]

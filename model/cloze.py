@@ -1,9 +1,8 @@
 """Make questions of plain text: `python -m model.cloze OUT.json.gz FILE... [--questions N]`.
 
-A name, a number or a few words of a sentence are asked for with the words around them, of which some are lost and the
-halves may be in another order, and found where they stood: what a reader of spans has to learn before all else, to
-match a question with its place, and nobody needs to write it. Cloze questions with noise: Lewis et al. 2019
-(arXiv 1906.04980). The file has the form of SQuAD.
+The answer is a name, a number or a few words of a sentence, and the question is made of the words around it: some are
+dropped, and the halves may be swapped. Such questions train the matching of a question with its place, without human
+annotation. Noisy cloze questions: Lewis et al. 2019 (arXiv 1906.04980). The file has the format of SQuAD.
 """
 
 import argparse
@@ -21,14 +20,14 @@ from model.data import checksums
 from model.data.corpus import documents, sentences
 
 PASSAGE = (50, 200)  # words
-SENTENCE = (6, 50)  # words, of one that a question is made of
+SENTENCE = (6, 50)  # words of a sentence that becomes a question
 ANSWER = (3, 60)  # characters
-KEPT = (6, 14)  # words around the answer that a question is made of, before some are lost
-LOST = 0.6  # of these, at most
-NAMED = 0.45  # of all answers are names and numbers, where a sentence has any
-FIRST = 0.7  # of all questions begin with what they ask for
+KEPT = (6, 14)  # words around the answer in a question, before some are dropped
+LOST = 0.6  # largest share of these that is dropped
+NAMED = 0.45  # share of answers that are names and numbers, where a sentence has any
+FIRST = 0.7  # share of questions that begin with the question word
 
-# Capitalised words and numbers that stand together, as "the Bank of England", "12 March 1845" and "1,200".
+# Adjacent capitalized words and numbers, as "the Bank of England", "12 March 1845" and "1,200".
 NAME = re.compile(
     r"(?<!\w)(?:[A-Z][\w'’-]*|\d[\d,.]*\d|\d)(?: (?:of |the |de |and )?(?:[A-Z][\w'’-]*|\d[\d,]*))*(?!\w)"
 )
@@ -39,7 +38,7 @@ Many Most My No Not Of On One Or Our She Since So Some Such That The Their Then 
 Until Upon We What When Where Which While Who With You
 """
 COMMON = frozenset(OPENING.split())
-# Words that an answer neither ends with nor, but for an article, begins with.
+# Words that an answer neither ends with nor, except for an article, begins with.
 JOINING = """
 a after also an and are as at be been before but by during for from had has have he her his in into is it its not of on
 or she than that the their then these they this those to was were which who with
@@ -48,7 +47,7 @@ SMALL = frozenset(JOINING.split())
 MONTH = re.compile(
     r"\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\b"
 )
-# What the words next to a name show of its kind.
+# Words next to a name that indicate its kind.
 TITLES = """
 Mr Mrs Ms Dr Sir Lord Lady Saint King Queen Prince Princess Emperor Empress Pope Bishop President Senator Governor Mayor
 General Colonel Captain Professor actor actress singer author writer poet painter composer director producer coach
@@ -89,7 +88,7 @@ def words(text: str) -> int:
 
 
 def names(sentence: str) -> Iterator[tuple[int, str]]:
-    """Where the names and numbers of a sentence begin, and each of them."""
+    """Yield the start of each name and number of a sentence, and its text."""
     for found in NAME.finditer(sentence):
         start, parts = found.start(), found.group().rstrip(",'’-").split(" ")
         while parts and parts[0] in COMMON:
@@ -100,7 +99,7 @@ def names(sentence: str) -> Iterator[tuple[int, str]]:
 
 
 def phrase(sentence: str, rng: random.Random) -> tuple[int, str] | None:
-    """Where a few words of a sentence begin that may be an answer, and what they are."""
+    """Choose a few words of a sentence as an answer: their start and text; None if no choice fits."""
     parts = list(re.finditer(r"\S+", sentence))
     for _ in range(8):
         count = rng.choice((1, 1, 2, 2, 3, 3, 4, 5))
@@ -114,18 +113,18 @@ def phrase(sentence: str, rng: random.Random) -> tuple[int, str] | None:
 
 
 def may_be_answer(text: str) -> bool:
-    """Whether some words may be an answer: no stop within, and no joint at their ends."""
-    said = text.lower().split()
+    """Return whether some words may be an answer: without punctuation, and without function words at their ends."""
+    parts = text.lower().split()
     return (
         ANSWER[0] <= len(text) <= ANSWER[1]
         and not re.search(r"[,;:.!?()\"“”—]", text)
-        and said[0] not in SMALL - {"a", "an", "the"}
-        and said[-1] not in SMALL
+        and parts[0] not in SMALL - {"a", "an", "the"}
+        and parts[-1] not in SMALL
     )
 
 
 def kind_of_name(answer: str, before: str = "", after: str = "") -> str:
-    """The kind of a name by its last word and the words next to it: person, place or group; "" if they do not show it.
+    """Return the kind of a name by its last word and the words next to it: person, place, group, or "" for unknown.
 
     before, after: the rest of the sentence on both sides of the answer
     """
@@ -145,7 +144,7 @@ def kind_of_name(answer: str, before: str = "", after: str = "") -> str:
 
 
 def question_word(answer: str, rng: random.Random, before: str = "", after: str = "") -> str:
-    """Choose what a question asks for by the answer's form and the words next to it."""
+    """Choose the question word by the answer's form and the words next to it."""
     if re.fullmatch(r"1\d{3}|20\d{2}", answer):
         return rng.choice(("when", "what year", "in what year"))
     if MONTH.search(answer):
@@ -167,9 +166,9 @@ def question_word(answer: str, rng: random.Random, before: str = "", after: str 
 def make_question(
     sentence: str, start: int, answer: str, rng: random.Random, most_lost: float = LOST
 ) -> str | None:
-    """A question with words from both sides of the answer; None where too few are left, or the answer is among them.
+    """Make a question of words from both sides of the answer; None if too few are left, or if they contain the answer.
 
-    most_lost: the largest share of these words that is left out
+    most_lost: the largest share of these words that is dropped
     """
     before = sentence[:start].split()
     after = sentence[start + len(answer) :].split()
@@ -193,7 +192,7 @@ def bare(word: str) -> str:
 
 
 def passages(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Neighbouring paragraphs, together as long as a passage may well be."""
+    """Join adjacent paragraphs to passages of suitable length."""
     kept: list[str] = []
     for paragraph in paragraphs:
         kept.append(paragraph)
@@ -209,8 +208,8 @@ def questions(
 ) -> list[GeneratedQuestion]:
     """Make at most `count` questions of a passage.
 
-    share_named: of the answers that are names or numbers, where a sentence has any
-    lost: the largest share of a question's words that is left out
+    share_named: share of answers that are names or numbers, where a sentence has any
+    lost: the largest share of a question's words that is dropped
     """
     parts = sentences(passage)
     context = " ".join(parts)

@@ -1,6 +1,6 @@
-"""The shape of a BERT encoder, in the words of its `config.json`, and the presets that have a name.
+"""The configuration of a BERT encoder, with the field names of `config.json`, and named presets.
 
-Other families' configurations derive from it, each in its own file: they differ in defaults and in some words.
+Other families derive their configuration from it, each in its own file, with other defaults and some other names.
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Self, get_type_hints
 class BertConfig:
     """Field names and defaults are those of the hub's `config.json` for `model_type: bert`.
 
-    model_type: the family, in the words of `config.json`
-    widening: how many times as wide as its hidden states a preset's feed-forward is
-    released: what all releases say, and so every preset, and what is not the default
-    words: fields that it has another word for, or none
-    absent: the values of fields that `config.json` leaves out, in transformers, where these are not the defaults here
+    model_type: the family's name in `config.json`
+    widening: intermediate_size / hidden_size of presets
+    released: values of all released checkpoints that differ from the defaults; presets have them
+    words: the family's names in `config.json` for our fields, None for a field that it does not have
+    absent: transformers' values for fields missing in `config.json`, where they differ from the defaults here
     may_be_zero, may_be_negative: integers that need not be positive
-    activations: what it may compute between the halves of its feed-forward
+    activations: supported values of hidden_act
     """
 
     model_type: ClassVar[str] = "bert"
@@ -63,7 +63,7 @@ class BertConfig:
             )
 
     def _check_values(self) -> None:
-        """Raise ValueError naming a field, in the words of `config.json`, whose value has another type or range."""
+        """Raise ValueError naming a field, as in `config.json`, whose value has a wrong type or range."""
         hints = get_type_hints(type(self))
         for field in fields(self):
             word = self.words.get(field.name, field.name) or field.name
@@ -72,7 +72,7 @@ class BertConfig:
                 raise ValueError(f"{word} = {value!r} must be {expected}")
 
     def _expected(self, name: str, value: Any, hint: Any) -> str | None:
-        """Return what a field's value must be where it is something else."""
+        """Return the requirement that a field's value does not meet, None if it is valid."""
         if hint is bool:
             return None if isinstance(value, bool) else "true or false"
         if hint is str:
@@ -93,39 +93,40 @@ class BertConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence it has positions for, in tokens."""
+        """The longest sequence, in tokens, that has positions."""
         return self.max_position_embeddings
 
     @property
     def head_size(self) -> int:
-        """Of a head's query, key and value."""
+        """D: the size of a head's query, key and value."""
         return self.hidden_size // self.num_attention_heads
 
     def theta_of(self, layer: int) -> float | None:
-        """How slowly a layer's slowest rotation goes; None in families that do not rotate by position."""
+        """Return the base of a layer's RoPE frequencies; None in families without rotary positions."""
         return None
 
     @property
     def embedding_width(self) -> int:
-        """Of the rows of the embedding tables."""
+        """E: the width of the embedding tables."""
         return self.hidden_size
 
     def keeping(self, layers: Sequence[int]) -> Self:
-        """Of an encoder that has only these of the layers. Raises ValueError where they cannot be told apart."""
+        """Return the configuration with a subset of the layers. Raises ValueError where layers share weights."""
         return replace(self, num_hidden_layers=len(layers))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Read a hub `config.json`. Raises ValueError for what this encoder would compute differently."""
+        """Read a hub `config.json`. Raises ValueError for settings that this encoder would compute differently."""
         if config.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(f"model_type {config['model_type']!r} is not {cls.model_type!r}")
-        said = {
+        named = {
             field.name: config.get(cls.words.get(field.name, field.name)) for field in fields(cls)
         }
-        found = {name: value for name, value in said.items() if value is not None}
-        return cls(**{**cls.absent, **found})
+        present = {name: value for name, value in named.items() if value is not None}
+        return cls(**{**cls.absent, **present})
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the content of a hub `config.json`."""
         named = {self.words.get(name, name): value for name, value in asdict(self).items()}
         return {
             "model_type": self.model_type,
@@ -135,7 +136,7 @@ class BertConfig:
 
 
 def _shape(layers: int, hidden: int) -> dict[str, int]:
-    # The head size is 64 for every preset, as in Google's releases, but for `small`, which has MiniLM's 12 heads of 32.
+    # The head size is 64, as in Google's releases, except in `small`, which has MiniLM's 12 heads of 32.
     heads = 12 if hidden == 384 else hidden // 64
     return {
         "num_hidden_layers": layers,
@@ -154,14 +155,16 @@ PRESETS = {
 
 
 def preset(name: str, kind: type[BertConfig] = BertConfig, **overrides: Any) -> BertConfig:
-    """The config of a preset (`tiny`, `mini`, `small`, `base` or `large`) in a family's kind of it.
+    """Return the configuration of a preset (`tiny`, `mini`, `small`, `base` or `large`).
 
-    Raises ValueError for a preset, and for a field, that there is not.
+    kind: the family's configuration class
+    overrides: fields with other values
+    Raises ValueError for an unknown preset or field.
     """
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
     known = [field.name for field in fields(kind)]
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(f"{kind.model_type} has no {unknown[0]!r}: one of {', '.join(known)}")
-    said = {**PRESETS[name], **kind.released, **overrides}
-    return kind(**{"intermediate_size": round(kind.widening * said["hidden_size"]), **said})
+    values = {**PRESETS[name], **kind.released, **overrides}
+    return kind(**{"intermediate_size": round(kind.widening * values["hidden_size"]), **values})

@@ -1,8 +1,8 @@
 """Distil a model into a smaller one: `python -m model.distill model/configs/minilm-sst2-half.toml [--name value ...]`.
 
-The student is some layers of a checkpoint, or a fresh encoder of any family. It learns from rows, as in fine-tuning,
-from plain text, as in pretraining, or from both; how much each loss counts stands in the table `losses`. The loop is
-that of `finetune`, and so is what an interruption costs: nothing.
+The student is a subset of a checkpoint's layers, or a new encoder of any family. It learns from rows, as in
+fine-tuning, from plain text, as in pretraining, or from both; the table `losses` has the weight of each loss. The
+training loop, and how an interrupted run resumes, are those of `finetune`.
 """
 
 import math
@@ -16,21 +16,21 @@ import tokenizers
 import torch
 
 from model import config, finetune, pretrain, settings_checks
-from model.checkpoints import checkpoint, source
+from model.checkpoints import reader, source
 from model.data import corpus, examples
 from model.data.corpus import Corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES, family_of
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation, optim
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
-from model.training.training_run import command
+from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
+from model.training.training_run import run_script
 from service.core.encode import Encoder, Window, load_tokenizer
 
 UNITS = ("sentences", "blocks", "passages")
 SHORTEST_PASSAGE = 16  # tokens, special tokens included
-# Settings that say how a loss is taken, and which.
-OF_LOSSES = {
+# Settings of a loss, and the loss.
+SETTINGS_OF_LOSSES = {
     "hidden_layers": "hidden",
     "relation_layer": "relations",
     "relation_heads": "relations",
@@ -42,42 +42,40 @@ OF_LOSSES = {
 class DistillSettings(finetune.FinetuneSettings):
     heads: dict[str, Any] = field(default_factory=dict)  # as in fine-tuning; rows are optional
     teacher: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
-    losses: dict[str, float] = field(default_factory=dict)  # how much each of teach.LOSSES counts
-    # A student of layers: of `init_from`, which is the teacher unless given.
-    layers: list[int] = field(default_factory=list)  # which, from 0, in order
-    num_layers: int = 0  # or how many, spread evenly from the first on; half of them, unless given
-    # A fresh student.
+    losses: dict[str, float] = field(default_factory=dict)  # weights of distillation.LOSSES
+    # A student of layers of `init_from`, by default of the teacher.
+    layers: list[int] = field(default_factory=list)  # their indices from 0, in order
+    num_layers: int = 0  # or their number, evenly spaced from the first on; 0: half of them
+    # A new student.
     preset: str = ""
     family: str = ""  # a model_type; bert, unless given
-    shape: dict[str, Any] = field(default_factory=dict)  # fields of its own beside the preset
+    shape: dict[str, Any] = field(default_factory=dict)  # further fields of its configuration
     max_position_embeddings: int | None = None  # the family's, unless given
-    # How the losses are taken.
+    # Options of the losses.
     # Pairs of a student's and a teacher's layer, 0 the embeddings.
     hidden_layers: list[list[int]] = field(default_factory=list)
-    # The teacher's, from 0 on or from the end back; the student's is its last.
+    # The teacher's layer, from 0 or negative from the end; the student's is its last.
     relation_layer: int = -1
     relation_heads: int = 0  # 0: as many as the teacher has heads
     distance: str = "cosine"  # of vectors; or mse
     # Plain text.
     corpus: list[str] = field(default_factory=list)  # files or folders of .txt, .gz, .xz
-    unit: str = (
-        "sentences"  # or blocks, as long as max_length; or passages, of all lengths up to it
-    )
-    corpus_batch_size: int = 32  # for passages: of max_length tokens each; of shorter ones more
+    unit: str = "sentences"  # or blocks of max_length tokens, or passages of all lengths up to it
+    corpus_batch_size: int = 32  # for passages: if of max_length tokens, more if shorter
     cache: str = "runs/cache"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         settings_checks.check_counts(self, "corpus_batch_size")
         settings_checks.check_choice("unit", self.unit, UNITS)
-        settings_checks.check_choice("distance", self.distance, distillation.DISTANCES)
+        settings_checks.check_choice("distance", self.distance, distillation.VECTOR_DISTANCES)
         for name, weight in self.losses.items():
             settings_checks.check_choice("losses", name, distillation.LOSSES)
             if weight < 0:
                 raise ValueError(f"losses: {name} counts {weight}, which is below 0")
         if not any(self.losses.values()):
             raise ValueError(f"losses: none of {', '.join(distillation.LOSSES)} counts")
-        for name, loss in OF_LOSSES.items():
+        for name, loss in SETTINGS_OF_LOSSES.items():
             if getattr(self, name) != getattr(DistillSettings, name, []) and not self.counts(loss):
                 raise ValueError(f"{name}: losses.{loss} counts nothing")
         if not (self.heads or self.corpus):
@@ -105,15 +103,15 @@ class DistillSettings(finetune.FinetuneSettings):
             settings_checks.check_choice("family", self.family, FAMILIES)
 
     def counts(self, *names: str) -> bool:
-        """Does any of these losses count?"""
+        """Return whether any of these losses has a weight."""
         return any(self.losses.get(name) for name in names)
 
 
 # -- the student ------------------------------------------------------------------------------------------------------
 
 
-class Begin(NamedTuple):
-    """What a student begins as: a shape, and these layers of a checkpoint where it is not fresh."""
+class StudentInit(NamedTuple):
+    """The initial state of a student: its configuration, and a checkpoint's layers unless it is new."""
 
     shape: config.BertConfig
     tokenizer: tokenizers.Tokenizer
@@ -122,25 +120,25 @@ class Begin(NamedTuple):
     whole: Teacher | None = None
 
 
-def begin(s: DistillSettings, teachers: Mapping[str, Teacher]) -> Begin:
-    """Raises ValueError for layers that there are not, and where a family's special tokens are missing."""
+def init_student_shape(s: DistillSettings, teachers: Mapping[str, Teacher]) -> StudentInit:
+    """Return the student's initial state. Raises ValueError for unknown layers, and for missing special tokens."""
     if s.preset:
-        teacher = checkpoint.locate(s.teacher)
+        teacher = reader.locate(s.teacher)
         file = Path(s.tokenizer) if s.tokenizer else source.tokenizer_file(teacher, Path(s.output))
         tokenizer = load_tokenizer(file)
         family, shape = pretrain.read_shape(s, tokenizer)
         Specials.of(tokenizer, family)
-        return Begin(shape, tokenizer, file)
+        return StudentInit(shape, tokenizer, file)
     name = s.init_from or s.teacher
     whole = teachers.get(name) or distillation.load(name, torch.device("cpu"))
     shape = whole.model.config
     layers = choose_layers(s, shape.num_hidden_layers)
-    file = source.tokenizer_file(checkpoint.locate(name), Path(s.output))
-    return Begin(shape.keeping(layers), whole.tokenizer, file, layers, whole)
+    file = source.tokenizer_file(reader.locate(name), Path(s.output))
+    return StudentInit(shape.keeping(layers), whole.tokenizer, file, layers, whole)
 
 
 def choose_layers(s: DistillSettings, depth: int) -> list[int]:
-    """Which of `depth` layers are kept. Raises ValueError for such as there are not."""
+    """Return which of `depth` layers the student gets. Raises ValueError for layers out of range."""
     count = s.num_layers or (depth + 1) // 2
     if not 0 < count <= depth:
         raise ValueError(f"num_layers: {count} of {depth} layers")
@@ -151,12 +149,12 @@ def choose_layers(s: DistillSettings, depth: int) -> list[int]:
 
 
 def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequence[int]) -> None:
-    """Fill an encoder with these layers of a deeper one, and with all else of it.
+    """Fill an encoder with these layers of a deeper one, and with its other weights.
 
-    Raises ValueError where a layer is not made as the one in whose place it comes.
+    Raises ValueError where a layer differs in structure from the layer that it replaces.
     """
     weights = encoder.state_dict()
-    if len(encoder.layers) == encoder.config.num_hidden_layers:  # else depths share their weights
+    if len(encoder.layers) == encoder.config.num_hidden_layers:  # else layers share weights
         rest = {name: t for name, t in weights.items() if not name.startswith("layers.")}
         kept = {
             f"layers.{place}.{name}": tensor
@@ -172,9 +170,9 @@ def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequ
     student.load_state_dict(weights)
 
 
-def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
-    """Begin as some layers of a checkpoint, and with its heads where it has the same; gives the names of these."""
-    checkpoint.init_from(student, whole.name)  # poolers, too
+def init_student(student: EncoderWithHeads, whole: Teacher, layers: Sequence[int]) -> list[str]:
+    """Initialize the student from layers and compatible heads of a checkpoint. Returns the heads' names."""
+    reader.init_from(student, whole.name)  # poolers, too
     keep_layers(student.encoder, whole.model.encoder, layers)
     return distillation.keep_heads(student, whole)
 
@@ -184,7 +182,7 @@ def inherit(student: Model, whole: Teacher, layers: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class PlainTexts:
-    """A stream of plain text, for no head: sentences, passages, or blocks of running text from the `sampler`."""
+    """A stream of plain text without a head: sentences, passages, or blocks of running text from the `sampler`."""
 
     corpus: Corpus
     specials: Specials
@@ -198,13 +196,13 @@ class PlainTexts:
 
     @property
     def size(self) -> int:
-        """The examples of an epoch."""
+        """The number of examples in an epoch."""
         if self.unit == "sentences":
             return self.corpus.num_sentences
         return math.ceil(len(self.corpus.ids) / self.specials.room(self.length))
 
     def batch(self, seed: tuple[int, ...], step: int) -> examples.Batch:
-        """The batch of a step: a pure function of seed and step, and the same sentences in any tokens."""
+        """Return the batch of a step, a pure function of seed and step: the same sentences for any tokenizer."""
         if self.unit == "passages":
             return self._passages(seed, step)
         if self.sampler is None:
@@ -243,18 +241,18 @@ class PlainTexts:
         return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
 
 
-def read_texts(
+def text_task(
     s: DistillSettings,
     shape: config.BertConfig,
     encoder: Encoder,
     file: Path,
-    answers: Mapping[str, Answers | None],
-    trunk: Teacher | None,
-) -> Lesson:
-    """What plain text teaches, as the student and each teacher reads it.
+    teacher_heads: Mapping[str, TeacherHead | None],
+    encoder_teacher: Teacher | None,
+) -> TrainingTask:
+    """Return the training task of plain text, tokenized for the student and for each teacher.
 
     file: of the student's tokenizer
-    Raises ValueError for blocks and passages where their tokens are others.
+    Raises ValueError for blocks and passages where a teacher has another tokenizer.
     """
     by_token = s.unit != "sentences"
     what = f"a corpus in {s.unit}" if by_token else "a corpus"
@@ -265,49 +263,52 @@ def read_texts(
         sampler = Sampler(text, specials, None) if s.unit == "blocks" else None
         return PlainTexts(text, specials, s.corpus_batch_size, s.max_length, s.unit, sampler)
 
-    lesson = Lesson(read(file, encoder.tokenizer, shape), answers, trunk)
-    twins: dict[str, PlainTexts] = {}
-    for teacher in lesson.teachers:
-        if distillation.read_alike(teacher, encoder, what, by_token):
-            its = source.tokenizer_file(checkpoint.locate(teacher.name), Path(s.output) / "teacher")
-            twins[teacher.name] = read(its, teacher.tokenizer, teacher.model.config)
-    return replace(lesson, twins=twins)
+    task = TrainingTask(read(file, encoder.tokenizer, shape), teacher_heads, encoder_teacher)
+    retokenized: dict[str, PlainTexts] = {}
+    for teacher in task.teachers:
+        if distillation.teacher_encoder(teacher, encoder, what, by_token):
+            own = source.tokenizer_file(reader.locate(teacher.name), Path(s.output) / "teacher")
+            retokenized[teacher.name] = read(own, teacher.tokenizer, teacher.model.config)
+    return replace(task, retokenized=retokenized)
 
 
-# -- what is taught ---------------------------------------------------------------------------------------------------
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
-def check_taught(s: DistillSettings, lessons: Sequence[Lesson], answers: dict[str, Any]) -> None:
-    """Raises ValueError for a loss that nothing is there for, and for a head that nothing teaches."""
+def check_losses(
+    s: DistillSettings, tasks: Sequence[TrainingTask], teacher_heads: dict[str, Any]
+) -> None:
+    """Raise ValueError for a loss that no task has, and for a head that no loss trains."""
     embeddings = [name for name, h in s.heads.items() if h.task == "embedding"]
-    labelled = [lesson for lesson in lessons if lesson.stream.head]
+    labelled = [task for task in tasks if task.stream.head]
     for loss in ("embedding", "similarity"):
         if s.counts(loss) and not embeddings:
             raise ValueError(f"losses.{loss}: there is no head of embeddings, with rows or without")
     if s.counts("logits") and not any(
-        answers[lesson.stream.head] and lesson.stream.head not in embeddings for lesson in labelled
+        teacher_heads[task.stream.head] and task.stream.head not in embeddings for task in labelled
     ):
         raise ValueError(f"losses.logits: {s.teacher} answers for none of the heads")
     if s.counts("labels") and not labelled:
         raise ValueError("losses.labels: no head has rows")
     for name, h in s.heads.items():
-        kinds = distillation.kinds_of(h.task)
+        kinds = distillation.output_losses(h.task)
         if h.teacher and not s.counts(*kinds):
             raise ValueError(
                 f"heads.{name}: it has a teacher, and losses.{kinds[0]} counts nothing"
             )
-    if s.corpus and len(labelled) == len(lessons):
+    if s.corpus and len(labelled) == len(tasks):
         raise ValueError("corpus: none of the losses that count can be learnt from plain text")
-    for name in dict.fromkeys(lesson.stream.head for lesson in labelled):
-        asked = answers[name] and s.counts(*distillation.kinds_of(s.heads[name].task))
-        if not (s.counts("labels", *distillation.BY_TOKEN) or asked):
+    for name in dict.fromkeys(task.stream.head for task in labelled):
+        kinds = distillation.output_losses(s.heads[name].task)
+        is_taught = teacher_heads[name] and s.counts(*kinds)
+        if not (s.counts("labels", *distillation.TOKEN_LOSSES) or is_taught):
             raise ValueError(f"heads.{name}: neither its labels nor a teacher's answers count")
 
 
 def hidden_pairs(s: DistillSettings, ours: int, theirs: int) -> list[tuple[int, int]]:
-    """Which hidden states are compared: those after every student's layer with as many teacher's, spread evenly.
+    """Return the pairs of compared hidden states: by default each student's layer with evenly spaced teacher's layers.
 
-    Raises ValueError for such as there are not.
+    Raises ValueError for layers out of range.
     """
     every = [(i, max(1, round(i * theirs / ours))) for i in range(1, ours + 1)]
     pairs = [tuple(pair) for pair in s.hidden_layers] or every
@@ -320,7 +321,10 @@ def hidden_pairs(s: DistillSettings, ours: int, theirs: int) -> list[tuple[int, 
 
 
 def relation_heads(s: DistillSettings, ours: config.BertConfig, theirs: config.BertConfig) -> int:
-    """Raises ValueError for a number of them that does not divide both widths, and for a layer that there is not."""
+    """Return the number of relation heads.
+
+    Raises ValueError for a number that does not divide both widths, and for a relation_layer out of range.
+    """
     heads = s.relation_heads or theirs.num_attention_heads
     if heads < 1 or ours.hidden_size % heads or theirs.hidden_size % heads:
         raise ValueError(
@@ -333,64 +337,71 @@ def relation_heads(s: DistillSettings, ours: config.BertConfig, theirs: config.B
 
 
 def distill(s: DistillSettings) -> dict[str, Any]:
-    """Train, and give what goes into `metrics.json`; the best on dev, or else the last, is in `<output>/checkpoint`."""
+    """Train, and return the content of `metrics.json`.
+
+    The best checkpoint on dev, or the last without dev files, is in `<output>/checkpoint`.
+    """
     device = optim.pick_device()
 
     # teachers
     sources = {s.teacher, *(h.teacher for h in s.heads.values() if h.teacher)}
     teachers = {source: distillation.load(source, device) for source in sorted(sources)}
-    trunk = teachers[s.teacher]
+    main_teacher = teachers[s.teacher]
     teacher_of = {name: teachers[h.teacher or s.teacher] for name, h in s.heads.items()}
 
     # data
-    shape, tokenizer, tokenizer_file, layers, whole = begin(s, teachers)
+    shape, tokenizer, tokenizer_file, layers, whole = init_student_shape(s, teachers)
     encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
     longest = max(each.max_length for each in encoders.values()) if encoders else 0
     longest = max(longest, s.max_length if s.corpus else 0)
     finetune.check_fits(s.preset or s.init_from or s.teacher, shape, tokenizer, longest)
-    of_trunk = trunk if s.counts(*distillation.BY_TOKEN) else None
-    if of_trunk:
-        counting = ", ".join(f"losses.{name}" for name in distillation.BY_TOKEN if s.counts(name))
-        distillation.read_alike(trunk, Encoder(tokenizer, longest), counting, by_token=True)
-    described, answers, lessons = finetune.read_lessons(
-        s, encoders, shape.hidden_size, teacher_of, s.losses, of_trunk
+    encoder_teacher = main_teacher if s.counts(*distillation.TOKEN_LOSSES) else None
+    if encoder_teacher:
+        weighted = ", ".join(
+            f"losses.{name}" for name in distillation.TOKEN_LOSSES if s.counts(name)
+        )
+        distillation.teacher_encoder(
+            main_teacher, Encoder(tokenizer, longest), weighted, by_token=True
+        )
+    described, teacher_heads, tasks = finetune.read_tasks(
+        s, encoders, shape.hidden_size, teacher_of, s.losses, encoder_teacher
     )
     if s.corpus:
-        vectors = {n: answers[n] for n, h in described.items() if h.task == "embedding"}
-        asked = vectors if s.counts(*distillation.kinds_of("embedding")) else {}
-        if of_trunk or asked:
+        vectors = {n: teacher_heads[n] for n, h in described.items() if h.task == "embedding"}
+        of_text = vectors if s.counts(*distillation.output_losses("embedding")) else {}
+        if encoder_teacher or of_text:
             texts = Encoder(tokenizer, s.max_length)
-            lessons.append(read_texts(s, shape, texts, tokenizer_file, asked, of_trunk))
-    check_taught(s, lessons, answers)
+            tasks.append(text_task(s, shape, texts, tokenizer_file, of_text, encoder_teacher))
+    check_losses(s, tasks, teacher_heads)
 
     # student
     torch.manual_seed(s.seed)
-    student = Model(finetune.with_rates(s, shape), described)
-    kept = inherit(student, whole, layers) if whole else None
-    theirs = trunk.model.config
-    how: dict[str, Any] = {}
+    student = EncoderWithHeads(finetune.with_dropout(s, shape), described)
+    kept = init_student(student, whole, layers) if whole else None
+    theirs = main_teacher.model.config
+    options: dict[str, Any] = {}
     if s.counts("hidden"):
-        how["hidden"] = hidden_pairs(s, shape.num_hidden_layers, theirs.num_hidden_layers)
+        options["hidden"] = hidden_pairs(s, shape.num_hidden_layers, theirs.num_hidden_layers)
     if s.counts("relations"):
-        how |= {"relation_layer": s.relation_layer}
-        how |= {"relation_heads": relation_heads(s, shape, theirs)}
-    teaching = Teaching(
+        options |= {"relation_layer": s.relation_layer}
+        options |= {"relation_heads": relation_heads(s, shape, theirs)}
+    objective = DistillationObjective(
         student,
-        lessons,
-        answers,
+        tasks,
+        teacher_heads,
         s.losses,
         temperature=s.temperature,
         anneal=s.anneal,
         distance=s.distance,
-        **how,
+        **options,
     )
 
-    before = checkpoint.read_teachers(whole.name) if whole else []
-    return finetune.train(s, student, teaching, encoders, tokenizer_file, before, kept)
+    before = reader.read_teachers(whole.name) if whole else []
+    return finetune.train(s, student, objective, encoders, tokenizer_file, before, kept)
 
 
 def main() -> None:
-    command(DistillSettings, __doc__ or "", distill)
+    run_script(DistillSettings, __doc__ or "", distill)
 
 
 if __name__ == "__main__":

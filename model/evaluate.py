@@ -1,8 +1,7 @@
 """Evaluate heads: `python -m model.evaluate CHECKPOINT --eval HEAD=FILE ... [--max-length N]`.
 
-Text is encoded and outputs are read by the service's own code, so what is measured here is what
-will be answered there. `judge` asks any `run` that gives outputs for encodings: PyTorch, or a
-session of the exported graph.
+The service's own code encodes text and decodes outputs, so metrics are those of the served model.
+`judge` evaluates any function from encodings to outputs: PyTorch, or a session of the exported graph.
 """
 
 import argparse
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
@@ -29,27 +27,25 @@ from sklearn.metrics import accuracy_score, average_precision_score, f1_score, m
 
 from model.checkpoints.source import read_source
 from model.data import examples, labelled_rows
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import optim
 from service.core import bundle, decode, packing, tags
+from service.core.decode import Floats
 from service.core.encode import Encoded, Encoder, Encoding
 
-Floats = NDArray[np.float32]
 Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
-HeadOutputs = Sequence[
-    tuple[Encoded, list[Floats]]
-]  # of each text: its windows, and what they gave
+HeadOutputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, and their outputs
 
-BATCH_TOKENS = 8192  # slots of one evaluation batch, padding counted
+BATCH_TOKENS = 8192  # slots of one evaluation batch, including padding
 STRIDE = 64
 ROUNDING = 1e-6  # cosines of equal vectors differ by less
 
 
 class Evaluation(NamedTuple):
-    """Metrics by name, the main one first, from 0 to 1 (correlations from -1), and what was answered.
+    """Metrics by name, the main one first, from 0 to 1 (correlations from -1), and the answers.
 
-    answers: a label, or a list of them, or a score in tenths of the largest gold one (of 1, if that is less); the
-    tags of a sentence; an answer's text; for each text of an embedding's pairs, the number of its nearest other text.
+    answers: a label, a list of labels, or a score in tenths of the largest gold score (of 1, if that is less); the
+    tags of a sentence; an answer's text; for each text of an embedding's pairs, the index of its nearest other text
     """
 
     metrics: dict[str, float]
@@ -66,35 +62,36 @@ def judge(
     stride: int = STRIDE,
     limit: int = 0,
 ) -> Evaluation:
-    """Metrics and answers of the head `name` on a file of its task.
+    """Evaluate the head `name` on a file of its task.
 
-    limit: so many rows, evenly spread over the file (0: all). Raises DataError for data that cannot
-    be read as the head's, or has a label that the head does not have.
+    limit: the number of rows, evenly spaced in the file (0: all)
+    Raises DataError for data that does not fit the head, and for a label that the head does not have.
     """
-    found = spread(examples.read(file, head), limit)
-    encoded = list(examples.encode(found, head, encoder, stride))
+    rows = spread(examples.read(file, head), limit)
+    encoded = list(examples.encode(rows, head, encoder, stride))
     windows = [window for row in encoded for text in row for window in text.windows]
     outputs = (output[name] for output in run_sorted(run, windows))
     texts = [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
     match head.task:
         case "classification":
-            return judge_texts(found, texts, head)
+            return judge_texts(rows, texts, head)
         case "ner":
-            return judge_sentences(found, texts, head)
+            return judge_sentences(rows, texts, head)
         case "qa":
-            return judge_questions(found, texts, head)
+            return judge_questions(rows, texts, head)
         case "embedding":
-            return judge_vectors(found, texts, head)
+            return judge_vectors(rows, texts, head)
 
 
-def spread(found: list[Any], limit: int) -> list[Any]:
-    if not 0 < limit < len(found):
-        return found
-    return [found[i] for i in np.linspace(0, len(found) - 1, limit).round().astype(int)]
+def spread(rows: list[Any], limit: int) -> list[Any]:
+    """Return `limit` evenly spaced rows; all for 0."""
+    if not 0 < limit < len(rows):
+        return rows
+    return [rows[i] for i in np.linspace(0, len(rows) - 1, limit).round().astype(int)]
 
 
 def run_sorted(run: Run, encodings: Sequence[Encoding]) -> list[Mapping[str, Floats]]:
-    """Outputs in the encodings' order; those of like length run together."""
+    """Run encodings in batches of similar lengths, and return the outputs in the order of the encodings."""
     batches: list[list[int]] = [[]]
     for index in sorted(range(len(encodings)), key=lambda i: len(encodings[i])):
         if (len(batches[-1]) + 1) * len(encodings[index]) > BATCH_TOKENS and batches[-1]:
@@ -106,8 +103,8 @@ def run_sorted(run: Run, encodings: Sequence[Encoding]) -> list[Mapping[str, Flo
     return [outputs[i] for i in range(len(encodings))]
 
 
-def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32) -> Run:
-    """Run some heads of a model on its own device, without dropout."""
+def torch_run(model: EncoderWithHeads, heads: list[str], dtype: torch.dtype = torch.float32) -> Run:
+    """Return a function that runs heads of a model on the model's device, without dropout."""
     device = next(model.parameters()).device
     per_token = [name for name in heads if model.described[name].per_token]
 
@@ -130,8 +127,11 @@ def torch_run(model: Model, heads: list[str], dtype: torch.dtype = torch.float32
 def judge_texts(
     found: Sequence[labelled_rows.Text], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
-    """Accuracy, macro F1, Matthews; micro and macro F1 of many labels; of grades, correlations, and
-    average precision where a single label holds or not."""
+    """Evaluate a classifier.
+
+    Metrics: accuracy, macro F1 and Matthews; for several labels micro and macro F1; for numbers correlations; for a
+    single label that holds or not, average precision and accuracy.
+    """
     ranked = [
         decode.classify(
             logits,
@@ -172,7 +172,7 @@ def judge_texts(
 
 
 def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, float]:
-    """Spearman and Pearson; 0 where one side does not vary."""
+    """Return Spearman's and Pearson's correlation; 0 where one side is constant."""
     if np.ptp(found) == 0 or np.ptp(gold) == 0:
         return {"spearman": 0.0, "pearson": 0.0}
     return {
@@ -187,7 +187,7 @@ def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, flo
 def judge_sentences(
     found: Sequence[labelled_rows.Sentence], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
-    """F1, precision and recall of whole entities (CoNLL's); a word's tag is its first token's."""
+    """Evaluate a tagger: F1, precision and recall of whole entities (CoNLL's). A word's tag is its first token's."""
     answers = [
         word_tags(row, text.windows, logits, head.labels)
         for row, (text, logits) in zip(found, texts, strict=True)
@@ -207,11 +207,11 @@ def word_tags(
     logits: Sequence[Floats],
     labels: Sequence[str],
 ) -> list[str]:
-    """A BIO tag for each of the data's words; O for one that has no token."""
-    named = [f"={label}" for label in labels]  # or tokens of "O" would be left out
+    """Return a BIO tag for each of the data's words; O for a word without a token."""
+    named = [f"={label}" for label in labels]  # because `ner` leaves tokens of "O" out
     tokens = decode.ner(windows, logits, sentence.text, labels=named, aggregation_strategy="none")
     tag_at: dict[int, str] = {}
-    for token in tokens:  # a character may be several
+    for token in tokens:  # a character may be several tokens
         tag_at.setdefault(token.start, token.entity[1:])
     outside = tags.OUTSIDE
     found = [outside] * len(sentence.words)
@@ -230,10 +230,9 @@ def word_tags(
 def judge_questions(
     found: Sequence[labelled_rows.QuestionRow], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
-    """Exact match and F1 as SQuAD counts them.
+    """Evaluate answers by SQuAD's exact match and F1.
 
-    Where some questions have no answer, also `best_f1`, and `best_f1_threshold`: the null threshold
-    that reaches it on this data.
+    Where some questions have no answer, also `best_f1`, and `best_f1_threshold`, its null threshold on this data.
     """
 
     def answers_of(threshold: float, top_k: int = 1) -> list[list[decode.AnswerSpan]]:
@@ -259,7 +258,7 @@ def judge_questions(
         "em": float(np.mean([exact_match(answer, gold) for answer, gold in pairs])),
     }
     if impossible:
-        # With no threshold at all, the null answer comes first and the best other one after it.
+        # With a threshold of -inf the null answer comes first, the best span second.
         both = answers_of(-np.inf, top_k=2)
         spans = [answer_f1(b[-1].answer, gold) for b, gold in zip(both, golds, strict=True)]
         nulls = [answer_f1("", gold) for gold in golds]
@@ -270,7 +269,7 @@ def judge_questions(
 
 
 def null_margin(both: Sequence[decode.AnswerSpan]) -> float:
-    """By how much the logarithm of the null answer's score exceeds that of the best answer's."""
+    """Return the log-score of the null answer minus that of the best answer."""
     null, span = both[0].score, both[1].score if len(both) > 1 else 0.0
     least = sys.float_info.min  # a score may be too small for a float
     return math.log(max(null, least)) - math.log(max(span, least))
@@ -279,39 +278,41 @@ def null_margin(both: Sequence[decode.AnswerSpan]) -> float:
 def best_threshold(
     margins: Sequence[float], spans: Sequence[float], nulls: Sequence[float]
 ) -> tuple[float, float]:
-    """The highest mean score and a threshold that has it, halfway between two margins.
+    """Return the highest mean score, and its threshold, halfway between two margins.
 
-    margins: by how much null exceeds the best span; spans, nulls: what either answer scores.
+    margins: see `null_margin`
+    spans, nulls: the scores of the best span and of the null answer
     """
     order = np.argsort(margins, kind="stable")
     sorted_margins = np.asarray(margins)[order]
-    # Of n questions the k with the lowest margins are answered, for every k from 0 to n.
+    # For every k from 0 to n, the k questions with the lowest margins are answered.
     answered = np.concatenate([[0.0], np.cumsum(np.asarray(spans)[order])])
     refused = np.concatenate([np.cumsum(np.asarray(nulls)[order][::-1])[::-1], [0.0]])
     edges = np.concatenate([[sorted_margins[0] - 2], sorted_margins, [sorted_margins[-1] + 2]])
-    apart = edges[1:] > edges[:-1]  # equal margins are answered together
+    apart = edges[1:] > edges[:-1]  # questions with equal margins are answered or not as one
     totals = np.where(apart, answered + refused, -1)
     best = int(np.argmax(totals))
     return float(totals[best] / len(margins)), float((edges[best] + edges[best + 1]) / 2)
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's: lower case, without punctuation, articles and superfluous blanks."""
+    """Normalize as SQuAD: lower case, without punctuation, articles and extra spaces."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _right(golds: Sequence[str]) -> list[str]:
-    """The right answers, normalised; those that are nothing then go, and "" is right if all are."""
+    """Return the right answers, normalized, without empty ones; "" if all are empty."""
     return [gold for gold in map(normalize_answer, golds) if gold] or [""]
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> float:
+    """Return 1.0 if the normalized answer is a right answer, else 0.0."""
     return float(normalize_answer(answer) in _right(golds))
 
 
 def answer_f1(answer: str, golds: Sequence[str]) -> float:
-    """The highest F1 of the answer's words against those of any right answer."""
+    """Return the highest F1 of the answer's words over all right answers."""
     return max(_words_f1(normalize_answer(answer).split(), gold.split()) for gold in _right(golds))
 
 
@@ -328,7 +329,7 @@ def _words_f1(words: list[str], gold: list[str]) -> float:
 def judge_vectors(
     found: Sequence[labelled_rows.Similar], texts: HeadOutputs, head: bundle.Head
 ) -> Evaluation:
-    """Spearman and Pearson of the cosine with the score; without scores, how well positives are found."""
+    """Evaluate an embedding: correlations of cosine and score; without scores, the metrics of `retrieval`."""
     examples.check(found, head)
     vectors = np.stack(
         [
@@ -344,16 +345,16 @@ def judge_vectors(
 
 
 def retrieval(found: Sequence[labelled_rows.Similar], vectors: Floats) -> dict[str, float]:
-    """How well each row's first text finds its second among the second texts and negatives of all rows.
+    """Evaluate the rank of each row's second text for its first, among the second texts and negatives of all rows.
 
-    vectors: `[n, D]`, of length 1, of every row's texts and then its negatives. `mrr` is the mean of
-    1 / rank and `accuracy` the share of those that come first; `triplets`, where there are negatives,
-    is the share of them that are less like the first text than the second is. What is as like as the
-    second comes before it, and other right texts of an equal first text do not count.
+    vectors: `[n, D]`, of length 1, of every row's texts and then its negatives
+    `mrr` is the mean of 1 / rank, `accuracy` the share of first ranks, and `triplets`, where there are negatives, the
+    share of them that are less similar to the first text than the second is. Equally similar texts rank before the
+    second, and other right texts of an equal first text are left out.
     """
     starts = np.cumsum([0, *(len(row.every) for row in found)])[:-1].tolist()
-    places: dict[str, int] = {}  # where each candidate's vector is
-    right: dict[str, list[int]] = {}  # the candidates that belong to a first text
+    places: dict[str, int] = {}  # the index of each candidate's vector
+    right: dict[str, list[int]] = {}  # the right candidates of a first text
     for row, start in zip(found, starts, strict=True):
         for offset in (1, *range(len(row.texts), len(row.every))):
             places.setdefault(row.every[offset], start + offset)
@@ -376,14 +377,14 @@ def retrieval(found: Sequence[labelled_rows.Similar], vectors: Floats) -> dict[s
 
 
 def nearest(vectors: Floats) -> list[int]:
-    """For each vector `[n, D]`, of length 1, the number of the other one with the highest cosine."""
-    found: list[int] = []
+    """Return for each vector `[n, D]`, of length 1, the index of the other vector with the highest cosine."""
+    indices: list[int] = []
     for start in range(0, len(vectors), 1024):
         cosines = vectors[start : start + 1024] @ vectors.T
         own = np.arange(len(cosines))
         cosines[own, own + start] = -np.inf
-        found += cosines.argmax(axis=1).tolist()
-    return found
+        indices += cosines.argmax(axis=1).tolist()
+    return indices
 
 
 # -- script ---------------------------------------------------------------------------------------
@@ -395,7 +396,9 @@ def main() -> None:
     parser.add_argument("--eval", action="append", required=True, metavar="HEAD=FILE")
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
-    parser.add_argument("--limit", type=int, default=0, help="so many rows of each file, spread")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="rows of each file, evenly spaced; 0: all"
+    )
     arguments = parser.parse_args()
     try:
         source = read_source(arguments.checkpoint)
@@ -406,19 +409,19 @@ def main() -> None:
 
     metrics: dict[str, dict[str, float]] = {}
     table = Table("head", "file", "metrics", title=str(arguments.checkpoint))
-    for asked in arguments.eval:
-        name, _, file = asked.partition("=")
+    for pair in arguments.eval:
+        name, _, file = pair.partition("=")
         if name not in model.described or not file:
-            parser.error(f"--eval {asked}: HEAD=FILE, with a head of {', '.join(model.described)}")
+            parser.error(f"--eval {pair}: HEAD=FILE, with a head of {', '.join(model.described)}")
         head = model.described[name]
         run = torch_run(model, [name])
         windows = {"stride": arguments.stride, "limit": arguments.limit}
         try:
-            metrics[asked] = judge(run, encoder, head, name, file, **windows).metrics
+            metrics[pair] = judge(run, encoder, head, name, file, **windows).metrics
         except (OSError, ValueError) as error:
             raise SystemExit(f"{error}") from None
-        told = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[asked].items())
-        table.add_row(name, file, told)
+        values = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[pair].items())
+        table.add_row(name, file, values)
     Console().print(table)
     print(json.dumps({"checkpoint": str(arguments.checkpoint), "metrics": metrics}))
 

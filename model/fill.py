@@ -10,44 +10,46 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model.attention import Layout
-from model.checkpoints import checkpoint
+from model.attention import PackedLayout
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.families.registry import family_of
 from model.heads import Pretraining
 from service.core import packing
 from service.core.encode import Encoder
 
-OURS = Path("runs/quartet-mini/pretrain/checkpoint")
+DEFAULT_CHECKPOINT = Path("runs/quartet-mini/pretrain/checkpoint")
 
 
 def find_checkpoint(name: str | None) -> Path:
-    """The directory of the checkpoint named (local, or of the hub), or of our own pretrained one.
+    """Return the directory of a checkpoint (local, or of the hub), by default DEFAULT_CHECKPOINT.
 
-    Raises CheckpointError, saying how to get one.
+    Raises CheckpointError where there is none.
     """
-    if name is None and not OURS.is_dir():
-        raise checkpoint.CheckpointError(
-            f"there is no checkpoint at {OURS} yet: `python -m model.pretrain model/configs/mini-pretrain.toml` "
-            "makes it, and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
+    if name is None and not DEFAULT_CHECKPOINT.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint at {DEFAULT_CHECKPOINT} yet: "
+            "`python -m model.pretrain model/configs/mini-pretrain.toml` makes it, "
+            "and --checkpoint names another, here or on the hub (google-bert/bert-base-uncased)"
         )
-    folder = checkpoint.locate(name or OURS)
-    generator = folder / "generator"  # an ELECTRA's
+    folder = reader.locate(name or DEFAULT_CHECKPOINT)
+    generator = folder / "generator"  # of an ELECTRA
     return generator if generator.is_dir() else folder
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """Return the encoder of texts for a checkpoint. Raises CheckpointError for a tokenizer that is refused."""
-    return Encoder(read_tokenizer(folder), checkpoint.read_config(folder).max_length)
+    """Return the encoder of texts for a checkpoint. Raises CheckpointError for an unsupported tokenizer."""
+    return Encoder(read_tokenizer(folder), reader.read_config(folder).max_length)
 
 
 @torch.no_grad()
 def fill(
     model: Pretraining, encoder: Encoder, text: str, top_k: int
 ) -> list[list[tuple[str, float]]]:
-    """The best tokens for each mask of a text, in order, with their probabilities.
+    """Return the best tokens for each mask of a text, in order, with their probabilities.
 
-    Raises ValueError when the text has no mask, as the family spells it, or is too long.
+    Raises ValueError when the text has no mask token of the family, or is too long.
     """
     mask = family_of(model.config).special_tokens["mask"]
     [encoded] = encoder.texts([text], truncate=False)
@@ -56,7 +58,9 @@ def fill(
     if not len(masked):
         raise ValueError(f"the text has no {mask} to fill in")
     inputs = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
-    token_logits, _ = model(*inputs, Layout.of(packed.layout), torch.as_tensor(masked))  # [M, V]
+    token_logits, _ = model(
+        *inputs, PackedLayout.of(packed.layout), torch.as_tensor(masked)
+    )  # [M, V]
     best = token_logits.softmax(-1).topk(min(top_k, token_logits.shape[1]))
     return [
         [(encoder.tokenizer.id_to_token(i), p) for i, p in zip(ids, probabilities, strict=True)]
@@ -65,27 +69,29 @@ def fill(
 
 
 def table(text: str, blanks: list[list[tuple[str, float]]]) -> Table:
-    found = Table(title=Text(text), title_justify="left", box=box.SIMPLE_HEAD)
-    found.add_column("blank", justify="right")
-    found.add_column("token")
-    found.add_column("probability", justify="right")
-    for number, guesses in enumerate(blanks, start=1):
-        for rank, (token, probability) in enumerate(guesses):
-            found.add_row(str(number) if rank == 0 else "", Text(token), f"{probability:.1%}")
-        found.add_section()
-    return found
+    rows = Table(title=Text(text), title_justify="left", box=box.SIMPLE_HEAD)
+    rows.add_column("blank", justify="right")
+    rows.add_column("token")
+    rows.add_column("probability", justify="right")
+    for number, tokens in enumerate(blanks, start=1):
+        for rank, (token, probability) in enumerate(tokens):
+            rows.add_row(str(number) if rank == 0 else "", Text(token), f"{probability:.1%}")
+        rows.add_section()
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", help="with one [MASK] or several (<mask> in RoBERTa)")
-    parser.add_argument("--checkpoint", help=f"a directory or a hub name; default: {OURS}")
+    parser.add_argument(
+        "--checkpoint", help=f"a directory or a hub name; default: {DEFAULT_CHECKPOINT}"
+    )
     parser.add_argument("--top-k", type=int, default=5, help="tokens per blank")
     arguments = parser.parse_args()
     try:
         folder = find_checkpoint(arguments.checkpoint)
         blanks = fill(
-            checkpoint.load_pretraining(folder),
+            reader.load_pretraining(folder),
             read_encoder(folder),
             arguments.text,
             arguments.top_k,

@@ -1,9 +1,9 @@
 """Fine-tune heads: `python -m model.finetune model/configs/minilm-sst2.toml [--name value ...]`.
 
-One head or several on one trunk. A step adds up one micro-batch of each head, so that every update
-hears all tasks (MUPPET, Aghajanyan et al. 2021). A head may have a teacher of its own beside its labels
-(BAM, Clark et al. 2019). Interrupt it at any time: the same command goes on where it stopped, with the
-losses that an uninterrupted run would have had.
+One head or several on one shared encoder. A step adds up the gradients of one micro-batch of each head,
+so that every update includes all tasks (MUPPET, Aghajanyan et al. 2021). A head may learn from its own
+teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time: the same command
+resumes it, with the losses of an uninterrupted run.
 """
 
 import dataclasses
@@ -20,14 +20,15 @@ import tokenizers
 import torch
 
 from model import config, evaluate, settings_checks
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation, optim
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
-from model.training.token_matching_init import begin_matching
-from model.training.training_run import TrainingRun, command
+from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
+from model.training.token_matching_init import init_token_matching
+from model.training.training_run import TrainingRun, run_script
 from service.core import bundle
 from service.core.encode import Encoder, load_tokenizer
 
@@ -35,23 +36,23 @@ from service.core.encode import Encoder, load_tokenizer
 @dataclass
 class FinetuneSettings:
     output: str
-    heads: dict[str, Any]  # a table for each, in the manifest's order: see tasks.HeadSettings
-    only: str = ""  # one of them alone
+    heads: dict[str, Any]  # a table for each, in the manifest's order: see examples.HeadSettings
+    only: str = ""  # train this head only
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
-    keep_heads: bool = False  # begin with those that it has, too; else all are new
-    preset: str = "mini"  # without init_from: the shape of a fresh encoder
-    tokenizer: str = ""  # of a fresh encoder, a tokenizer.json
+    keep_heads: bool = False  # initialize heads from init_from where it has them; else all are new
+    preset: str = "mini"  # without init_from: the shape of a new encoder
+    tokenizer: str = ""  # of a new encoder, a tokenizer.json
     max_length: int = 128
-    # half of the heads of the first so many layers begin anew, by looking at equal tokens
+    # layers, from the first on, in which half of the attention heads are initialized to match equal tokens
     matching_layers: int = 0
-    # heads' gradients of the encoder count by their weights alone, not by how steep their losses are
+    # scale each head's gradient of the encoder to the norm of its weight, whatever the size of its loss
     equal_gradients: bool = False
-    # heads with few rows are heard in as few of the first steps, and in every one of the last
+    # sample heads in proportion to their rows at first, and in every step at the end
     anneal_sampling: bool = False
-    anneal: bool = False  # for heads with a teacher: from its answers to the labels over the steps
-    temperature: float = 1.0  # of the answers of teacher and student
-    epochs: float = 3.0  # of the rows, or else the text, that take longest for one
-    steps: int = 0  # 0: what `epochs` comes to
+    anneal: bool = False  # for heads with a teacher: from its outputs to the labels over the steps
+    temperature: float = 1.0  # of the logits of teacher and student
+    epochs: float = 3.0  # of the head (or the plain text) with the longest epoch
+    steps: int = 0  # 0: as many as `epochs` needs
     optimizer: str = "adamw"  # or muon, for the layers' matrices
     lr: float = 5e-5
     muon_lr: float = 0.01
@@ -62,11 +63,13 @@ class FinetuneSettings:
     beta2: float = 0.999
     clip: float = 1.0
     dropout: float | None = None  # the checkpoint's, unless given
-    attention_dropout: float | None = None  # likewise; 0 lets attention take its fastest way
+    attention_dropout: float | None = (
+        None  # the checkpoint's, unless given; 0 permits the fastest kernel
+    )
     seed: int = 1
     precision: str = "auto"  # auto, fp32 or bf16
     eval_every: int = 500
-    dev_limit: int = 0  # evaluate on so many rows of each dev file while training (0: all)
+    dev_limit: int = 0  # rows of each dev file that are evaluated while training (0: all)
     save_every: int = 500
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ class FinetuneSettings:
         self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
 
     def check_start(self) -> None:
-        """Raises ValueError where it is not said what to begin from."""
+        """Raise ValueError where the settings name no initial encoder, or two."""
         if not (self.init_from or self.tokenizer):
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
         if self.init_from and self.tokenizer:
@@ -96,7 +99,7 @@ class FinetuneSettings:
 
 
 def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
-    """Raises ValueError for a name that a bundle cannot have, and for what is wrong with the settings."""
+    """Return a head's settings. Raises ValueError for a name that a bundle cannot have, and for a wrong setting."""
     if not re.fullmatch(bundle.NAME, name):
         raise ValueError(f"heads: {name!r} is not of letters and digits, and . _ - behind them")
     if name in bundle.INPUTS:
@@ -108,21 +111,21 @@ def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
         head = examples.HeadSettings(**table)
     except (TypeError, ValueError) as error:
         raise ValueError(f"heads.{name}: {error}") from None
-    if not (head.train or head.task == "embedding"):  # which plain text may teach
+    if not (head.train or head.task == "embedding"):  # plain text can train an embedding
         raise ValueError(f"heads.{name}: no rows to train on")
     return head
 
 
 def evaluate_heads(
-    model: Model,
+    model: EncoderWithHeads,
     s: FinetuneSettings,
     encoders: dict[str, Encoder],
     dtype: torch.dtype,
     limit: int = 0,
 ) -> dict[str, dict[str, float]]:
-    """Metrics of every head that has a dev file, by the settings' names.
+    """Return the metrics of every head that has a dev file, by the names in the settings.
 
-    Where that has questions without an answer, the head's null threshold becomes the best for it.
+    Where the file has questions without an answer, the head's null threshold becomes the best one for the file.
     """
     metrics = {}
     for (name, h), saved in zip(s.heads.items(), list(model.described), strict=True):
@@ -147,91 +150,103 @@ def evaluate_heads(
 
 
 def judge_teachers(
-    teaching: Teaching, s: FinetuneSettings, encoders: Mapping[str, Encoder]
+    objective: DistillationObjective, s: FinetuneSettings, encoders: Mapping[str, Encoder]
 ) -> dict[str, dict[str, Any]]:
-    """Of each teacher its size, and its own metrics on the dev files of the heads that it answers for."""
-    found = {
+    """Return each teacher's size and its own metrics on the dev files of the heads that it teaches."""
+    results = {
         teacher.name: {"parameters": count_parameters(teacher.model), "heads": {}}
-        for teacher in teaching.teachers
+        for teacher in objective.teachers
     }
-    for name, asked in teaching.answers.items():
-        if asked and s.heads[name].dev:
-            encoder = Encoder(asked.teacher.tokenizer, encoders[name].max_length)
-            found[asked.teacher.name]["heads"][name] = evaluate.judge(
-                evaluate.torch_run(asked.teacher.model, [asked.head]),
+    for name, teacher_head in objective.teacher_heads.items():
+        if teacher_head and s.heads[name].dev:
+            encoder = Encoder(teacher_head.teacher.tokenizer, encoders[name].max_length)
+            results[teacher_head.teacher.name]["heads"][name] = evaluate.judge(
+                evaluate.torch_run(teacher_head.teacher.model, [teacher_head.head]),
                 encoder,
-                asked.described,
-                asked.head,
+                teacher_head.described,
+                teacher_head.head,
                 s.heads[name].dev,
                 stride=s.heads[name].stride,
             ).metrics
-    return found
+    return results
 
 
 def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_checkpoint(folder: Path, model: Model, tokenizer: Path, *teachers: str) -> None:
-    """An ordinary checkpoint of one head or none, or a joint one of several; never half of it.
+def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *teachers: str) -> None:
+    """Write a checkpoint of one head or none, or a joint one of several, in one rename.
 
-    teachers: who taught it, which is kept beside it for its provenance
+    teachers: names for the checkpoint's provenance
     """
-    with checkpoint.replacing(folder) as partial:
+    with writer.replacing(folder) as partial:
         if not model.described:
-            checkpoint.save_encoder(partial, model.encoder, tokenizer)
+            writer.save_encoder(partial, model.encoder, tokenizer)
         elif len(model.described) == 1:
-            checkpoint.save_head(partial, model, next(iter(model.described)), tokenizer)
+            writer.save_head(partial, model, next(iter(model.described)), tokenizer)
         else:
-            checkpoint.save_joint(partial, model, tokenizer)
-        checkpoint.save_teachers(partial, teachers)
+            writer.save_joint(partial, model, tokenizer)
+        writer.save_teachers(partial, teachers)
 
 
 def check_fits(
     name: str, shape: config.BertConfig, tokenizer: tokenizers.Tokenizer, longest: int
 ) -> None:
-    """Raises CheckpointError for texts or tokens that an encoder of this shape cannot read."""
+    """Raise CheckpointError for a maximum length or a vocabulary larger than the encoder's."""
     positions, vocabulary = shape.max_length, shape.vocab_size
     if longest > positions or tokenizer.get_vocab_size() > vocabulary:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{name}: {positions} positions and a vocabulary of {vocabulary} "
             f"do not hold {longest} tokens of {tokenizer.get_vocab_size()}"
         )
 
 
-def read_lessons(
+def read_tasks(
     s: FinetuneSettings,
     encoders: Mapping[str, Encoder],
     hidden_size: int,
     teacher_of: Mapping[str, Teacher],
     weights: Mapping[str, float],
-    trunk: Teacher | None = None,
-) -> tuple[dict[str, bundle.Head], dict[str, Answers | None], list[Lesson]]:
-    """What each head is, who answers for it, and the lessons that its rows make.
+    encoder_teacher: Teacher | None = None,
+) -> tuple[dict[str, bundle.Head], dict[str, TeacherHead | None], list[TrainingTask]]:
+    """Return each head's description, its teacher's head, and the training tasks of its rows.
 
-    weights: how much each of `teach.LOSSES` counts
-    Raises ValueError for a head's own teacher that has no such head.
+    teacher_of: the teacher by head
+    weights: of each of `distillation.LOSSES`
+    encoder_teacher: of hidden states and relations
+    Raises ValueError where a head's own teacher has no compatible head.
     """
-    described, answers, lessons = {}, {}, []
+    described, teacher_heads, tasks = {}, {}, []
     for name, h in s.heads.items():
-        found = examples.read_training(h)
-        examples.check_contrast(found, h)
-        described[name] = head = examples.describe(h, found, hidden_size)
-        if h.dev:  # what is wrong with it is said now
+        rows = examples.read_training(h)
+        examples.check_contrast(rows, h)
+        described[name] = head = examples.describe(h, rows, hidden_size)
+        if h.dev:  # report its errors before training
             examples.check(examples.read(h.dev, head), head)
         teacher = teacher_of.get(name)
-        answers[name] = distillation.ask(teacher, name, head) if teacher else None
-        if h.teacher and answers[name] is None:
+        teacher_heads[name] = (
+            distillation.match_teacher_head(teacher, name, head) if teacher else None
+        )
+        if h.teacher and teacher_heads[name] is None:
             has = ", ".join(teacher.model.described) or "none"
             raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
-        if found:
-            asked = answers[name] if any(map(weights.get, distillation.kinds_of(h.task))) else None
-            lessons += distillation.lessons(found, name, head, h, encoders[name], asked, trunk)
-    return described, answers, lessons
+        if rows:
+            is_taught = any(map(weights.get, distillation.output_losses(h.task)))
+            tasks += distillation.training_tasks(
+                rows,
+                name,
+                head,
+                h,
+                encoders[name],
+                teacher_heads[name] if is_taught else None,
+                encoder_teacher,
+            )
+    return described, teacher_heads, tasks
 
 
-def with_rates(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConfig:
-    """With the rates of dropout that are given."""
+def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConfig:
+    """Return a configuration with the dropout rates of the settings, where they are given."""
     rates = {
         "hidden_dropout_prob": s.dropout,
         "attention_probs_dropout_prob": s.attention_dropout,
@@ -241,92 +256,94 @@ def with_rates(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConf
 
 
 def finetune(s: FinetuneSettings) -> dict[str, Any]:
-    """Train, and give what goes into `metrics.json`; the best on dev is in `<output>/checkpoint`."""
+    """Train, and return the content of `metrics.json`. The best checkpoint on dev is in `<output>/checkpoint`."""
     # data
-    source = checkpoint.locate(s.init_from) if s.init_from else None
+    source = reader.locate(s.init_from) if s.init_from else None
     tokenizer_file = own_tokenizer(source, Path(s.output)) if source else Path(s.tokenizer)
     tokenizer = load_tokenizer(tokenizer_file)
     encoders = {n: Encoder(tokenizer, h.max_length or s.max_length) for n, h in s.heads.items()}
     fresh = functools.partial(config.preset, s.preset, vocab_size=tokenizer.get_vocab_size())
-    shape = checkpoint.read_config(source) if source else fresh()
+    shape = reader.read_config(source) if source else fresh()
     longest = max(encoder.max_length for encoder in encoders.values())
     check_fits(s.init_from or s.preset, shape, tokenizer, longest)
     own = {name: h.teacher for name, h in s.heads.items() if h.teacher}
     teachers = {name: distillation.load(name, optim.pick_device()) for name in {*own.values()}}
     teacher_of = {name: teachers[source] for name, source in own.items()}
     weights = {"labels": 1.0, "logits": 1.0, "embedding": 1.0}
-    described, answers, lessons = read_lessons(s, encoders, shape.hidden_size, teacher_of, weights)
+    described, teacher_heads, tasks = read_tasks(
+        s, encoders, shape.hidden_size, teacher_of, weights
+    )
 
     # model
     torch.manual_seed(s.seed)
-    model = Model(with_rates(s, shape), described)
+    model = EncoderWithHeads(with_dropout(s, shape), described)
     if source:
-        checkpoint.init_from(model, source)
+        reader.init_from(model, source)
     kept = None
     if s.keep_heads:
         kept = distillation.keep_heads(model, distillation.load(s.init_from, torch.device("cpu")))
     if kept == []:
         raise ValueError(f"keep_heads: {s.init_from} has none of {', '.join(described)}")
-    given = {"temperature": s.temperature, "anneal": s.anneal}
-    teaching = Teaching(model, lessons, answers, weights, **given)
+    options = {"temperature": s.temperature, "anneal": s.anneal}
+    objective = DistillationObjective(model, tasks, teacher_heads, weights, **options)
 
-    before = checkpoint.read_teachers(source) if source else []
-    return train(s, model, teaching, encoders, tokenizer_file, before, kept)
+    before = reader.read_teachers(source) if source else []
+    return train(s, model, objective, encoders, tokenizer_file, before, kept)
 
 
 def train(
     s: FinetuneSettings,
-    model: Model,
-    teaching: Teaching,
+    model: EncoderWithHeads,
+    objective: DistillationObjective,
     encoders: dict[str, Encoder],
     tokenizer_file: Path,
     before: Sequence[str] = (),
     kept: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Optimiser and loop, for all that has heads or teachers; gives what goes into `metrics.json`.
+    """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
-    encoders: by head, of what it is judged on
-    before: who taught what the model begins from
-    kept: which heads come from there, if it was asked for any
+    encoders: of texts, by head, for evaluation
+    before: the teachers of the initial checkpoint
+    kept: the heads from the initial checkpoint; None where the settings keep none
     """
     device = optim.pick_device()
     dtype = optim.precision(s.precision, device)
-    lessons = teaching.lessons
-    teachers = list(dict.fromkeys([*before, *(each.name for each in teaching.teachers)]))
-    if not lessons:
+    tasks = objective.tasks
+    teachers = list(dict.fromkeys([*before, *(each.name for each in objective.teachers)]))
+    if not tasks:
         raise ValueError("there is nothing to train on")
-    of_rows = [lesson.stream for lesson in lessons if lesson.stream.head]
-    streams = of_rows or [lesson.stream for lesson in lessons]
+    of_rows = [task.stream for task in tasks if task.stream.head]
+    streams = of_rows or [task.stream for task in tasks]
     epoch = max(stream.size / stream.batch_size for stream in streams)
     most = max(stream.size for stream in streams)
-    heard_at_first = [
-        min(1.0, lesson.stream.size / most) if s.anneal_sampling else 1.0 for lesson in lessons
+    initial_shares = [
+        min(1.0, task.stream.size / most) if s.anneal_sampling else 1.0 for task in tasks
     ]
     if s.matching_layers:
-        begin_matching(model.encoder, s.matching_layers, s.seed)
+        init_token_matching(model.encoder, s.matching_layers, s.seed)
     steps = s.steps or math.ceil(s.epochs * epoch)
     model.to(device).train()
-    teaching.to(device)
+    objective.to(device)
 
-    # optimiser; a map is as new as a head
-    named = [*model.named_parameters(), *teaching.named_parameters("heads")]
+    # optimizer; projections between widths have the heads' learning rate
+    named = [*model.named_parameters(), *objective.named_parameters("heads")]
     betas = (0.9, s.beta2)
     optimizer = optim.optimizer(
         s.optimizer, named, s.lr, s.muon_lr, s.weight_decay, betas, s.head_lr
     )
-    learnt, trunk = [parameter for _, parameter in named], [*model.encoder.parameters()]
+    trained, shared = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
     with TrainingRun.open(s.output, steps, s) as run:
-        for lesson in lessons:
-            run.say(f"{lesson.stream.name}: {lesson.stream.size:,} examples")
+        for task in tasks:
+            run.log(f"{task.stream.name}: {task.stream.size:,} examples")
         if kept is not None and model.described:
             new = [name for name in model.described if name not in kept]
-            run.say(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
-        run.say(f"{steps:,} steps; {device.type}, {dtype}")
+            run.log(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
+        run.log(f"{steps:,} steps; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
-        checkpoint.put_back(run.output / "checkpoint")
-        teaching.load_state_dict(state.get("maps", teaching.state_dict()))
+        writer.put_back(run.output / "checkpoint")
+        objective.load_state_dict(state.get("maps", objective.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         for step in range(state["step"], steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
@@ -334,48 +351,48 @@ def train(
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
             losses, tokens = {"loss": 0.0}, 0
-            for number, (lesson, least) in enumerate(zip(lessons, heard_at_first, strict=True)):
-                turn = optim.heard(step, steps, least)
-                if turn == optim.heard(step + 1, steps, least):
+            for number, (task, least) in enumerate(zip(tasks, initial_shares, strict=True)):
+                turn = optim.scheduled_steps(step, steps, least)
+                if turn == optim.scheduled_steps(step + 1, steps, least):
                     continue
                 progress = step / max(1, steps - 1)
-                batch, read = lesson.batch((s.seed, number), turn, progress)
-                parts = teaching(model, lesson, batch, read, progress, dtype)
-                share = lesson.stream.weight * sum(
-                    weight * loss.value / (loss.chance if len(lessons) > 1 else 1.0)
+                batch, retokenized = task.batch((s.seed, number), turn, progress)
+                parts = objective(model, task, batch, retokenized, progress, dtype)
+                share = task.stream.weight * sum(
+                    weight * loss.value / (loss.uniform if len(tasks) > 1 else 1.0)
                     for weight, loss in parts.values()
                 )
                 optim.check_finite(share.item(), step)
                 if s.equal_gradients:
-                    optim.add_gradients(share, learnt, lesson.stream.weight, trunk)
+                    optim.add_normalized_gradients(share, trained, task.stream.weight, shared)
                 else:
                     share.backward()
                 losses["loss"] += share.item()
                 losses |= {name: loss.value.item() for name, (_, loss) in parts.items()}
                 tokens += batch.tokens
-            torch.nn.utils.clip_grad_norm_(learnt, s.clip)
+            torch.nn.utils.clip_grad_norm_(trained, s.clip)
             optimizer.step()
             run.step(step, losses, tokens, lr)
             last = step + 1 == steps
             if (step + 1) % s.eval_every == 0 or last:
                 metrics = evaluate_heads(model, s, encoders, dtype, s.dev_limit)
-                main = {n: next(iter(found.values())) for n, found in metrics.items()}
+                main = {n: next(iter(values.values())) for n, values in metrics.items()}
                 for name, value in main.items():
                     run.scalar(f"dev/{name}", value, step)
                 if main:
-                    told = "  ".join(f"{name} {value:.4f}" for name, value in main.items())
-                    run.say(f"step {step + 1}: {told}")
+                    scores = "  ".join(f"{name} {value:.4f}" for name, value in main.items())
+                    run.log(f"step {step + 1}: {scores}")
                 score = float(np.mean(list(main.values()))) if main else 0.0
                 if score >= best:
                     best, best_step = score, step + 1
                     save_checkpoint(run.output / "checkpoint", model, tokenizer_file, *teachers)
             if (step + 1) % s.save_every == 0 or last:
-                maps = teaching.state_dict()
+                maps = objective.state_dict()
                 run.save(step + 1, model, optimizer, best=best, best_step=best_step, maps=maps)
 
         metrics = {}
         if s.heads:
-            kept = checkpoint.load_model(run.output / "checkpoint").to(device)
+            kept = reader.load_model(run.output / "checkpoint").to(device)
             metrics = evaluate_heads(kept, s, encoders, torch.float32)
             save_checkpoint(run.output / "checkpoint", kept, tokenizer_file, *teachers)
         result = {
@@ -385,17 +402,17 @@ def train(
             "best_step": best_step,
             "tokens_per_second": run.tokens_per_second(),
         }
-        if teaching.teachers:
-            result["teachers"] = judge_teachers(teaching, s, encoders)
+        if objective.teachers:
+            result["teachers"] = judge_teachers(objective, s, encoders)
         run.finish(result)
-        for name, found in metrics.items():
-            told = "  ".join(f"{metric} {value:.4f}" for metric, value in found.items())
-            run.say(f"{name}: {told}")
+        for name, values in metrics.items():
+            scores = "  ".join(f"{metric} {value:.4f}" for metric, value in values.items())
+            run.log(f"{name}: {scores}")
     return result
 
 
 def main() -> None:
-    command(FinetuneSettings, __doc__ or "", finetune)
+    run_script(FinetuneSettings, __doc__ or "", finetune)
 
 
 if __name__ == "__main__":

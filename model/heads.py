@@ -1,10 +1,9 @@
-"""The heads: what turns hidden states into the outputs of a task.
+"""Task heads: from the encoder's hidden states to the outputs of a task.
 
-Each is called with the last hidden state `[T, H]` and the layout, and gives logits per sequence `[B, C]` or per token
-`[T, C]`. A `Model` is one encoder with named heads beside each other; `Pretraining` is the encoder with what most
-families are pretrained with.
+A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
+`[T, C]`. `EncoderWithHeads` is one encoder with named heads; `Pretraining` is one with the heads of pretraining.
 
-T tokens, B sequences, H hidden, C outputs, V vocabulary
+Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
 
 from collections.abc import Mapping
@@ -12,15 +11,14 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.pooling import first_tokens, mean_tokens
 from service.core import bundle
 
-IGNORE_INDEX = -100
-AnyLayout = Layout | Padded
+IGNORE_INDEX = -100  # a label that losses skip
 Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 
 
@@ -34,10 +32,13 @@ class SequenceClassification(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-        return self.classifier(self.dropout(self.pooler(hidden_states, layout)))  # [B, C]
+        pooled = self.pooler(hidden_states, layout)  # [B, H]
+        return self.classifier(self.dropout(pooled))  # [B, C]
 
 
 class TokenClassification(nn.Module):
+    """Logits per token, for named entities."""
+
     def __init__(self, config: BertConfig, num_labels: int):
         super().__init__()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -48,7 +49,7 @@ class TokenClassification(nn.Module):
 
 
 class Spans(nn.Module):
-    """Start and end logits per token; those of the first token stand for "no answer" (SQuAD 2.0)."""
+    """Start and end logits per token; the first token's are the logits of "no answer" (SQuAD 2.0)."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -59,7 +60,7 @@ class Spans(nn.Module):
 
 
 class SentenceEmbedding(nn.Module):
-    """One vector per sequence: the mean of its tokens or its first one, then any dense layers. Not normalised."""
+    """One vector per sequence: the mean of its tokens or the first one, then any dense layers. Not normalized."""
 
     def __init__(self, pooling: str = "mean", dense: nn.Sequential | None = None):
         super().__init__()
@@ -69,15 +70,16 @@ class SentenceEmbedding(nn.Module):
         self.dense = dense if dense is not None else nn.Sequential()
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-        pooled = mean_tokens if self.pooling == "mean" else first_tokens
-        return self.dense(pooled(hidden_states, layout))  # [B, H]
+        pool = mean_tokens if self.pooling == "mean" else first_tokens
+        pooled = pool(hidden_states, layout)  # [B, H]
+        return self.dense(pooled)  # [B, H], or the width of the last dense layer
 
 
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
-    """A fresh head for a manifest's description of it."""
-    own = family_of(config).make_heads.get(head.task)
-    if own is not None:
-        return own(config, len(head.labels) or 2)
+    """Return a new head for its description in a manifest."""
+    make = family_of(config).make_heads.get(head.task)
+    if make is not None:
+        return make(config, len(head.labels) or 2)
     match head.task:
         case "classification":
             return SequenceClassification(config, len(head.labels))
@@ -89,7 +91,7 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             return SentenceEmbedding(head.pooling or "mean")
 
 
-class Model(nn.Module):
+class EncoderWithHeads(nn.Module):
     """One encoder, its heads by name, and the manifest's description of each."""
 
     def __init__(self, config: BertConfig, heads: Mapping[str, bundle.Head]):
@@ -101,7 +103,7 @@ class Model(nn.Module):
         for name, head in heads.items():
             try:
                 self.heads[name] = make_head(config, head)
-            except KeyError:  # ModuleDict has a method of that name, or parts its names by dots
+            except KeyError:  # ModuleDict has a method of that name, or splits names at dots
                 raise ValueError(f"a head cannot be named {name!r}: choose another name") from None
         self.heads.apply(self.encoder.init_weights)
 
@@ -113,16 +115,16 @@ class Model(nn.Module):
         layout: AnyLayout,
         heads: list[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the outputs of the named heads (by default all)."""
-        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
+        """Return the outputs of the named heads (by default all), each [B, C] or [T, C]."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
         return {name: self.heads[name](hidden_states, layout) for name in names}
 
 
 class Pretraining(nn.Module):
-    """The encoder with the masked language model and, as a switch, the question whether the second text is the next.
+    """The encoder with a masked language model head and, optionally, a next-sentence head.
 
-    weights: how much each loss counts, by name
+    weights: of each loss, by name
     """
 
     def __init__(self, config: BertConfig, next_sentence: bool = True):
@@ -139,12 +141,12 @@ class Pretraining(nn.Module):
         self.weights = {"mlm": 1.0} | ({self.pair_objective: 1.0} if next_sentence else {})
 
     def parts(self) -> dict[str, nn.Module]:
-        """What a checkpoint has, by the folder in it: all is in one."""
+        """Return the modules of a checkpoint, by folder in it: one for all."""
         return {"": self}
 
     @property
     def architecture(self) -> str:
-        """How the name of the hub's class ends."""
+        """The suffix of the hub's class name."""
         return "ForMaskedLM" if self.next_sentence is None else "ForPreTraining"
 
     def forward(
@@ -155,10 +157,10 @@ class Pretraining(nn.Module):
         layout: AnyLayout,
         masked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Token logits at the packed indices `masked` [M] (or everywhere) and next-sentence logits [B, 2]."""
-        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
-        at = hidden_states if masked is None else hidden_states.index_select(0, masked)
-        token_logits = self.masked_lm(at, self.encoder.embeddings.word.weight)
+        """Token logits at the packed indices `masked` [M] (or all) and next-sentence logits [B, 2]."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
+        at_masked = hidden_states if masked is None else hidden_states.index_select(0, masked)
+        token_logits = self.masked_lm(at_masked, self.encoder.embeddings.word.weight)  # [M, V]
         if self.next_sentence is None:
             return token_logits, None
         return token_logits, self.next_sentence(hidden_states, layout)
@@ -166,15 +168,15 @@ class Pretraining(nn.Module):
     def losses(
         self, inputs: Inputs, masked: Tensor, labels: Tensor, is_next: Tensor
     ) -> dict[str, Tensor]:
-        """The mean over masked tokens [M], and over pairs [B] where these are asked about."""
-        token_logits, next_logits = self(*inputs, masked)
-        found = {"mlm": F.cross_entropy(token_logits.float(), labels)}
+        """Return the mean loss over masked tokens [M] and, with a next-sentence head, over pairs [B], by name."""
+        token_logits, next_logits = self(*inputs, masked)  # [M, V], [B, 2]
+        losses = {"mlm": F.cross_entropy(token_logits.float(), labels)}
         if next_logits is not None:
-            found[self.pair_objective] = F.cross_entropy(next_logits.float(), is_next)
-        return found
+            losses[self.pair_objective] = F.cross_entropy(next_logits.float(), is_next)
+        return losses
 
 
 def make_pretraining(config: BertConfig, next_sentence: bool) -> nn.Module:
-    """A fresh encoder with what it is pretrained with: a `Pretraining`, or what its family has in place of one."""
+    """Return a new encoder with its pretraining heads: `Pretraining`, or the family's own module."""
     make = family_of(config).make_heads.get("pretraining", Pretraining)
     return make(config, next_sentence)

@@ -15,7 +15,7 @@ FILE = re.compile(r'^"(?P<path>[^"]+)" = "[0-9a-f]*"$', re.MULTILINE)
 
 
 def states(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """The key of each data set, each of its files, and whether that is present, missing or changed."""
+    """Yield the key of each data set, each of its files, and its state: present, missing or changed."""
     for key, locked in read_lock().items():
         for file, expected in locked.files.items():
             path = folder / file
@@ -24,7 +24,7 @@ def states(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def update(folder: Path) -> None:
-    """Lock the files that are in the folder as they are; the others stay as they were locked."""
+    """Write the SHA-256 of the folder's files to the lock; entries of other files are kept."""
 
     def renewed(line: re.Match[str]) -> str:
         path = folder / line["path"]
@@ -42,20 +42,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="what the files' paths begin below")
     parser.add_argument("--update", action="store_true", help="lock the files as they are there")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if not given.folder.is_dir():
-            raise NotADirectoryError(f"{given.folder}: no such folder")
-        if given.update:
-            update(given.folder)
-        found = list(states(given.folder))
+        if not options.folder.is_dir():
+            raise NotADirectoryError(f"{options.folder}: no such folder")
+        if options.update:
+            update(options.folder)
+        rows = list(states(options.folder))
     except (OSError, ValueError) as error:
         raise SystemExit(f"{checksums.LOCK.name}: {error}") from None
     table = Table("data set", "file", "")
-    for row in found:
+    for row in rows:
         table.add_row(*row)
     Console().print(table)
-    if changed := [file for _, file, state in found if state == "changed"]:
+    if changed := [file for _, file, state in rows if state == "changed"]:
         raise SystemExit(f"changed: {', '.join(changed)}")
 
 

@@ -1,8 +1,8 @@
 """Pretrain an encoder: `python -m model.pretrain model/configs/mini-pretrain.toml [--name value ...]`.
 
-What it is taught is its family's matter: to fill in what was hidden, and for some whether two texts belong together, or
-which tokens were replaced. Interrupt it at any time: the same command goes on where it stopped, with the losses that an
-uninterrupted run would have had. `torchrun --nproc-per-node N -m model.pretrain ...` runs it on N devices.
+The family decides the objectives: masked language modeling, and for some families next sentence or sentence order
+prediction, or replaced token detection. Interrupt it at any time: the same command resumes it, with the losses of an
+uninterrupted run. `torchrun --nproc-per-node N -m model.pretrain ...` runs it on N devices.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from model import config, settings_checks
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
 from model.data import corpus, pretraining_batches
@@ -31,8 +32,8 @@ from model.families.spec import Family
 from model.heads import make_pretraining
 from model.training import optim
 from model.training.data_parallel import Ranks
-from model.training.token_matching_init import begin_matching
-from model.training.training_run import TrainingRun, command
+from model.training.token_matching_init import init_token_matching
+from model.training.training_run import TrainingRun, run_script
 from service.core.encode import load_tokenizer
 
 
@@ -41,23 +42,25 @@ class PretrainSettings:
     output: str
     corpus: list[str]  # files or folders of .txt, .gz, .xz
     tokenizer: str  # a tokenizer.json
-    family: str = ""  # a model_type; the checkpoint's to go on from, or bert
+    family: str = ""  # a model_type; by default that of init_from, else bert
     preset: str = "mini"
-    shape: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of its own beside it
+    shape: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # further fields of the configuration
     max_position_embeddings: int | None = None  # the family's, unless given
-    init_from: str = ""  # a checkpoint to go on from, a local directory or a hub name
-    # half of the heads of the first so many layers begin by looking at equal tokens
+    init_from: str = ""  # a checkpoint to continue, a local directory or a hub name
+    # layers, from the first on, in which half of the attention heads are initialized to match equal tokens
     matching_layers: int = 0
     steps: int = 10_000
-    minutes: float = 0.0  # instead of steps: as many as are taken in that time
-    # [share of the steps, tokens per sample] in order, and tokens per step where others than
+    minutes: float = 0.0  # instead of steps: the duration of the run
+    # [share of the steps, tokens per sample, tokens per step] in order; the last is by default
     phases: list[list[float]] | None = None
     batch_tokens: int = 8192
-    micro_batch_tokens: int = 0  # so many at a time (all at once, unless given)
+    micro_batch_tokens: int = 0  # tokens of a micro-batch (0: one for the whole step)
     mask_rate: float | None = None  # the family's, unless given
-    final_mask_rate: float | None = None  # it falls or rises evenly to this one
-    whole_words: bool = False  # hide all pieces of a word or none
-    next_sentence: bool | None = None  # ask about pairs of texts; as the family does, unless given
+    final_mask_rate: float | None = None  # mask_rate changes linearly to this one
+    whole_words: bool = False  # mask all pieces of a word or none
+    next_sentence: bool | None = None  # train on pairs of texts; the family's default, unless given
     weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of losses by name
     optimizer: str = "adamw"  # or muon, for the layers' matrices
     lr: float = 1e-3
@@ -70,7 +73,7 @@ class PretrainSettings:
     dropout: float = 0.1
     seed: int = 1
     precision: str = "auto"  # auto, fp32 or bf16
-    compile: str = "auto"  # the step: yes, no or auto, which is on a GPU
+    compile: str = "auto"  # torch.compile the step: yes, no or auto (on a GPU only)
     save_every: int = 200
     eval_every: int = 500
     cache: str = "runs/cache"
@@ -93,7 +96,7 @@ class PretrainSettings:
 
 
 class Phase(NamedTuple):
-    """A part of a run: its share of the steps, the tokens of a sample, and those of a step."""
+    """A part of a run: its share of the steps, tokens per sample, and tokens per step."""
 
     share: float
     length: int
@@ -101,19 +104,19 @@ class Phase(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Samples of a step."""
+        """The number of samples per step."""
         return max(1, self.batch_tokens // self.length)
 
 
 def phases_of(s: PretrainSettings) -> list[Phase]:
-    """Raises ValueError for what is no list of phases."""
-    found = []
-    for given in s.phases or [[0.9, 128], [0.1, 512]]:
-        if len(given) not in (2, 3):
-            raise ValueError(f"phases: {given} is not [share, tokens per sample (, per step)]")
-        share, length, *tokens = given
-        found.append(Phase(share, int(length), int(tokens[0]) if tokens else s.batch_tokens))
-    return found
+    """Return the phases of a run. Raises ValueError for a malformed one."""
+    phases = []
+    for entry in s.phases or [[0.9, 128], [0.1, 512]]:
+        if len(entry) not in (2, 3):
+            raise ValueError(f"phases: {entry} is not [share, tokens per sample (, per step)]")
+        share, length, *tokens = entry
+        phases.append(Phase(share, int(length), int(tokens[0]) if tokens else s.batch_tokens))
+    return phases
 
 
 def phase_at(step: int, steps: int, phases: list[Phase]) -> Phase:
@@ -126,25 +129,25 @@ def phase_at(step: int, steps: int, phases: list[Phase]) -> Phase:
 
 
 def rate_at(step: int, steps: int, first: float, last: float) -> float:
-    """What share of the text is hidden, from the first rate evenly to the last (Ankner et al. 2023)."""
+    """Return the mask rate of a step, linear from the first to the last (Ankner et al. 2023)."""
     return first + (last - first) * step / max(steps - 1, 1)
 
 
 def losses(
     model: nn.Module, batch: PretrainingBatch, shares: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """The mean loss of everything that the model is taught, and as `loss` their weighted sum.
+    """Return the mean loss of each objective, and as `loss` their weighted sum.
 
-    shares: what the batch is of the whole one that a step reads, by loss: each counts so much
+    shares: the micro-batch's share of the step's whole batch, by loss, which scales the loss
     """
-    found = model.losses(batch.inputs, batch.masked, batch.labels, batch.is_next)
-    parts = {name: part * (shares[name] if shares else 1.0) for name, part in found.items()}
+    means = model.losses(batch.inputs, batch.masked, batch.labels, batch.is_next)
+    parts = {name: mean * (shares[name] if shares else 1.0) for name, mean in means.items()}
     whole = sum(model.weights[name] * part for name, part in parts.items())
     return {"loss": whole, **parts}
 
 
 class Objective(nn.Module):
-    """A model's losses as a module's output, which is what can be compiled, and shared between processes."""
+    """A model's losses as a module's output, so that they can be compiled."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -154,78 +157,85 @@ class Objective(nn.Module):
         return losses(self.model, batch, shares)
 
 
-def in_pieces(
-    whole: Samples, tokens: int, counted: Mapping[str, int]
+def micro_batches(
+    whole: Samples, tokens: int, counts: Mapping[str, int]
 ) -> Iterator[tuple[PretrainingBatch, dict[str, float]]]:
-    """Samples as batches of so many tokens (0: all at once), with what each is of what is `counted`, by loss."""
-    pieces = math.ceil(whole.tokens / (tokens or whole.tokens))
-    pieces = min(pieces, len(whole))  # of a sample at least
-    for number in range(pieces):
-        piece = whole.part(number, pieces)
-        yield piece.pack(), {name: count / counted[name] for name, count in piece.counts.items()}
+    """Yield samples as micro-batches with each one's share of a whole step, by loss.
+
+    tokens: at most about this many per micro-batch; 0 for one micro-batch
+    counts: what each loss of the whole step is the mean of, see `Samples.counts`
+    """
+    number = math.ceil(whole.tokens / (tokens or whole.tokens))
+    number = min(number, len(whole))  # at least one sample each
+    for index in range(number):
+        part = whole.part(index, number)
+        yield part.pack(), {name: count / counts[name] for name, count in part.counts.items()}
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held: Sequence[Samples], tokens: int = 0) -> dict[str, float]:
-    """Mean losses of fixed samples, of so many tokens at once, with the same draws each time where a model draws."""
+    """Return the mean losses of fixed samples, with a fixed random seed.
+
+    tokens: of a micro-batch, see `micro_batches`
+    """
     model.eval()
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for whole in held:
-            for batch, shares in in_pieces(whole, tokens, whole.counts):
+            for batch, shares in micro_batches(whole, tokens, whole.counts):
                 for name, part in losses(model, batch, shares).items():
-                    found[name] = found.get(name, 0.0) + part.item() / len(held)
+                    means[name] = means.get(name, 0.0) + part.item() / len(held)
     model.train()
-    return found
+    return means
 
 
 def corpus_files(paths: list[str]) -> list[Path]:
-    """The files that are named, and those of folders that can be read and are no lists of titles."""
-    found = []
+    """Return the named files, and of folders the readable files that are no lists of titles."""
+    files = []
     for path in map(Path, paths):
         if not path.is_dir():
-            found.append(path)
+            files.append(path)
             continue
         texts = [file for file in sorted(path.iterdir()) if file.suffix in corpus.OPENERS]
-        found += [file for file in texts if ".titles." not in file.name]
-    return found
+        files += [file for file in texts if ".titles." not in file.name]
+    return files
 
 
 def read_shape(
     s: PretrainSettings, tokenizer: tokenizers.Tokenizer
 ) -> tuple[Family, config.BertConfig]:
-    """Of the encoder: a checkpoint's, or a preset's with what is given beside it.
+    """Return the encoder's family and configuration: a checkpoint's, or a preset's with the fields of the settings.
 
-    Raises ValueError for fields that the family does not have, and for a checkpoint of another one, or of other tokens.
+    Raises ValueError for unknown fields, and for a checkpoint of another family, configuration or vocabulary.
     """
     if s.init_from:
-        folder = checkpoint.locate(s.init_from)
-        begun = checkpoint.read_config(folder)
-        if s.family not in ("", begun.model_type):
-            raise checkpoint.CheckpointError(f"{s.init_from} is {begun.model_type}, not {s.family}")
-        told = {**s.shape, "max_position_embeddings": s.max_position_embeddings}
-        told = {name: value for name, value in told.items() if value is not None}
-        if unknown := told.keys() - vars(begun).keys():
-            raise checkpoint.CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
-        if dataclasses.replace(begun, **told) != begun:
-            raise checkpoint.CheckpointError(f"{s.init_from} is of another shape than {told}")
+        folder = reader.locate(s.init_from)
+        shape = reader.read_config(folder)
+        if s.family not in ("", shape.model_type):
+            raise CheckpointError(f"{s.init_from} is {shape.model_type}, not {s.family}")
+        requested = {**s.shape, "max_position_embeddings": s.max_position_embeddings}
+        requested = {name: value for name, value in requested.items() if value is not None}
+        if unknown := requested.keys() - vars(shape).keys():
+            raise CheckpointError(f"{s.init_from} has no {min(unknown)!r}")
+        if dataclasses.replace(shape, **requested) != shape:
+            raise CheckpointError(f"{s.init_from} is of another shape than {requested}")
         if has_tokenizer(folder) and read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-            raise checkpoint.CheckpointError(f"{s.init_from} knows other tokens than {s.tokenizer}")
-        return family_of(begun), begun
+            raise CheckpointError(f"{s.init_from} knows other tokens than {s.tokenizer}")
+        return family_of(shape), shape
     family = FAMILIES[s.family or BERT.model_type]
-    given = {
+    fields = {
         "vocab_size": tokenizer.get_vocab_size(),
         "max_position_embeddings": s.max_position_embeddings,
         "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
         **s.shape,
     }
-    known = {name: value for name, value in given.items() if value is not None}
+    known = {name: value for name, value in fields.items() if value is not None}
     return family, config.preset(s.preset, family.config, **known)
 
 
 class Trainer:
-    """A model with its optimiser, which takes one step after the other."""
+    """A model with its optimizer."""
 
     def __init__(self, s: PretrainSettings, shape: config.BertConfig, in_pairs: bool, ranks: Ranks):
         self.s, self.ranks = s, ranks
@@ -234,9 +244,9 @@ class Trainer:
         rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.dropout}
         self.model = make_pretraining(dataclasses.replace(shape, **rates), in_pairs)
         if s.init_from:
-            checkpoint.init_pretraining(self.model, s.init_from)
+            reader.init_pretraining(self.model, s.init_from)
         for part in self.model.parts().values():
-            begin_matching(part.encoder, s.matching_layers, s.seed)
+            init_token_matching(part.encoder, s.matching_layers, s.seed)
         if unknown := sorted(set(s.weights) - set(self.model.weights)):
             raise ValueError(f"weights: {unknown[0]!r} is none of {', '.join(self.model.weights)}")
         self.model.weights |= s.weights
@@ -251,24 +261,24 @@ class Trainer:
         self.optimizer = optim.optimizer(s.optimizer, named, s.lr, s.muon_lr, s.weight_decay, betas)
 
     def step(self, whole: Samples, step: int, lr: float) -> dict[str, float]:
-        """Learn from the samples of a step, this process from its part of them; the losses are of all."""
+        """Train on this process' part of a step's samples, and return the losses over all of them."""
         s, ranks = self.s, self.ranks
         optim.set_lr(self.optimizer, lr)
         optim.seed_dropout(s.seed, step, ranks.rank)
         self.optimizer.zero_grad(set_to_none=True)
         own = whole.part(ranks.rank, ranks.world)
-        found: dict[str, float] = {}
-        for batch, shares in in_pieces(own, s.micro_batch_tokens, whole.counts):
+        losses: dict[str, float] = {}
+        for batch, shares in micro_batches(own, s.micro_batch_tokens, whole.counts):
             with torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 parts = self.objective(batch, shares)
             parts["loss"].backward()
-            found = {name: found.get(name, 0.0) + part.item() for name, part in parts.items()}
-        ranks.add_up(self.model.parameters())
-        found = ranks.total(found)
-        optim.check_finite(found["loss"], step)
+            losses = {name: losses.get(name, 0.0) + part.item() for name, part in parts.items()}
+        ranks.sum_gradients(self.model.parameters())
+        losses = ranks.total(losses)
+        optim.check_finite(losses["loss"], step)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
-        return found
+        return losses
 
 
 def plan_steps(
@@ -277,34 +287,34 @@ def plan_steps(
     make: Callable[[], Trainer],
     draw: Callable[..., Samples],
 ) -> int:
-    """How many steps there is time for: measured where a run begins, and kept in `<output>/plan.json` for it.
+    """Return the number of steps that fit into `minutes`: measured once, and stored in `<output>/plan.json`.
 
-    Three steps of each phase are timed after two that are not, with a model that is then thrown away.
+    Of each phase it times three steps after two untimed ones, with a model that is discarded.
     """
-    kept = Path(s.output) / "plan.json"
-    if kept.is_file() and kept.with_name("last.pt").is_file():
-        return int(json.loads(kept.read_text())["steps"])
+    path = Path(s.output) / "plan.json"
+    if path.is_file() and path.with_name("last.pt").is_file():
+        return int(json.loads(path.read_text())["steps"])
     trainer, seconds = make(), 0.0
     for phase in phases:
         for number in range(5):
             if number == 2:
-                begun = time.monotonic()
+                started = time.monotonic()
             trainer.step(draw(number, phase), number, 0.0)
-        seconds += phase.share * (time.monotonic() - begun) / 3
-    steps = trainer.ranks.agreed(max(1, round(60 * s.minutes / seconds)))
-    if trainer.ranks.leads:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        seconds += phase.share * (time.monotonic() - started) / 3
+    steps = trainer.ranks.broadcast(max(1, round(60 * s.minutes / seconds)))
+    if trainer.ranks.is_leader:
+        path.parent.mkdir(parents=True, exist_ok=True)
         plan = {"steps": steps, "minutes": s.minutes, "seconds_per_step": seconds}
-        kept.write_text(json.dumps(plan, indent=2) + "\n")
+        path.write_text(json.dumps(plan, indent=2) + "\n")
     return steps
 
 
 def main() -> None:
-    command(PretrainSettings, __doc__ or "", pretrain)
+    run_script(PretrainSettings, __doc__ or "", pretrain)
 
 
 def pretrain(s: PretrainSettings) -> None:
-    """Train, and leave the last checkpoint in `<output>/checkpoint`."""
+    """Train, and write the last checkpoint to `<output>/checkpoint`."""
     with Ranks.join() as ranks:
         _pretrain(s, ranks)
 
@@ -328,12 +338,12 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
         ranks.device,
         pretraining_batches.continues(tokenizer) if s.whole_words else None,
     )
-    begun = family.mask_rate if s.mask_rate is None else s.mask_rate
-    ended = begun if s.final_mask_rate is None else s.final_mask_rate
-    mean = (begun + ended) / 2
+    first_rate = family.mask_rate if s.mask_rate is None else s.mask_rate
+    last_rate = first_rate if s.final_mask_rate is None else s.final_mask_rate
+    mean_rate = (first_rate + last_rate) / 2
 
     # model
-    teachers = checkpoint.read_teachers(s.init_from) if s.init_from else []
+    teachers = reader.read_teachers(s.init_from) if s.init_from else []
     make = functools.partial(Trainer, s, shape, in_pairs, ranks)
     longest = max(phase.length for phase in phases)
     if longest > shape.max_length or specials.vocab_size > shape.vocab_size:
@@ -345,7 +355,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     if smallest < ranks.world:
         raise ValueError(f"{ranks.world} processes cannot share steps of {smallest} samples")
 
-    def draw(step: int, phase: Phase, seed: int = s.seed, rate: float = mean) -> Samples:
+    def draw(step: int, phase: Phase, seed: int = s.seed, rate: float = mean_rate) -> Samples:
         return sampler.samples(
             seed=seed, step=step, size=phase.size, length=phase.length, rate=rate
         )
@@ -360,32 +370,32 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     # loop
     trainer = make()
     model, optimizer = trainer.model, trainer.optimizer
-    with TrainingRun.open(s.output, steps, s, ranks.leads, work=work) as run:
-        run.say(
+    with TrainingRun.open(s.output, steps, s, ranks.is_leader, work=work) as run:
+        run.log(
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"
         )
         first = run.resume(model, optimizer)["step"]
         for step in range(first, steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
-            rate = rate_at(step, steps, begun, ended)
+            rate = rate_at(step, steps, first_rate, last_rate)
             whole = draw(step, phase_at(step, steps, phases), rate=rate)
             run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)
             last = step + 1 == steps
-            if ranks.leads and ((step + 1) % s.eval_every == 0 or last):
-                found = evaluate(model, held, s.micro_batch_tokens)
-                for name, value in found.items():
+            if ranks.is_leader and ((step + 1) % s.eval_every == 0 or last):
+                means = evaluate(model, held, s.micro_batch_tokens)
+                for name, value in means.items():
                     run.scalar(f"held/{name}", value, step)
-                run.say(f"step {step + 1}: fixed-batch losses {found}")
+                run.log(f"step {step + 1}: fixed-batch losses {means}")
             if (step + 1) % s.save_every == 0 or last:
                 run.save(step + 1, model, optimizer)
-        if ranks.leads:
-            with checkpoint.replacing(run.output / "checkpoint") as partial:
-                checkpoint.save_pretraining(partial, model, Path(s.tokenizer))
-                checkpoint.save_teachers(partial, teachers)
-            found = evaluate(model, held, s.micro_batch_tokens)
+        if ranks.is_leader:
+            with writer.replacing(run.output / "checkpoint") as partial:
+                writer.save_pretraining(partial, model, Path(s.tokenizer))
+                writer.save_teachers(partial, teachers)
+            means = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
-            run.finish({"fixed_batches": found, "tokens_per_second": speed})
+            run.finish({"fixed_batches": means, "tokens_per_second": speed})
 
 
 if __name__ == "__main__":

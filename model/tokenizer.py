@@ -1,7 +1,7 @@
 """Train a tokenizer on a corpus: `python -m model.tokenizer OUT/tokenizer.json FILE... [--family F] [--vocab-size N]`.
 
-Which kind, with which special tokens, is the family's matter: pieces of words (WordPiece, Schuster and Nakajima 2012),
-merged bytes (BPE, Sennrich et al. 2016, as in GPT-2), or the likeliest pieces of a whole text (unigram, Kudo 2018).
+The family decides the algorithm and the special tokens: WordPiece (Schuster and Nakajima 2012), byte-level BPE
+(Sennrich et al. 2016, as in GPT-2), or a unigram model (Kudo 2018).
 """
 
 import argparse
@@ -17,16 +17,16 @@ from model.families.bert_names import BERT
 from model.families.registry import FAMILIES
 from model.families.spec import Family
 
-ALPHABET = 400  # characters that pieces of words are made of; others are unknown
+ALPHABET = 400  # different characters of word pieces; others are unknown
 
 
 def train(
     texts: Iterable[str], vocab_size: int = 30522, lowercase: bool = True, family: Family = BERT
 ) -> tokenizers.Tokenizer:
-    """A family's tokenizer, learnt from texts. Its special tokens take the first ids.
+    """Train a family's tokenizer on texts. Its special tokens get the first ids.
 
-    The same texts give the same tokenizer, token by token; of unigrams nearly so, for their trainer's sums differ in
-    the last digits from one process to the next.
+    The same texts give the same tokenizer; a unigram tokenizer may differ slightly, because the sums of its trainer
+    differ in the last digits between processes.
 
     lowercase: WordPiece and unigram; it also strips accents, as BERT's uncased models do
     """
@@ -34,7 +34,7 @@ def train(
     settings = {"vocab_size": vocab_size, "show_progress": False}
     match family.tokenizer:
         case "wordpiece":
-            texts = list(texts)  # gone through twice
+            texts = list(texts)  # read twice
             letters, inner = _alphabet(texts, tokenizer)
             trainer = trainers.WordPieceTrainer(
                 special_tokens=specials + inner,
@@ -63,10 +63,10 @@ def train(
 
 
 def _alphabet(texts: Iterable[str], tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and those of them that can go on with a word, spelled as its pieces are.
+    """Return the most frequent characters, and the word pieces (`##x`) of those that can continue a word.
 
-    Left to itself the trainer numbers the latter as it comes across them, in another order in every process, and
-    merges what is equally frequent by these numbers.
+    Otherwise the trainer numbers these pieces in an order that differs between processes, and merges equally frequent
+    pairs by these numbers.
     """
     raw = Counter[str]()
     for text in texts:
@@ -85,7 +85,7 @@ def _alphabet(texts: Iterable[str], tokenizer: tokenizers.Tokenizer) -> tuple[li
 def _with_pieces(
     vocabulary: Mapping[str, int], family: Family, lowercase: bool
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of these pieces of words."""
+    """Return a WordPiece tokenizer with this vocabulary."""
     tokenizer = _untrained(family, lowercase)
     unknown = family.special_tokens["unk"]
     tokenizer.model = models.WordPiece(dict(vocabulary), unk_token=unknown)
@@ -98,7 +98,7 @@ def _specials(family: Family) -> list[str]:
 
 
 def _untrained(family: Family, lowercase: bool) -> tokenizers.Tokenizer:
-    """How texts are cleaned and split before a model looks at them, and put together again."""
+    """Return a tokenizer with the family's normalizer, pre-tokenizer and decoder, and an empty model."""
     match family.tokenizer:
         case "wordpiece":
             tokenizer = tokenizers.Tokenizer(
@@ -123,14 +123,16 @@ def _untrained(family: Family, lowercase: bool) -> tokenizers.Tokenizer:
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, family: Family) -> None:
-    """Put the special tokens around a text, and around a pair."""
+    """Set the templates of special tokens for a text and for a pair."""
     single, pair = family.frame
     framing = processors.TemplateProcessing(
         single=single,
         pair=pair,
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in _specials(family)],
     )
-    if family.tokenizer == "byte-level BPE":  # a word's space stands before it, and is not of it
+    if (
+        family.tokenizer == "byte-level BPE"
+    ):  # the space before a word is not part of the word's offsets
         framing = processors.Sequence([processors.ByteLevel(trim_offsets=True), framing])
     tokenizer.post_processor = framing
 

@@ -108,7 +108,7 @@ def traced(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Traced:
     import torch
 
     from export import trace_graphs
-    from model.checkpoints.checkpoint import load_model
+    from model.checkpoints.reader import load_model
 
     torch.set_num_threads(1)  # models this small are slowed by a second thread
 

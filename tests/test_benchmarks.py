@@ -167,19 +167,21 @@ def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
 def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate is of answers of mean size, whichever of them a window held."""
     found = Measured(1, 2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
-    monkeypatch.setattr(rounds, "under", lambda _, load: (load.close(), (found, 0.6))[1])
-    one = rounds.closed(Running(0, None, 0.0), REQUESTS, np.array([0.5, 1.5]), 1, 2.0)
+    monkeypatch.setattr(rounds, "run_load", lambda _, load: (load.close(), (found, 0.6))[1])
+    one = rounds.measure_closed(Running(0, None, 0.0), REQUESTS, np.array([0.5, 1.5]), 1, 2.0)
     assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)
 
 
 @pytest.mark.exclusive
-async def test_told_beside_a_noop_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one measures itself, another server is asked as often as it says, and no longer."""
+async def test_self_measured_with_a_noop_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a contender measures itself, the no-op server gets requests at the given rate, and none afterwards."""
     window = rounds.Window(8, 1.0, 1.0, 2.0, 3.0, 0.0)
-    monkeypatch.setattr(rounds, "told", lambda *_: (time.sleep(1.0), window)[1])
+    monkeypatch.setattr(rounds, "self_measured", lambda *_: (time.sleep(1.0), window)[1])
     async with listening(ANSWER) as (port, seen):
         noop = Running(port, None, 0.0)
-        assert window is await rounds.told_beside(noop, REQUESTS, 200, Running(0, None, 0.0), 8, 1)
+        assert window is await rounds.self_measured_with_noop(
+            noop, REQUESTS, 200, Running(0, None, 0.0), 8, 1
+        )
         asked = len(seen)
         assert 100 < asked < 300
         await asyncio.sleep(0.1)
@@ -191,7 +193,7 @@ def test_as_many_as_another_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     one = rounds.Contender(NOOP, Running(0, None, 0.0), REQUESTS, np.ones(3), rounds.Tested("one"))
     first = rounds.Window(8, 70.0, 1.0, 2.0, 3.0, 0.1)
     monkeypatch.setattr(rounds, "working", lambda _: nullcontext())
-    monkeypatch.setattr(rounds, "closed", lambda *_: first)
+    monkeypatch.setattr(rounds, "measure_closed", lambda *_: first)
     assert rounds.rate_of(one, 8, 1.0) == 70
     one.result.closed[8] = [replace(first, rate=rate) for rate in (10, 30, 90)]
     assert rounds.rate_of(one, 8, 1.0) == 30
@@ -330,7 +332,7 @@ def test_runs_side_by_side() -> None:
         "here": {"checks": [speed, tail]},
         "there": {"parts": {"a": {"checks": [added, unknown]}, "b": {"failed": "no such luck"}}},
     }
-    assert tables.beside(runs).splitlines() == [
+    assert tables.side_by_side(runs).splitlines() == [
         "|  | wanted | here | there |",
         "| --- | --- | --- | --- |",
         "| speed | ≥ 0.9 | **0.80** (0.70–0.90) |  |",

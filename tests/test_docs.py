@@ -184,7 +184,7 @@ def test_worked_example_is_right():
 
 def test_training_examples_are_settings(tmp_path):
     """The settings and the provenance that are shown are read as they stand."""
-    from export.provenance import read_told
+    from export.provenance import read_metadata
     from model.data.examples import is_graded
     from model.distill import DistillSettings as Distilling
     from model.finetune import FinetuneSettings as Finetuning
@@ -192,7 +192,7 @@ def test_training_examples_are_settings(tmp_path):
     *settings, provenance = examples(read("training.md"), "toml")
     single, joint, graded, half, general = map(tomllib.loads, settings)
     (tmp_path / "told.toml").write_text(provenance)
-    told = read_told(tmp_path / "told.toml")
+    told = read_metadata(tmp_path / "told.toml")
 
     assert ["sentiment"] == [*Finetuning(**single).heads]
     assert ["sentiment", "entities"] == [*Finetuning(**joint).heads]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from export import cuda_emulator
 from export.__main__ import main as export
 from export.goldens import torch_outputs
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
+from model.checkpoints.hub_names import CheckpointError
 from model.families.registry import FAMILIES, family_of
-from model.heads import Model, Pretraining, make_pretraining
+from model.heads import EncoderWithHeads, Pretraining, make_pretraining
 from model.tokenizer import train
 from model.training.capture import capture
 from service.core import bundle
@@ -202,7 +203,7 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
     """All hidden states are those of transformers, for every batch, and the same packed, alone and padded."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
-    encoder = checkpoint.load_encoder(tmp_path, pooler=False)
+    encoder = reader.load_encoder(tmp_path, pooler=False)
     for seed, lengths in enumerate(LENGTHS.values()):
         packed = sample(case, lengths, seed)
         with torch.no_grad():
@@ -223,7 +224,7 @@ def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
     """The weights of every layer and head are those of transformers."""
     peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
     perturb(peer).save_pretrained(tmp_path)
-    encoder = checkpoint.load_encoder(tmp_path, pooler=False)
+    encoder = reader.load_encoder(tmp_path, pooler=False)
     packed = sample(case, [12])
     with torch.no_grad(), capture(encoder, attention_weights=True) as captured:
         encoder(*ours(packed))
@@ -244,7 +245,7 @@ def test_heads(case: Case, task: str, tmp_path: Path) -> None:
     more = {} if task == "qa" else {"num_labels": 3, "id2label": LABELS}
     peer = perturb(TASKS[task].from_config(case.config(**more)))
     peer.save_pretrained(tmp_path / "theirs")
-    model = checkpoint.load_model(tmp_path / "theirs")
+    model = reader.load_model(tmp_path / "theirs")
     packed = sample(case)
     with torch.no_grad():
         found = model(*ours(packed))[task]
@@ -260,7 +261,7 @@ def test_heads(case: Case, task: str, tmp_path: Path) -> None:
 
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
-    checkpoint.save_head(tmp_path / "ours", model, task, tokenizer)
+    writer.save_head(tmp_path / "ours", model, task, tokenizer)
     again = TASKS[task].from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         repeated = again(**asked(case, packed))
@@ -273,10 +274,10 @@ def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: 
     """It is read again as it was written."""
     torch.manual_seed(0)
     config = family_config(CASES[model_type])
-    model = perturb(Model(config, {task: Head(task=task)}))
+    model = perturb(EncoderWithHeads(config, {task: Head(task=task)}))
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
-    again = checkpoint.load_model(tmp_path / "ours").eval()
+    writer.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
+    again = reader.load_model(tmp_path / "ours").eval()
     packed = ours(sample(CASES[model_type]))
     with torch.no_grad():
         assert torch.equal(again(*packed)[task], model(*packed)[task])
@@ -296,10 +297,10 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
     """By what is added to the second one's tokens; to the first nothing is, and transformers reads that."""
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
-    model = Model(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
+    model = EncoderWithHeads(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
-    again = checkpoint.load_model(tmp_path / "ours")
+    writer.save_head(tmp_path / "ours", model, "ner", tmp_path / "tokenizer.json")
+    again = reader.load_model(tmp_path / "ours")
     assert again.config == config
     peer, report = TASKS["ner"].from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert report["unexpected_keys"] == {"model.embeddings.token_type_embeddings.weight"}
@@ -327,7 +328,7 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
     """It is read with what it was pretrained with, gives those logits, and is read by transformers again."""
     peer = perturb(transformers.AutoModelForMaskedLM.from_config(case.config()))
     peer.save_pretrained(tmp_path / "theirs")
-    model = checkpoint.load_pretraining(tmp_path / "theirs")
+    model = reader.load_pretraining(tmp_path / "theirs")
     assert isinstance(model, Pretraining)
     packed = sample(case)
     with torch.no_grad():
@@ -337,7 +338,7 @@ def test_masked_language_model(case: Case, tmp_path: Path) -> None:
 
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
-    checkpoint.save_pretraining(tmp_path / "ours", model, tokenizer)
+    writer.save_pretraining(tmp_path / "ours", model, tokenizer)
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         repeated = real(again(**asked(case, packed)).logits, packed)
@@ -384,9 +385,9 @@ def test_pretraining(case: Case, tmp_path: Path) -> None:
     )
     perturb(auto.from_config(case.config())).save_pretrained(tmp_path / "theirs")
     model = make_pretraining(family_config(case), next_sentence=family.pairs is not None)
-    checkpoint.init_pretraining(model, tmp_path / "theirs")
+    reader.init_pretraining(model, tmp_path / "theirs")
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
     masked, words, answers = taught(packed)
@@ -425,9 +426,9 @@ def test_replaced_tokens(name: str, tmp_path: Path) -> None:
     other.electra.embeddings.load_state_dict(peer.electra.embeddings.state_dict())
     peer.save_pretrained(tmp_path / "theirs")
     other.save_pretrained(tmp_path / "theirs" / "generator")
-    checkpoint.init_pretraining(model, tmp_path / "theirs")
+    reader.init_pretraining(model, tmp_path / "theirs")
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
 
     packed = sample(case)
     masked, words, answers = taught(packed)
@@ -471,15 +472,15 @@ def test_what_electra_shares(tmp_path: Path) -> None:
     assert own.project is not shared.project
     assert model.generator.config.hidden_size == 8  # one head of four
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "ours", model, tmp_path / "tokenizer.json")
     other = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
-    checkpoint.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "other", other, tmp_path / "tokenizer.json")
     (tmp_path / "other" / "generator").replace(tmp_path / "ours" / "theirs")
     (tmp_path / "ours" / "generator").rename(tmp_path / "ours" / "first")
     (tmp_path / "ours" / "theirs").rename(tmp_path / "ours" / "generator")
 
-    with pytest.raises(checkpoint.CheckpointError, match="is not tied to the word embeddings"):
-        checkpoint.init_pretraining(model, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="is not tied to the word embeddings"):
+        reader.init_pretraining(model, tmp_path / "ours")
 
 
 @every_case
@@ -488,9 +489,9 @@ def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     described = {"a": Head(task="classification", labels=("x", "y"))}
-    model = Model(family_config(case), described)
+    model = EncoderWithHeads(family_config(case), described)
     before = {name: tensor.clone() for name, tensor in model.heads.state_dict().items()}
-    checkpoint.init_from(model, tmp_path)
+    reader.init_from(model, tmp_path)
     changed = {
         name.removeprefix("a.")
         for name, tensor in model.heads.state_dict().items()
@@ -531,7 +532,7 @@ class Exported:
 
     def batch(self, lengths: list[int]) -> Packed:
         """Random ids, of one segment where the family has one."""
-        config = checkpoint.read_config(self.checkpoint)
+        config = reader.read_config(self.checkpoint)
         packed = batch(lengths, config.vocab_size)
         types = packed.token_type_ids * (config.type_vocab_size > 1)
         return Packed(packed.input_ids, types, packed.position_ids, packed.layout)
@@ -581,7 +582,7 @@ BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention b
 def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
     """The fp32 graphs give PyTorch's logits for texts of all lengths together."""
     packed = exported.batch(MIXED)
-    expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
+    expected = torch_outputs(reader.load_model(exported.checkpoint), packed)["classification"]
     found = exported.session("fp32", layout).run(packed)["classification"]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
@@ -601,7 +602,7 @@ def test_company(exported: Exported, precision: Precision) -> None:
 def test_half(exported: Exported, model_type: str) -> None:
     """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding, and states its attention bias."""
     packed = exported.batch([197, *MIXED[1:]])  # in 200 slots on CUDA
-    expected = torch_outputs(checkpoint.load_model(exported.checkpoint), packed)["classification"]
+    expected = torch_outputs(reader.load_model(exported.checkpoint), packed)["classification"]
     found = cuda_emulator.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
     assert cosine(found, expected) > 1 - 1e-4
     (record,) = [g for g in exported.bundle.manifest.graphs if g.provider == "cuda"]
@@ -619,7 +620,7 @@ def test_graphs_tell_two_texts_apart(segmented: Exported, layout: str) -> None:
     """ModernBERT's do, too, where its configuration has segments."""
     packed = segmented.batch(MIXED)
     assert 1 in packed.token_type_ids
-    expected = torch_outputs(checkpoint.load_model(segmented.checkpoint), packed)["topic"]
+    expected = torch_outputs(reader.load_model(segmented.checkpoint), packed)["topic"]
     session = segmented.session("fp32", layout)
     np.testing.assert_allclose(session.run(packed)["topic"], expected, rtol=0, atol=1e-4)
     one = replace(packed, token_type_ids=0 * packed.token_type_ids)
@@ -638,8 +639,8 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         max_position_embeddings=max(MIXED),
         type_vocab_size=2,
     )
-    model = perturb(Model(config, {"topic": Head(task="classification", labels=TOPICS)}))
-    checkpoint.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
+    model = perturb(EncoderWithHeads(config, {"topic": Head(task="classification", labels=TOPICS)}))
+    writer.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
     assert 0 == export([str(folder / "checkpoint"), str(folder / "out"), "--precision", "fp32"])
     return Exported(folder / "checkpoint", bundle.load(folder / "out"))
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from model import tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import writer
 from model.config import BertConfig
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from tests import samples
 
@@ -35,11 +35,11 @@ def save_tiny(folder: Path) -> Path:
     folder.mkdir(parents=True)
     learnt = tokenizer.train(samples.corpus(), vocab_size=600)
     learnt.save(str(folder / "tokenizer.json"))
-    checkpoint.save_joint(folder, make_tiny(learnt), folder / "tokenizer.json")
+    writer.save_joint(folder, make_tiny(learnt), folder / "tokenizer.json")
     return folder
 
 
-def make_tiny(learnt: tokenizers.Tokenizer) -> Model:
+def make_tiny(learnt: tokenizers.Tokenizer) -> EncoderWithHeads:
     """Two layers of 64, moved away from their initial values so that answers differ from text to text."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -50,7 +50,9 @@ def make_tiny(learnt: tokenizers.Tokenizer) -> Model:
         intermediate_size=256,
         max_position_embeddings=MAX_LENGTH,
     )
-    model = perturb(Model(config, HEADS), scale=0.2, seed=6)  # which has use for every label
+    model = perturb(
+        EncoderWithHeads(config, HEADS), scale=0.2, seed=6
+    )  # which has use for every label
     plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
     return model
 
@@ -64,7 +66,7 @@ def perturb(module: M, scale: float = 0.1, seed: int = 0) -> M:
     return module.eval()
 
 
-def plant_outlier(model: Model, token: int) -> None:
+def plant_outlier(model: EncoderWithHeads, token: int) -> None:
     """One token whose embedding is a thousand times the others', and a norm that lets that through."""
     embeddings = model.encoder.embeddings
     assert isinstance(embeddings.norm, nn.LayerNorm)

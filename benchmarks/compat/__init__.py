@@ -1,1 +1,1 @@
-"""Are Quartet's answers those of transformers' pipelines? `python -m benchmarks.compat` asks both the same."""
+"""Compare Quartet's answers with those of transformers' pipelines: `python -m benchmarks.compat`."""

@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is asked about."""
+    """The inputs of all tasks."""
 
     texts: list[str]
     pairs: list[tuple[str, str]]
@@ -71,13 +71,13 @@ def main() -> int:
 
 
 def measure(checkpoint: Path, inputs: Inputs, scratch: Path) -> Iterator[Tally]:
-    """Everything that is asked of one model, of the service and of the pipelines."""
-    said = ask_peer(checkpoint / "answers", inputs.questions)
+    """Yield all comparisons of one model's service and pipelines."""
+    peer_answers = ask_peer(checkpoint / "answers", inputs.questions)
     with servers.serving(servers.quartet("fp32"), bundle_of(checkpoint), scratch) as running:
         ask = partial(post, running.port)
         yield from compare.classify(ask, checkpoint, inputs.texts, inputs.pairs, MAX_LENGTH)
         yield from compare.ner(ask, checkpoint, inputs.texts, MAX_LENGTH)
-        yield from compare.qa(ask, checkpoint, inputs.questions, MAX_LENGTH, said)
+        yield from compare.qa(ask, checkpoint, inputs.questions, MAX_LENGTH, peer_answers)
 
 
 def bundle_of(checkpoint: Path) -> Path:
@@ -94,8 +94,8 @@ def post(
     results = []
     for start in range(0, len(next(iter(columns.values()))), AT_ONCE):
         part = {name: [*column[start : start + AT_ONCE]] for name, column in columns.items()}
-        _, said = servers.post(port, path, {**part, **fields})
-        results += json.loads(said)["results"]
+        _, document = servers.post(port, path, {**part, **fields})
+        results += json.loads(document)["results"]
     return results
 
 
@@ -128,7 +128,7 @@ def ask_peer(
 
 
 def show(model: str, tally: Tally) -> None:
-    """A line for what was asked, one for each difference, and then what nothing explains."""
+    """Return a line for the request, one for each difference, and then the unexplained answers."""
     told = f"{model:<12} {tally.what:<42} {tally.texts[()]:>4} equal"
     others = [f"{count} by: {'; '.join(why)}" for why, count in tally.texts.most_common() if why]
     print(

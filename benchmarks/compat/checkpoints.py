@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from benchmarks.compat import texts
 from benchmarks.lib import models
 from model import tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
 from model.data import examples as tasks
 from model.data import labelled_rows
 from model.families.registry import FAMILIES
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
 
@@ -52,8 +52,8 @@ SHARPNESS = {"topic": 6, "topics": 3, "alike": 1, "follows": 6, "entities": 10, 
 
 def minilm(folder: Path, data: Path = texts.DATA) -> Path:
     """A joint checkpoint of the real trunk, frozen, with heads fitted to data by least squares."""
-    model = Model(checkpoint.read_config(models.minilm()), HEADS)
-    checkpoint.init_from(model, models.minilm())
+    model = EncoderWithHeads(reader.read_config(models.minilm()), HEADS)
+    reader.init_from(model, models.minilm())
     cutter = load_tokenizer(models.minilm() / "tokenizer.json")
     for name in HEADS:
         fit(model.eval(), name, Encoder(cutter, MAX_LENGTH), data)
@@ -61,7 +61,7 @@ def minilm(folder: Path, data: Path = texts.DATA) -> Path:
 
 
 @torch.no_grad()
-def fit(model: Model, name: str, encoder: Encoder, data: Path) -> None:
+def fit(model: EncoderWithHeads, name: str, encoder: Encoder, data: Path) -> None:
     """Let a head's last layer say of rows of its data what they say themselves, as well as it can."""
     head = model.described[name]
     file, count = ROWS[name]
@@ -140,19 +140,19 @@ def at_random(
         pad_token_id=learnt.token_to_id(family.special_tokens["pad"]),
     )
     torch.manual_seed(0)
-    model = Model(config, HEADS).eval()
+    model = EncoderWithHeads(config, HEADS).eval()
     with torch.no_grad():
         last_layer(model.heads["entities"]).bias[0] = no_entity
         last_layer(model.heads["answers"]).weight.mul_(3)
     return save(model, learnt, folder)
 
 
-def save(model: Model, cutter: Any, folder: Path) -> Path:
+def save(model: EncoderWithHeads, cutter: Any, folder: Path) -> Path:
     """The joint checkpoint in `folder/joint`, and in `folder/NAME` each head with its trunk, for transformers."""
     folder.mkdir(parents=True)
     file = folder / "tokenizer.json"
     cutter.save(str(file))
     for name in HEADS:
-        checkpoint.save_head(folder / name, model, name, file)
-    checkpoint.save_joint(folder / "joint", model, file)
+        writer.save_head(folder / name, model, name, file)
+    writer.save_joint(folder / "joint", model, file)
     return folder

@@ -1,4 +1,4 @@
-"""The same asked of Quartet and of a pipeline: how many answers are equal, and what the others differ by."""
+"""Compare Quartet's answers with a pipeline's: count equal ones, and explain the differences of the others."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ SHOWN = 3  # of what nothing explains
 
 @dataclass
 class Tally:
-    """Of what was asked: how many were answered so, by what the answers differ by (nothing, if they are equal)."""
+    """The number of inputs by the differences of their answers, which are empty for equal ones."""
 
     what: str
     texts: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -51,7 +51,9 @@ class Tally:
 
 def distance(one: Answers, other: Answers) -> float | None:
     """The largest difference of a score; None where the answers are not the same."""
-    if [said._replace(score=0) for said in one] != [said._replace(score=0) for said in other]:
+    if [answer._replace(score=0) for answer in one] != [
+        answer._replace(score=0) for answer in other
+    ]:
         return None
     pairs = [(a.score, b.score) for a, b in zip(one, other, strict=True)]
     if any(abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + LITTLE for a, b in pairs):
@@ -84,8 +86,8 @@ def classify(
         yield tally
 
 
-def labels(said: list[dict[str, Any]]) -> list[LabelScore]:
-    return [LabelScore(one["label"], one["score"]) for one in said]
+def labels(document: list[dict[str, Any]]) -> list[LabelScore]:
+    return [LabelScore(one["label"], one["score"]) for one in document]
 
 
 # -- entities -------------------------------------------------------------------------------------
@@ -108,18 +110,18 @@ def ner(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterat
             yield tally
 
 
-def entities(said: list[dict[str, Any]]) -> list[EntitySpan]:
+def entities(document: list[dict[str, Any]]) -> list[EntitySpan]:
     return [
         EntitySpan(
             one.get("entity_group") or one["entity"], *(one[k] for k in EntitySpan._fields[1:])
         )
-        for one in said
+        for one in document
     ]
 
 
 # -- answers --------------------------------------------------------------------------------------
 
-# In the pipeline's words; what Quartet is asked is the same without the longest answer, which its head says.
+# Options in the pipeline's names. The longest answer is not among them, because it is a setting of the head.
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {"top_k": 1},
     {"top_k": 5},
@@ -133,24 +135,24 @@ def qa(
     folder: Path,
     questions: Sequence[tuple[str, str]],
     max_length: int,
-    said: Sequence[Sequence[Answers]] | None = None,
+    peer_answers: Sequence[Sequence[Answers]] | None = None,
 ) -> Iterator[Tally]:
     """The best and the best five, with and without the answer that there is none.
 
-    said: what a pipeline answered, for each question to each of QUESTIONS; None: it is read off the logits
+    peer_answers: a pipeline's, for each question and each of QUESTIONS; None: computed from the logits
     """
     answerer = pipelines.load_answerer(folder / "answers", max_length)
     windows = [pipelines.ask(answerer, *question, STRIDE) for question in questions]
     columns = {"inputs": [{"question": q, "context": c} for q, c in questions]}
-    for number, asked in enumerate(QUESTIONS):
-        found = ask("/qa", columns, {"head": "answers", "stride": STRIDE, **asked})
-        tally = Tally("/qa " + ", ".join(f"{name} {value}" for name, value in asked.items()))
+    for number, options in enumerate(QUESTIONS):
+        found = ask("/qa", columns, {"head": "answers", "stride": STRIDE, **options})
+        tally = Tally("/qa " + ", ".join(f"{name} {value}" for name, value in options.items()))
         for which, (result, (question, context)) in enumerate(zip(found, questions, strict=True)):
-            read = partial(pipelines.read_answers, windows[which], context, **asked)
-            peer = read(()) if said is None else said[which][number]
+            read = partial(pipelines.read_answers, windows[which], context, **options)
+            peer = read(()) if peer_answers is None else peer_answers[which][number]
             tally.add(question, answers(result), peer, read, pipelines.OF_QA)
         yield tally
 
 
-def answers(said: list[dict[str, Any]]) -> list[AnswerSpan]:
-    return [AnswerSpan(*(one[name] for name in AnswerSpan._fields)) for one in said]
+def answers(document: list[dict[str, Any]]) -> list[AnswerSpan]:
+    return [AnswerSpan(*(one[name] for name in AnswerSpan._fields)) for one in document]

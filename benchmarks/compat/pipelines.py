@@ -118,7 +118,7 @@ def gather(pipeline: Any, text: str, output: dict[str, Any]) -> list[dict[str, A
 def entities(pipeline: Any, tagged: Tagged, strategy: str) -> list[EntitySpan]:
     """What the pipeline answers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells of tokenizers whose words it has to guess
+        warnings.simplefilter("ignore")  # the pipeline warns of tokenizers without word boundaries
         found = pipeline.postprocess(tagged.outputs, AggregationStrategy(strategy))
     return plain(tagged.text, found)
 

@@ -1,4 +1,4 @@
-"""Real texts of 10 to 2,000 tokens, read from data sets that lie beside the repository and are no part of it."""
+"""Real texts of 10 to 2,000 tokens, from data sets in a directory next to the repository."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +70,7 @@ def questions(count: int, data: Path = DATA) -> list[tuple[str, str]]:
 
 
 def grow(pieces: Iterable[str], size: int) -> str:
-    """As many pieces as make a text of so many words: the first one at least, and as it is."""
+    """Join pieces to a text of at least `size` words."""
     text = ""
     for piece in pieces:
         text = f"{text} {piece}" if text else piece

@@ -1,8 +1,8 @@
-"""What a server still does when it is asked for much more than it can do.
+"""Goodput, latency, memory and recovery of a server under overload.
 
-Capacity is what it answers at 32 connections while the stream that is to come goes to a server that does nothing, so
-that the generator costs the same both times. Then the stream comes to it, open loop, and after that connections that
-ask again at once when they are refused.
+The capacity of a server is its throughput at 32 connections while the overload goes to a no-op server, so that the
+generator costs the same both times. Then the server gets the overload as an open loop, and after that bursts of
+connections that retry at once when they are refused.
 """
 
 import time
@@ -25,17 +25,17 @@ TIMES = 10  # its capacity
 STREAM_S = 60.0
 DEADLINE_MS = 2000
 CROWDS = (256, 600)  # connections
-RECOVERED = 2.0  # times the latency of a lone text before
+RECOVERED = 2.0  # times the latency of a single text before
 PATIENCE_S = 30.0  # for it to recover
 
 
 @dataclass(frozen=True)
 class Flooded:
-    """What one server did, and how it was asked; rates in answers per second.
+    """The result of one server; rates in answers per second.
 
-    late_s: from the end of the stream until its last answer, or until patience with it ended
-    recovery_s: from then until a lone text takes at most twice what it took before
-    crowds: by the number of connections that insist; of one that the server ended, a lost connection and no answer
+    late_s: from the end of the stream until its last answer, at most PATIENCE_S
+    recovery_s: from then until the latency of a single text is at most RECOVERED times the one before
+    crowds: by the number of retrying connections; where the server closed one, a lost connection and no answer
     """
 
     capacity: float
@@ -47,7 +47,7 @@ class Flooded:
 
     @property
     def useful(self) -> float:
-        """Answers per second that came within the deadline, which not every server knows."""
+        """Answers per second within the deadline, which not every server enforces."""
         return float((self.stream.latencies <= DEADLINE_MS / 1000).sum()) / self.stream.seconds
 
     def figures(self) -> dict[str, object]:
@@ -76,12 +76,12 @@ class Flooded:
 def measure(
     model: Path, texts: Sequence[str], scratch: Path, *, rounds_: int, seconds: float
 ) -> tuple[list[Check], dict[str, object]]:
-    """Goodput, latency, errors, memory and recovery at ten times the capacity, and goodput with clients that insist."""
-    found = flood(pressed(servers.quartet("fp32")), model, texts, scratch, seconds=seconds)
+    """Measure goodput, latency, errors, memory and recovery at ten times the capacity, and with retrying clients."""
+    found = flood(with_deadline(servers.quartet("fp32")), model, texts, scratch, seconds=seconds)
     fives = sum(count for status, count in found.stream.others.items() if status >= 500)
     lost = found.stream.others[0]
     before, after = found.memory_mb
-    wanted = [
+    checks = [
         Check(
             f"goodput at {TIMES} times capacity, of capacity",
             [found.stream.rate / found.capacity],
@@ -105,11 +105,11 @@ def measure(
             for count, crowd in found.crowds.items()
         ),
     ]
-    return wanted, found.figures()
+    return checks, found.figures()
 
 
-def pressed(server: Server) -> Server:
-    """Quartet with the deadline; others have none, and find no meaning in it."""
+def with_deadline(server: Server) -> Server:
+    """Return the server with Quartet's deadline set, which other servers ignore."""
     return replace(server, env={**server.env, "QUARTET_DEADLINE_MS": str(DEADLINE_MS)})
 
 
@@ -122,55 +122,55 @@ def flood(
     seconds: float,
     stream_s: float = STREAM_S,
 ) -> Flooded:
-    requests = rounds.encoded(server, "embed", texts)
+    requests = rounds.encode_requests(server, "embed", texts)
     with (
         servers.serving(server, model, scratch) as running,
         servers.serving(NOOP, model, scratch) as noop,
     ):
         port = running.port
-        alone_s = lone(port, requests)
-        guess = uvloop.run(closed_loop(port, requests, CONNECTIONS, seconds, insist=True)).rate
-        rate = TIMES * guess
-        capacity = uvloop.run(beside(port, noop.port, requests, rate, 3 * seconds)).rate
+        alone_s = single_latency(port, requests)
+        estimate = uvloop.run(closed_loop(port, requests, CONNECTIONS, seconds, retry=True)).rate
+        rate = TIMES * estimate
+        capacity = uvloop.run(measure_capacity(port, noop.port, requests, rate, 3 * seconds)).rate
         uvloop.run(
             open_loop(port, requests, rate, seconds, patience_s=PATIENCE_S)
-        )  # memory that any flood takes
-        rounds.settle(running)
+        )  # takes the memory of a first overload
+        rounds.wait_until_idle(running)
         before = processes.resident_mb(running.process.pid)
         began = time.perf_counter()
         stream = uvloop.run(open_loop(port, requests, rate, stream_s, patience_s=PATIENCE_S))
         late_s = max(time.perf_counter() - began - stream.lasted, 0.0)
         recovery_s = recovery(port, requests, alone_s)
-        rounds.settle(running)
+        rounds.wait_until_idle(running)
         memory_mb = before, processes.resident_mb(running.process.pid)
-        crowds = {count: insisting(port, requests, count, 3 * seconds) for count in CROWDS}
+        crowds = {count: retry_at_once(port, requests, count, 3 * seconds) for count in CROWDS}
         return Flooded(capacity, stream, memory_mb, late_s, recovery_s, crowds)
 
 
-async def beside(
+async def measure_capacity(
     port: int, noop: int, requests: Sequence[bytes], rate: float, seconds: float
 ) -> Measured:
-    """What a server answers while the stream goes elsewhere; what it refuses on a busy machine is asked again."""
+    """Measure a server's throughput while the overload goes to the no-op server; refused requests are retried."""
     async with streaming(noop, requests, rate, seconds + 2.0):
-        return await closed_loop(port, requests, CONNECTIONS, seconds, insist=True)
+        return await closed_loop(port, requests, CONNECTIONS, seconds, retry=True)
 
 
-def insisting(port: int, requests: Sequence[bytes], count: int, seconds: float) -> Measured:
-    """Connections that ask again at once, whatever they are told; none is opened again."""
+def retry_at_once(port: int, requests: Sequence[bytes], count: int, seconds: float) -> Measured:
+    """Measure connections that retry at once on any status; a closed one is not opened again."""
     try:
-        return uvloop.run(closed_loop(port, requests, count, seconds, insist=True))
+        return uvloop.run(closed_loop(port, requests, count, seconds, retry=True))
     except (RuntimeError, OSError):
         return Measured(count, seconds, np.array([]), others=Counter({REFUSED: 1}))
 
 
-def lone(port: int, requests: Sequence[bytes], seconds: float = 2.0) -> float:
-    """The median latency of a lone text, in seconds."""
+def single_latency(port: int, requests: Sequence[bytes], seconds: float = 2.0) -> float:
+    """The median latency of a single text, in seconds."""
     found = uvloop.run(closed_loop(port, requests, 1, seconds))
     return float(np.median(found.latencies))
 
 
 def recovery(port: int, requests: Sequence[bytes], alone_s: float) -> float:
-    """Seconds until a lone text is answered about as soon as before."""
+    """Seconds until the latency of a single text is about the same as before."""
     began = time.perf_counter()
     while (waited := time.perf_counter() - began) < PATIENCE_S:
         with suppress(RuntimeError):  # refused

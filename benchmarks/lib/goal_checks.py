@@ -1,4 +1,4 @@
-"""What was wanted beside what was found: a figure of each round, or one of all, a limit, and whether it was met."""
+"""Checks of performance goals: a figure of each round, or one of all, a limit, and whether it is met."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from benchmarks.lib.rounds import CAPACITY_AT, Tested, Window
 
 
 class Check(NamedTuple):
-    """A wish, and its figure in each round; the limit is the least that will do, or with `at_most` the most."""
+    """A goal and its figure in each round. limit: a minimum, or with `at_most` a maximum"""
 
     what: str
     found: Sequence[float]
@@ -21,7 +21,7 @@ class Check(NamedTuple):
         return bool(figure <= self.limit if self.at_most else figure >= self.limit)
 
     def as_json(self) -> dict[str, Any]:
-        """Met is what the median does; `rounds_met` of `rounds` did it alone. Without a figure nothing is met."""
+        """Return the check as JSON: `met` for the median, `rounds_met` for single rounds; not met without figures."""
         middle = [float(np.median(self.found))] if self.found else []
         return {
             "what": self.what,
@@ -36,25 +36,25 @@ class Check(NamedTuple):
 
 
 def finite(figure: float) -> float | None:
-    """JSON has no word for infinity."""
+    """Return None for infinity, which JSON does not have."""
     return float(figure) if np.isfinite(figure) else None
 
 
 def show(checks: Sequence[Check]) -> None:
-    """A line for each: the median, the range of the rounds, the limit, whether it was met, and in how many rounds."""
+    """Print a line for each check: median, range of the rounds, limit, and whether it is met."""
     print(f"\n{'':<58}{'found':>8}  {'(range)':<18}{'wanted':<12}")
     for check in checks:
-        told = check.as_json()
+        result = check.as_json()
         unit = f" {check.unit}" if check.unit else ""
         wanted = f"{'<=' if check.at_most else '>='} {check.limit:g}{unit}"
         if not check.found:
             print(f"{check.what:<58}{'-':>8}  {'':<18}{wanted:<12}not measured")
             continue
         spread = f"({min(check.found):.2f}-{max(check.found):.2f})"
-        verdict = "pass" if told["met"] else "MISS"
+        verdict = "pass" if result["met"] else "MISS"
         print(
             f"{check.what:<58}{np.median(check.found):>8.2f}  {spread:<18}{wanted:<12}"
-            f"{verdict}, {told['rounds_met']} of {told['rounds']}"
+            f"{verdict}, {result['rounds_met']} of {result['rounds']}"
         )
 
 
@@ -62,7 +62,7 @@ def show(checks: Sequence[Check]) -> None:
 
 
 def by_name(tested: Sequence[Tested]) -> Callable[[str], Tested]:
-    """A contender's windows by its name; none for one that was not there."""
+    """Return a function from a name to a contender's windows, which are empty for an unknown name."""
     found = {one.name: one for one in tested}
     return lambda name: found.get(name, Tested(name))
 
@@ -70,18 +70,18 @@ def by_name(tested: Sequence[Tested]) -> Callable[[str], Tested]:
 def compared(
     one: Tested, other: Tested, load: int, compare: Callable[[Window, Window], float]
 ) -> list[float]:
-    """A figure of two contenders' windows under one load, for each round."""
+    """Return a figure of two contenders' windows under one load, for each round."""
     pairs = zip(one.closed.get(load, ()), other.closed.get(load, ()), strict=False)
     return [compare(a, b) for a, b in pairs]
 
 
 def ratios(one: Tested, other: Tested, load: int) -> list[float]:
-    """How many times as much one answered as the other, for each round."""
+    """Return the ratio of one's rate to the other's, for each round."""
     return compared(one, other, load, lambda a, b: a.rate / b.rate)
 
 
 def added_ms(one: Tested, other: Tested) -> list[float]:
-    """By how many milliseconds one's p50 was above the other's at one connection, on the texts that both were asked."""
+    """Return the difference of p50 in milliseconds at one connection, over the texts that both windows have."""
 
     def beyond(a: Window, b: Window) -> float:
         both = sorted(a.each.keys() & b.each.keys())
@@ -92,9 +92,9 @@ def added_ms(one: Tested, other: Tested) -> list[float]:
 
 
 def least_kept(one: Tested, bare: Tested, loads: Sequence[int]) -> list[float]:
-    """The least part of its best throughput so far that was left at any more connections: one figure, of medians.
+    """Return the smallest share of the best throughput at fewer connections that remains: one figure, of medians.
 
-    Throughput is taken as a part of the bare session's beside it, for the loads of a round are minutes apart.
+    Throughput is relative to the baseline's in the same turn, because the loads of a round are minutes apart.
     """
     shares = np.array([np.median(ratios(one, bare, load) or [np.nan]) for load in loads])
     kept = (shares / np.maximum.accumulate(shares))[1:]
@@ -102,9 +102,9 @@ def least_kept(one: Tested, bare: Tested, loads: Sequence[int]) -> list[float]:
 
 
 def tail_growth(one: Tested, bare: Tested, loads: Sequence[int]) -> list[float]:
-    """The most by which p99 grew from one load to the next, against the growth in connections: one figure, of medians.
+    """Return the largest growth of p99 from one load to the next by the growth in connections: one figure, of medians.
 
-    p99 is counted in texts that the bare session beside it could have answered in that time, as above.
+    p99 is measured in texts that the baseline answers in that time, as its speed may change between loads.
     """
     tails = np.array(
         [
@@ -117,7 +117,7 @@ def tail_growth(one: Tested, bare: Tested, loads: Sequence[int]) -> list[float]:
 
 
 def calm_tail(one: Tested, share: str) -> list[float]:
-    """p99 by p50 in the open loop, for each round; endless where half waited longer than under full load."""
+    """Return p99 by p50 in the open loop, for each round; infinite where p50 exceeds that under full load."""
     full = one.closed.get(CAPACITY_AT, ())
     return [
         found.p99_ms / found.p50_ms if found.p50_ms < busy.p50_ms else np.inf

@@ -1,7 +1,6 @@
-"""Load for a server, on plain sockets: closed loop (so many at a time) and open loop (so many a second).
+"""Load generators on plain sockets: closed loop (a fixed concurrency) and open loop (a fixed rate).
 
-It shares the machine's cores with the server under test, so it does little per request, and counts the processor time
-that it took.
+They share the machine's cores with the server under test, so they do little per request, and measure their CPU time.
 """
 
 import asyncio
@@ -21,11 +20,15 @@ WARM_MOST_S = 30.0  # for every connection to be answered once
 
 @dataclass(frozen=True)
 class Measured:
-    """What was answered 200 in the window.
+    """The answers of a window with status 200.
 
-    connections: open at the end; offered: requests per second that were sent, in an open loop; latencies: in seconds;
-    others: how many answers had another status, by status; cpu_s: processor time of the generator itself
-    numbers: which request each answer was to, in a closed loop; lasted: seconds from the first request to the last
+    connections: open at the end
+    latencies: in seconds
+    offered: requests per second that were sent, in an open loop
+    others: the number of answers with another status, by status
+    cpu_s: CPU time of the generator itself
+    numbers: the index of each answer's request, in a closed loop
+    lasted: seconds from the first request to the last
     """
 
     connections: int
@@ -47,14 +50,14 @@ class Measured:
         return self.requests / self.seconds
 
     def percentile(self, share: float) -> float:
-        """Milliseconds; NaN when nothing was answered."""
+        """Return a percentile in milliseconds; NaN without answers."""
         return float(np.percentile(self.latencies, share)) * 1000 if self.requests else float("nan")
 
 
 def request_bytes(path: str, body: bytes, **headers: str) -> bytes:
-    """A request as it is sent; a header's name is written with underscores."""
-    given = {"Host": "bench", "Content_Type": "application/json", **headers}
-    lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
+    """Return a request as bytes; underscores in a header's name become hyphens."""
+    fields = {"Host": "bench", "Content_Type": "application/json", **headers}
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
     head = "\r\n".join([f"POST {path} HTTP/1.1", *lines, f"Content-Length: {len(body)}"])
     return f"{head}\r\n\r\n".encode() + body
 
@@ -74,7 +77,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no such class
 
     def send(self, request: bytes, sent_at: float) -> None:
-        """`sent_at`: when it was to be sent, by `time.perf_counter`."""
+        """Send a request. sent_at: when it was due, by `time.perf_counter`"""
         assert self._transport is not None
         self.sent_at = sent_at
         self._transport.write(request)
@@ -121,14 +124,14 @@ async def closed_loop(
     seconds: float,
     warm_s: float = 1.0,
     *,
-    insist: bool = False,
+    retry: bool = False,
 ) -> Measured:
-    """Keep `connections` requests in flight, each connection its next as soon as it is answered.
+    """Keep `connections` requests in flight: each connection sends its next one as soon as it is answered.
 
-    Requests are taken in turn, from the first. What ends within the window counts, which begins after `warm_s` and when
-    every connection was answered once, for until then they all ask at the same moment.
-    Raises RuntimeError for an answer that is not 200: in a closed loop, a refusal is no throughput. Who insists counts
-    it, and asks again at once.
+    Requests are sent in order, from the first. Answers within the window count; it begins after `warm_s`, and when
+    every connection was answered once, because until then they all send at the same moment.
+    retry: count an answer that is not 200, and send the next request at once
+    Raises RuntimeError for an answer that is not 200, unless `retry` is set.
     """
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
@@ -148,7 +151,7 @@ async def closed_loop(
 
     def answered(connection: Connection, status: int, body: bytes) -> None:
         now = time.perf_counter()
-        if status != 200 and not (insist and status):
+        if status != 200 and not (retry and status):
             if not failed.done():
                 failed.set_exception(RuntimeError(f"answered {status}: {body.decode()}"))
             return
@@ -204,11 +207,11 @@ async def open_loop(
     most: int = 900,
     seed: int = 0,
 ) -> Measured:
-    """Send `rate` requests per second at random moments (Poisson), whatever the server does with them.
+    """Send `rate` requests per second at random moments (Poisson), independently of the answers.
 
-    A latency counts from the moment when its request was to be sent, so that a server that stalls cannot make its
-    clients wait unseen. What was to be sent in the window counts, if it is answered within `patience_s` after it. At
-    most `most` connections are open; a request that finds none free waits for one, and its clock runs.
+    A latency begins when its request is due, so that it includes the stalls of a server (no coordinated omission).
+    Requests that are due in the window count if they are answered within `patience_s` after it. At most `most`
+    connections are open; a request without a free connection waits for one, and its latency includes the wait.
     """
     loop = asyncio.get_running_loop()
     rng = np.random.default_rng(seed)
@@ -291,7 +294,7 @@ async def open_loop(
 async def streaming(
     port: int, requests: Sequence[bytes], rate: float, longest_s: float
 ) -> AsyncIterator[None]:
-    """An open loop beside the block, which ends with it: what it finds is not wanted, what it raises is."""
+    """Run an open loop during the block. Its result is discarded, its errors are raised."""
     stream = asyncio.create_task(open_loop(port, requests, rate, longest_s, warm_s=0.0))
     try:
         yield

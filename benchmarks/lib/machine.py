@@ -1,4 +1,4 @@
-"""What a figure was measured on: it means nothing without."""
+"""The description of the machine that a figure was measured on."""
 
 import platform
 import re
@@ -12,7 +12,7 @@ FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"
 
 
 def describe() -> dict[str, object]:
-    """The usable cores, the processor, those of its extensions that matter to matrix products, and the interpreter."""
+    """Return the usable cores, the processor with its extensions for matrix products, and the interpreter."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -29,7 +29,7 @@ def describe() -> dict[str, object]:
 
 @cache
 def python_call_ns() -> float:
-    """Nanoseconds that a function of Python takes which calls another: builds of it differ. Measured once."""
+    """Return the nanoseconds of a nested Python call, which differ between builds of Python. Measured once."""
 
     def inner(one: int, two: int) -> int:
         return one + two

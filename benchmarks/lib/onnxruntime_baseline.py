@@ -1,9 +1,9 @@
-"""The bare packed session: a graph on inputs already encoded, without HTTP, batching by need, or decoding.
+"""The ONNX Runtime baseline (bare session): a packed graph on encoded inputs, without HTTP, batching or decoding.
 
-It is the measure of what the service adds, so it runs in a process of its own that is measured in turn with the
-servers, and stands still meanwhile. At start it tries layouts (one session on all cores or one on each, batches of
-1, 8 or 32 inputs of about one length) and keeps the fastest. Then it is told a load over HTTP, and answers with what it
-measured itself: for one connection, inputs one after the other on one session of all cores; for more, its best layout.
+The cost of the service is the difference to it. It runs in its own process, which is measured in turn with the servers
+and stopped otherwise. At start it tries layouts (one session on all cores or one on each, batches of 1, 8 or 32 inputs
+of similar lengths) and keeps the fastest. Then it gets a load over HTTP, measures itself, and returns the figures: for
+one connection, inputs one after the other on one session of all cores; for more, its best layout.
 """
 
 import argparse
@@ -31,8 +31,8 @@ TRIAL_S = 1.5
 Batch = Sequence[Encoding]
 
 
-class Layout(NamedTuple):
-    """So many sessions on threads of their own, which take batches of one size from one list."""
+class SessionLayout(NamedTuple):
+    """The number of parallel sessions, their threads, and the inputs of their batches."""
 
     sessions: int
     threads: int
@@ -43,21 +43,21 @@ class Layout(NamedTuple):
 
 
 def server(task: str, precision: str, texts: Sequence[str], scratch: Path) -> Server:
-    """The bare session as one of the servers in the rounds, with the texts that they are asked."""
+    """Return the baseline as one of the servers in the rounds, for the same texts."""
     file = scratch / f"bare-{task}.json"
     file.write_text(json.dumps(list(texts)))
 
     def command(python: Path, model: Path, port: int) -> list[str]:
-        given = [str(model), str(file), "--task", task, "--precision", precision]
-        given += ["--trial-seconds", str(TRIAL_S), "--port", str(port)]
-        return [str(python), "-m", "benchmarks.lib.onnxruntime_baseline", *given]
+        arguments = [str(model), str(file), "--task", task, "--precision", precision]
+        arguments += ["--trial-seconds", str(TRIAL_S), "--port", str(port)]
+        return [str(python), "-m", "benchmarks.lib.onnxruntime_baseline", *arguments]
 
     return Server(
         name=f"bare {task} {precision}" if task != "embed" else f"bare {precision}",
         command=command,
         ready=WINDOW,
         prepare=servers.to_bundle,
-        calls={task: Call(WINDOW, lambda _: {}, lambda said: said)},
+        calls={task: Call(WINDOW, lambda _: {}, lambda document: document)},
         note="p50 and p99 are of a text at one connection, of a batch at more",
         measures_itself=True,
     )
@@ -73,16 +73,16 @@ def main() -> None:
         "--trial-seconds", type=float, default=TRIAL_S, help="of each layout, twice"
     )
     parser.add_argument("--port", type=int, required=True)
-    given = parser.parse_args()
-    full = bundle.load(given.bundle)
-    items = encode(full, given.task, json.loads(given.texts.read_text()))
-    session = Bare(full, given.precision, items, given.trial_seconds)
+    options = parser.parse_args()
+    full = bundle.load(options.bundle)
+    items = encode(full, options.task, json.loads(options.texts.read_text()))
+    session = Bare(full, options.precision, items, options.trial_seconds)
     print(session.layout, session.trials, flush=True)
-    HTTPServer(("127.0.0.1", given.port), answering(session)).serve_forever()
+    HTTPServer(("127.0.0.1", options.port), make_handler(session)).serve_forever()
 
 
 def encode(full: bundle.Bundle, task: str, texts: Sequence[str]) -> list[Batch]:
-    """The windows of each text, for `qa` behind a question, as the service cuts them when Quartet is asked here."""
+    """Return the windows of each text, for `qa` after a question, as the service encodes them in these benchmarks."""
     encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
     if task != "qa":
         return [item.windows for item in encoder.texts(texts)]
@@ -97,7 +97,7 @@ def encode(full: bundle.Bundle, task: str, texts: Sequence[str]) -> list[Batch]:
 
 
 class Bare:
-    """Sessions of one graph, and the inputs that they are run on; `layout` was the fastest at start."""
+    """Sessions of one graph, and their inputs. layout: the fastest one at start"""
 
     def __init__(
         self,
@@ -115,42 +115,43 @@ class Bare:
             for sessions in dict.fromkeys((1, cores))
         }
         layouts = [
-            Layout(sessions, cores // sessions, size)
+            SessionLayout(sessions, cores // sessions, size)
             for size, sessions in itertools.product(BATCHES, self.runs)
         ]
         self.batches = {size: shuffled_batches(items, size) for size in BATCHES}
         self.trials: dict[str, float] = {}
         for layout in layouts * 2:  # the machine may be slow for a moment
-            rate = self.together(layout, trial_s, warm_s=0.1)["rate"]
+            rate = self.run_batches(layout, trial_s, warm_s=0.1)["rate"]
             self.trials[str(layout)] = max(rate, self.trials.get(str(layout), 0.0))
         self.layout = max(layouts, key=lambda layout: self.trials[str(layout)])
 
     def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, Any]:
-        """What it did in a window: inputs of mean length per second, and milliseconds of a batch (alone: of each)."""
+        """Measure a window: inputs of mean length per second, and milliseconds of a batch, or of each single input."""
         if connections == 1:
-            return self.alone(seconds, warm_s)
-        return self.together(self.layout, seconds, warm_s)
+            return self.run_single(seconds, warm_s)
+        return self.run_batches(self.layout, seconds, warm_s)
 
-    def alone(self, seconds: float, warm_s: float) -> dict[str, Any]:
-        """One input after the other from the first, as one connection asks a server."""
+    def run_single(self, seconds: float, warm_s: float) -> dict[str, Any]:
+        """Run inputs one after the other from the first, like the requests of one connection."""
         (run,) = self.runs[1]
-        part = in_turn(run, itertools.cycle(self.items), seconds, warm_s, [])
+        part = run_window(run, itertools.cycle(self.items), seconds, warm_s, [])
         numbers = (part.first + np.arange(len(part.spent))) % len(self.items)
         each = zip(numbers.tolist(), (1000 * part.spent).tolist(), strict=True)
-        return {**self.told([part]), "each": [*each]}
+        return {**self.figures([part]), "each": [*each]}
 
-    def together(self, layout: Layout, seconds: float, warm_s: float) -> dict[str, float]:
+    def run_batches(self, layout: SessionLayout, seconds: float, warm_s: float) -> dict[str, float]:
+        """Run batches in all sessions of a layout."""
         runs = self.runs[layout.sessions]
         batches = self.batches[layout.size]
         ended: list[RunGraph] = []
         with ThreadPoolExecutor(len(runs)) as threads:
             parts = [
-                threads.submit(in_turn, run, batches, seconds, warm_s, ended, len(runs))
+                threads.submit(run_window, run, batches, seconds, warm_s, ended, len(runs))
                 for run in runs
             ]
-            return self.told([part.result() for part in parts])
+            return self.figures([part.result() for part in parts])
 
-    def told(self, parts: Sequence["Part"]) -> dict[str, float]:
+    def figures(self, parts: Sequence["SessionWindow"]) -> dict[str, float]:
         spent_ms = 1000 * np.concatenate([part.spent for part in parts])
         p50, p99 = np.percentile(spent_ms, (50, 99))
         return {
@@ -161,10 +162,13 @@ class Bare:
         }
 
 
-class Part(NamedTuple):
-    """What one session did: tokens within the window, seconds of each of its batches, tokens with those beside it.
+class SessionWindow(NamedTuple):
+    """The window of one session.
 
-    first: how many batches went before those that count
+    tokens: within the window
+    spent: seconds of each of its batches
+    ran: tokens including those before and after the window
+    first: the number of batches before the window
     """
 
     tokens: int
@@ -173,15 +177,15 @@ class Part(NamedTuple):
     first: int
 
 
-def in_turn(
+def run_window(
     run: RunGraph,
     batches: Iterator[Batch],
     seconds: float,
     warm_s: float,
     ended: list[RunGraph],
     sessions: int = 1,
-) -> Part:
-    """Run batches for a window after `warm_s`, and on, uncounted, until the other sessions' windows have ended, too."""
+) -> SessionWindow:
+    """Run batches for a window after `warm_s`, and uncounted ones until the other sessions' windows have ended."""
     counted, spent, elapsed, ran, first = 0, [], 0.0, 0, 0
     began = time.perf_counter()
     while len(ended) < sessions:
@@ -198,7 +202,7 @@ def in_turn(
                 ended.append(run)
         elif not spent:
             first += 1
-    return Part(counted, np.asarray(spent), ran, first)
+    return SessionWindow(counted, np.asarray(spent), ran, first)
 
 
 def tokens(batch: Batch) -> int:
@@ -206,7 +210,7 @@ def tokens(batch: Batch) -> int:
 
 
 def shuffled_batches(items: Sequence[Batch], size: int) -> Iterator[Batch]:
-    """Batches of inputs of about one length, over and over, in an order that any window is a fair part of."""
+    """Return endless batches of inputs of similar lengths, in random order, so that any window is representative."""
     ordered = sorted(itertools.chain.from_iterable(items), key=len)
     batches = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     np.random.default_rng(0).shuffle(batches)
@@ -217,19 +221,19 @@ def packed_graph(full: bundle.Bundle, precision: str) -> bundle.Graph:
     return next(g for g in full.manifest.graphs if (g.precision, g.layout) == (precision, "packed"))
 
 
-def answering(session: Bare) -> type[BaseHTTPRequestHandler]:
-    """A GET says that it is ready, a POST of a load has it measured."""
+def make_handler(session: Bare) -> type[BaseHTTPRequestHandler]:
+    """Return a request handler: GET returns the trials, POST measures the load in its body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.answer({"layout": str(session.layout), "rates": session.trials})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.answer(session.window(**asked))
+            load = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(session.window(**load))
 
-        def answer(self, said: dict[str, Any]) -> None:
-            body = json.dumps(said).encode()
+        def answer(self, document: dict[str, Any]) -> None:
+            body = json.dumps(document).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

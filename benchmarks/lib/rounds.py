@@ -1,10 +1,10 @@
-"""Servers measured in turn, in rounds, so that what the machine does meanwhile happens to all of them.
+"""Interleaved rounds: servers are measured in turn, so that changes of the machine's speed affect all of them.
 
-All servers are started once. In each round, for each load, each is woken, asked, and stopped again (SIGSTOP), so that
-it takes nothing from the others; every other round goes backwards. A figure is the median over the rounds, and a ratio
-is taken within each round, against the first server, before its median: a machine that is slow for a minute is slow for
-all. One of the servers may be no server but the bare session (`benchmarks/lib/onnxruntime_baseline.py`), which measures
-itself, if asked for that beside a no-op server that answers as many requests as a service did.
+All servers are started once. In each round, for each load, each is continued (SIGCONT), measured, and stopped again
+(SIGSTOP), so that it takes nothing from the others; every other round has the reverse order. A figure is the median
+over the rounds. A ratio to the first server is computed within each round before its median. The ONNX Runtime baseline
+(`benchmarks/lib/onnxruntime_baseline.py`) takes part like a server but measures itself, optionally while a no-op server
+answers the number of requests that a service answered.
 """
 
 import asyncio
@@ -29,17 +29,22 @@ T = TypeVar("T")
 
 WARM_S = 0.7  # before each window
 SETTLE_S = 20.0  # after one, at most
-IDLE, IDLE_S = 0.3, 0.2  # a server that takes less of a core for so long is idle
+IDLE, IDLE_S = 0.3, 0.2  # share of a core, and seconds, below which a server is idle
 CAPACITY_AT = 32  # connections
-KEPT_UP = 0.95  # an open loop's server that answers less of what was offered is overloaded
+KEPT_UP = (
+    0.95  # share of the offered requests; a server that answers less in an open loop is overloaded
+)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one server did in one window.
+    """The figures of one server in one window.
 
-    rate: answers per second, of mean size; cpu_ms: of its processes, per answer; generator: cores that asking took
-    each: milliseconds of the last answer to each text, by its number, in a closed loop; of the bare session's, alone
+    rate: answers per second, of mean size
+    cpu_ms: of its processes, per answer
+    generator: cores that the load generator took
+    each: milliseconds of the last answer to each text, by its index, in a closed loop and in the baseline at one
+        connection
     """
 
     load: float  # connections, or requests offered per second
@@ -68,9 +73,10 @@ class Tested:
 
 @dataclass
 class Contender:
-    """A server that runs, what it is asked, and what it did.
+    """A running server, its requests and its results.
 
-    overloaded: it could not keep up in this round; company: what else is asked while it measures itself
+    overloaded: whether it fell behind in an open loop of this round
+    noop_load: requests to a no-op server while it measures itself
     """
 
     server: Server
@@ -79,11 +85,11 @@ class Contender:
     weights: np.ndarray
     result: Tested
     overloaded: bool = False
-    company: "Company | None" = None
+    noop_load: "NoopLoad | None" = None
 
 
-class Company(NamedTuple):
-    """What is asked of a no-op server while a contender measures itself: as many requests as another one answers."""
+class NoopLoad(NamedTuple):
+    """Load on a no-op server while a contender measures itself: the number of requests that another one answers."""
 
     noop: Running
     other: Contender
@@ -103,30 +109,31 @@ def measure(
     rounds: int = 5,
     seconds: float = 3.0,
     open_seconds: float | None = None,
-    company: Mapping[str, str] | None = None,
+    noop_load: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Tested]:
-    """Every server that offers the task, under every load, in every round.
+    """Measure every server that offers the task, under every load, in every round.
 
-    rates: of the open loop, per second; shares: its rates as parts of what the same server answered at `CAPACITY_AT`
-    connections in the same round; weights: the size of each text, say in tokens, by which an answer counts, so that
-    it does not matter which of them a window happened to hold; open_seconds: of a window of the open loop; company: by
-    the name of a server that measures itself, the one as many of whose requests a no-op server answers meanwhile.
+    rates: of the open loop, requests per second
+    shares: rates of the open loop relative to the server's rate at CAPACITY_AT connections in the same round
+    weights: the size of each text, for example in tokens; an answer counts by its size
+    open_seconds: of a window of the open loop
+    noop_load: by the name of a server that measures itself, the server whose rate a no-op server answers meanwhile
 
-    A server that fails is left out with its reason. In the open loop a server that cannot keep up with a rate is not
-    asked for a higher one.
+    A server that fails is left out with its reason. A server that falls behind a rate of the open loop gets no higher
+    one in the same round.
     """
     tested = [Tested(server.name, server.note) for server in chosen]
     open_s = open_seconds or seconds
     blocks: list[tuple[str, Callable[[Contender], None]]] = []
     for count in connections:
-        blocks.append((f"{count} connections", partial(ask_closed, count=count, seconds=seconds)))
+        blocks.append((f"{count} connections", partial(run_closed, count=count, seconds=seconds)))
         if count == CAPACITY_AT:
             blocks += [
-                (f"{share:.0%} of that", partial(ask_share, share=share, seconds=open_s))
+                (f"{share:.0%} of that", partial(run_share, share=share, seconds=open_s))
                 for share in shares
             ]
-    blocks += [(f"{rate}/s", partial(ask_open, rate=rate, seconds=open_s)) for rate in rates]
+    blocks += [(f"{rate}/s", partial(run_open, rate=rate, seconds=open_s)) for rate in rates]
     with ExitStack() as stack:
         contenders: list[Contender] = []
         for server, result in zip(chosen, tested, strict=True):
@@ -140,16 +147,16 @@ def measure(
                 result.skipped = str(error)
                 continue
             result.start_s = running.start_s
-            asked = encoded(server, task, texts)
+            requests = encode_requests(server, task, texts)
             sizes = np.ones(len(texts)) if weights is None else np.asarray(weights)
-            contenders.append(Contender(server, running, asked, sizes / sizes.mean(), result))
-        keep_company(stack, contenders, company or {}, model, scratch)
+            contenders.append(Contender(server, running, requests, sizes / sizes.mean(), result))
+        start_noop_loads(stack, contenders, noop_load or {}, model, scratch)
         for number in range(rounds):
             for one in contenders:
                 one.overloaded = False
             for what, ask in blocks:
                 say(f"round {number + 1} of {rounds}: {what}")
-                for one in there_and_back(contenders, number):
+                for one in alternating_order(contenders, number):
                     if not one.result.skipped:
                         with suppress_failure(one.result), working(one.running):
                             ask(one)
@@ -158,13 +165,13 @@ def measure(
     return tested
 
 
-def there_and_back(items: Sequence[T], number: int) -> Sequence[T]:
-    """The order of a round's turns."""
+def alternating_order(items: Sequence[T], number: int) -> Sequence[T]:
+    """Return the order of a round's turns, reversed in every other round."""
     return items[:: 1 if number % 2 else -1]
 
 
-def encoded(server: Server, task: str, texts: Sequence[str]) -> list[bytes]:
-    """The requests for texts, ready to be sent."""
+def encode_requests(server: Server, task: str, texts: Sequence[str]) -> list[bytes]:
+    """Return the requests for texts as bytes."""
     call = server.calls[task]
     return [request_bytes(call.path, json.dumps(call.body(text)).encode()) for text in texts]
 
@@ -174,59 +181,64 @@ def take_turns(
     rounds: int,
     say: Callable[[str], None] = print,
 ) -> dict[str, list[T]]:
-    """What each of some askings found in each round; whoever is asked is awake for it, and idle again after it."""
-    found: dict[str, list[T]] = {name: [] for name in turns}
+    """Run each measurement in each round, and return the results by name.
+
+    turns: a server, which runs during the measurement and is idle after it, and the measurement
+    """
+    results: dict[str, list[T]] = {name: [] for name in turns}
     for number in range(rounds):
-        for name, (running, ask) in there_and_back([*turns.items()], number):
+        for name, (running, ask) in alternating_order([*turns.items()], number):
             say(f"round {number + 1} of {rounds}: {name}")
             with working(running):
-                found[name].append(ask())
-                settle(running)
-    return found
+                results[name].append(ask())
+                wait_until_idle(running)
+    return results
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
-def ask_closed(one: Contender, count: int, seconds: float) -> None:
-    if one.company:
-        noop, other = one.company
+def run_closed(one: Contender, count: int, seconds: float) -> None:
+    if one.noop_load:
+        noop, other = one.noop_load
         rate = rate_of(other, count, seconds)
-        found = uvloop.run(told_beside(noop, other.requests, rate, one.running, count, seconds))
+        found = uvloop.run(
+            self_measured_with_noop(noop, other.requests, rate, one.running, count, seconds)
+        )
     elif one.server.measures_itself:
-        found = told(one.running, count, seconds)
+        found = self_measured(one.running, count, seconds)
     else:
-        found = closed(one.running, one.requests, one.weights, count, seconds)
+        found = measure_closed(one.running, one.requests, one.weights, count, seconds)
     one.result.closed.setdefault(count, []).append(found)
 
 
-def ask_share(one: Contender, share: float, seconds: float) -> None:
+def run_share(one: Contender, share: float, seconds: float) -> None:
     if not one.server.measures_itself:
         rate = share * one.result.closed[CAPACITY_AT][-1].rate
-        found, _ = opened(one.running, one.requests, rate, seconds)
+        found, _ = measure_open(one.running, one.requests, rate, seconds)
         one.result.open.setdefault(f"{share:.0%}", []).append(found)
 
 
-def ask_open(one: Contender, rate: int, seconds: float) -> None:
+def run_open(one: Contender, rate: int, seconds: float) -> None:
     if not one.server.measures_itself and not one.overloaded:
-        found, offered = opened(one.running, one.requests, rate, seconds)
+        found, offered = measure_open(one.running, one.requests, rate, seconds)
         one.result.open.setdefault(rate, []).append(found)
         one.overloaded = found.rate < KEPT_UP * offered or found.p99_ms > 1000 * seconds
 
 
 def rate_of(one: Contender, count: int, seconds: float) -> float:
-    """What a server answered per second so far under a load; before its first turn, it is asked for as long."""
+    """Return a server's median rate under a load so far; measures it before its first turn."""
     if windows := one.result.closed.get(count):
         return float(np.median([found.rate for found in windows]))
     with working(one.running):
-        return closed(one.running, one.requests, one.weights, count, seconds).rate
+        return measure_closed(one.running, one.requests, one.weights, count, seconds).rate
 
 
-def closed(
+def measure_closed(
     running: Running, requests: Sequence[bytes], weights: np.ndarray, count: int, seconds: float
 ) -> Window:
-    """So many connections at once; an answer counts by the weight of its request."""
-    found, spent = under(
+    """Measure a closed loop of `count` connections; an answer counts by the weight of its request."""
+    found, spent = run_load(
         running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
     )
     assert found.numbers is not None
@@ -234,28 +246,30 @@ def closed(
     return window(count, found, weights[found.numbers].sum() / seconds, spent, dict(each))
 
 
-def opened(
+def measure_open(
     running: Running, requests: Sequence[bytes], rate: float, seconds: float
 ) -> tuple[Window, float]:
-    """Requests at random moments, at a rate; and how many were in fact offered per second."""
-    found, spent = under(running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S))
+    """Measure an open loop at a rate. Returns the window, and the requests that were offered per second."""
+    found, spent = run_load(
+        running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S)
+    )
     assert found.offered is not None
     return window(rate, found, found.rate, spent), found.offered
 
 
-def told(running: Running, count: int, seconds: float) -> Window:
-    """What the bare session says of itself."""
+def self_measured(running: Running, count: int, seconds: float) -> Window:
+    """Let the baseline measure itself under a load."""
     load = {"connections": count, "seconds": seconds, "warm_s": WARM_S}
     before = processes.cpu_s(running.process.pid)
-    _, said = servers.post(running.port, WINDOW, load, timeout_s=60 + 10 * seconds)
+    _, body = servers.post(running.port, WINDOW, load, timeout_s=60 + 10 * seconds)
     spent = processes.cpu_s(running.process.pid) - before
-    found = json.loads(said)
+    found = json.loads(body)
     cpu_ms = 1000 * spent / found["ran"]
     each = dict(found.get("each", ()))
     return Window(count, found["rate"], found["p50_ms"], found["p99_ms"], cpu_ms, 0.0, each)
 
 
-async def told_beside(
+async def self_measured_with_noop(
     noop: Running,
     requests: Sequence[bytes],
     rate: float,
@@ -263,17 +277,17 @@ async def told_beside(
     count: int,
     seconds: float,
 ) -> Window:
-    """The same while a no-op server answers so many requests per second, which come at random moments."""
+    """Let the baseline measure itself while a no-op server answers `rate` requests per second (Poisson)."""
     async with streaming(noop.port, requests, rate, 60 + 10 * seconds):
-        return await asyncio.to_thread(told, running, count, seconds)
+        return await asyncio.to_thread(self_measured, running, count, seconds)
 
 
-def under(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
-    """Put a server under a load, and see it idle again: what it did, and the processor seconds of the window."""
+def run_load(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Measured, float]:
+    """Run a load on a server, and wait until it is idle. Returns the result, and CPU seconds of the window."""
     before = processes.cpu_s(running.process.pid)
     found = uvloop.run(load)
     spent = processes.cpu_s(running.process.pid) - before
-    settle(running)
+    wait_until_idle(running)
     return found, spent * found.seconds / found.lasted
 
 
@@ -303,30 +317,32 @@ def suppress_failure(result: Tested) -> Iterator[None]:
 
 
 def start(stack: ExitStack, server: Server, model: Path, scratch: Path) -> Running:
-    """A server that runs and rests, and is ended with the stack. Raises Unavailable and StartError."""
+    """Start a server and stop it (SIGSTOP) until its turn. Raises Unavailable and StartError."""
     running = stack.enter_context(servers.serving(server, model, scratch))
     stack.callback(processes.wake, running.process.pid)  # before it is ended
-    settle(running)
+    wait_until_idle(running)
     processes.rest(running.process.pid)
     return running
 
 
-def keep_company(
+def start_noop_loads(
     stack: ExitStack,
     contenders: Sequence[Contender],
-    company: Mapping[str, str],
+    noop_load: Mapping[str, str],
     model: Path,
     scratch: Path,
 ) -> None:
-    """Give contenders a no-op server to measure themselves beside; it takes nothing when it is not asked."""
+    """Start the no-op server of the contenders that measure themselves; it is idle without requests."""
     named = {one.server.name: one for one in contenders}
     pairs = [
-        (named[name], named[other]) for name, other in company.items() if {name, other} <= {*named}
+        (named[name], named[other])
+        for name, other in noop_load.items()
+        if {name, other} <= {*named}
     ]
     if pairs:
         noop = stack.enter_context(servers.serving(servers.NOOP, model, scratch))
         for one, other in pairs:
-            one.company = Company(noop, other)
+            one.noop_load = NoopLoad(noop, other)
 
 
 @contextmanager
@@ -338,8 +354,8 @@ def working(running: Running) -> Iterator[None]:
         processes.rest(running.process.pid)
 
 
-def settle(running: Running) -> None:
-    """Wait until a server has done what nobody waits for any more, so that it does not do it in the next window."""
+def wait_until_idle(running: Running) -> None:
+    """Wait until a server has finished abandoned requests, so that they do not take time in the next window."""
     end = time.monotonic() + SETTLE_S
     while time.monotonic() < end:
         before = processes.cpu_s(running.process.pid)
@@ -352,7 +368,7 @@ def settle(running: Running) -> None:
 
 
 def summary(windows: Sequence[Window], base: Sequence[Window]) -> dict[str, Any]:
-    """Medians over the rounds, and the ratio of throughput to the first server's in the same round."""
+    """Return medians over the rounds, and the ratio of throughput to the first server's in the same round."""
     figures = {
         name: float(np.median([getattr(one, name) for one in windows]))
         for name in ("rate", "p50_ms", "p99_ms", "cpu_ms", "generator")
@@ -363,7 +379,7 @@ def summary(windows: Sequence[Window], base: Sequence[Window]) -> dict[str, Any]
 
 
 def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
-    """What the rounds came to, as JSON."""
+    """Return the results of the rounds as JSON."""
     first = tested[0]
     return [
         {
@@ -385,12 +401,12 @@ def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
 
 
 def loaded(load: int | str, kind: str) -> str:
-    """A load as the table names it: `32`, `80/s`, `80%`."""
+    """Format a load for the table: `32`, `80/s`, `80%`."""
     return f"{load}/s" if kind == "open" and isinstance(load, int) else str(load)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A table of throughput and latency, and what each server cost."""
+    """Print a table of throughput, latency and CPU time."""
     head = f"{'':<24}{'load':>7}{'texts/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'CPU ms':>8}{'ratio':>7}"
     print(f"\n{head}  (range)")
     for row in rows:
@@ -404,7 +420,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
                 )
     print(
-        "\nload: connections that ask as soon as they are answered, requests offered per second,"
+        "\nload: connections of a closed loop, requests offered per second,"
         f" or a part of the rate at {CAPACITY_AT} connections"
     )
     for row in rows:
@@ -416,4 +432,4 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         w["generator"] for row in rows for kind in ("closed", "open") for w in row[kind].values()
     ]
     if generator:
-        print(f"asking took at most {max(generator):.2f} of a core")
+        print(f"the load generator took at most {max(generator):.2f} of a core")

@@ -1,8 +1,8 @@
-"""The servers under test: how each is started, asked and read.
+"""The servers under test: how to start each, its requests, and how to read its answers.
 
 A `Server` is a value; `serving` runs one. All get the same weights (`benchmarks.lib.models`), the machine's usable
-cores, one text per request and 256 tokens at most, and everything else as their own documentation advises for speed.
-What a server needs in another form (a bundle, an ONNX graph) its `prepare` makes, once, before anything is timed.
+cores, one text per request and at most 256 tokens. Other settings are those that their documentation recommends for
+speed. `prepare` converts the checkpoint to a server's format (a bundle, an ONNX graph) once, before any measurement.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Scores = dict[str, float]
 Entities = list[tuple[str, int, int, float]]  # label, start, end, score
 
 TAIL = 3000  # characters of a log in an error
-WINDOW = "/window"  # where a contender that measures itself is told a load
+WINDOW = "/window"  # the path of a load for a contender that measures itself
 END_S = 20.0  # for a server to end by itself
 
 
@@ -45,9 +45,9 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One task over HTTP: where to post, the body for a text, and what the answer says.
+    """One task over HTTP: the path, the body for a text, and the result in an answer.
 
-    `answer` gives a Vector, Scores or Entities, so that answers of different servers compare.
+    answer: returns a Vector, Scores or Entities, so that the results of servers are comparable
     """
 
     path: str
@@ -55,7 +55,7 @@ class Call:
     answer: Callable[[Any], Any]
 
 
-def as_it_is(python: Path, model: Path, scratch: Path) -> Path:
+def unchanged(python: Path, model: Path, scratch: Path) -> Path:
     return model
 
 
@@ -63,12 +63,12 @@ def as_it_is(python: Path, model: Path, scratch: Path) -> Path:
 class Server:
     """command: argv for an interpreter, the prepared model and a port; it listens on 127.0.0.1.
 
-    calls: by task, `embed`, `classify`, `ner` or `qa`; a task that is not there is not offered, and `note` says why.
+    calls: by task, `embed`, `classify`, `ner` or `qa`; `note` has the reason for a task that is not offered.
     environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
-    binary: what must be on the PATH.
-    prepare: from interpreter, checkpoint and scratch folder to the form of the model that this server reads.
-    computes: a word among the arguments of its process that computes, if it has one apart from the first.
-    measures_itself: it is told a load instead of being put under it, and answers with its figures
+    binary: a program that must be on the PATH.
+    prepare: from interpreter, checkpoint and scratch folder to the model in this server's format.
+    computes: a word among the arguments of its process that computes, if that is not the first process.
+    measures_itself: it gets a load, measures itself and returns the figures
     (`benchmarks.lib.onnxruntime_baseline`).
     """
 
@@ -78,14 +78,14 @@ class Server:
     ready: str = "/health"
     environment: str | None = None
     binary: str | None = None
-    prepare: Callable[[Path, Path, Path], Path] = as_it_is
+    prepare: Callable[[Path, Path, Path], Path] = unchanged
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     computes: str = ""
     measures_itself: bool = False
 
     def python(self) -> Path:
-        """The interpreter that runs it. Raises Unavailable when something is not installed."""
+        """Return the interpreter that runs it. Raises Unavailable when a program or package is missing."""
         if self.binary and not shutil.which(self.binary):
             raise Unavailable(f"{self.binary} is not on the PATH")
         if self.environment is None:
@@ -94,7 +94,7 @@ class Server:
 
 
 class Running(NamedTuple):
-    """start_s: from the start of the process until it said that it was ready."""
+    """A running server. start_s: from the start of the process until it was ready"""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -105,9 +105,9 @@ class Running(NamedTuple):
 def serving(
     server: Server, model: Path, scratch: Path, timeout_s: float = 180
 ) -> Iterator[Running]:
-    """A server of a checkpoint on a free port, ready; it and all that it started are ended with the block.
+    """Run a server of a checkpoint on a free port, and end it and its child processes after the block.
 
-    What it prints goes to a file in `scratch`. Raises Unavailable, and StartError with the end of that file.
+    Its output goes to a file in `scratch`. Raises Unavailable, and StartError with the end of that file.
     """
     python = server.python()
     form = server.prepare(python, model, scratch)
@@ -138,7 +138,7 @@ class NotReady(Exception):
 
 
 def shared_env() -> dict[str, str]:
-    """The same cores for every server, and no calls home or to a hub."""
+    """Return the environment of every server: the same cores, no telemetry, no downloads."""
     cores = str(usable_cores())
     return {
         "OMP_NUM_THREADS": cores,
@@ -180,7 +180,7 @@ def answers(port: int, path: str) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all that it started: first asked, then made to."""
+    """End a server and its child processes: by SIGTERM, then by SIGKILL."""
     known = processes.started(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -193,38 +193,38 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(port: int, call: Call, text: str) -> Any:
-    """One request, and what its answer says. Raises RuntimeError for an answer that is not 200."""
+    """Send one request, and return its result. Raises RuntimeError for an answer that is not 200."""
     return call.answer(json.loads(post(port, call.path, call.body(text))[1]))
 
 
 def post(
     port: int, path: str, body: object, timeout_s: float = 60
 ) -> tuple[http.client.HTTPMessage, bytes]:
-    """The headers and the body of an answer. Raises RuntimeError for one that is not 200."""
+    """Send a request, and return headers and body of the answer. Raises RuntimeError for one that is not 200."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)) as connection:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        said = reply.read()
+        content = reply.read()
     if reply.status != 200:
-        raise RuntimeError(f"{path} answered {reply.status}: {said.decode()[:TAIL]}")
-    return reply.headers, said
+        raise RuntimeError(f"{path} answered {reply.status}: {content.decode()[:TAIL]}")
+    return reply.headers, content
 
 
 def tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip() or "it said nothing"
+    return log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip() or "no output"
 
 
-# -- what servers need the model as ---------------------------------------------------------------
+# -- formats of the model -------------------------------------------------------------------------
 
 
 def place(scratch: Path, form: str, model: Path) -> Path:
-    """Where a form of a model is kept: checkpoints of one name do not meet."""
+    """Return the path of a model in a server's format, which differs for checkpoints of the same name."""
     mark = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:8]
     return scratch / form / f"{model.name}-{mark}"
 
 
 def run_once(command: list[str], log: Path) -> None:
-    """A step of a preparation. Raises StartError with the end of its log."""
+    """Run a step of a preparation. Raises StartError with the end of its log."""
     with log.open("ab") as words:
         ended = subprocess.run(
             command,
@@ -239,7 +239,7 @@ def run_once(command: list[str], log: Path) -> None:
 
 
 def to_bundle(python: Path, model: Path, scratch: Path) -> Path:
-    """A full Quartet bundle; a folder that is one already is served as it is."""
+    """Return a full Quartet bundle of a checkpoint; a bundle is returned unchanged."""
     if (model / bundle.MANIFEST).is_file():
         return model
     out = place(scratch, "quartet", model)
@@ -288,7 +288,7 @@ parameters {{ key: "intra_op_thread_count" value: {{ string_value: "{cores}" }} 
 """
 
 
-# -- what is said to each -------------------------------------------------------------------------
+# -- requests and answers -------------------------------------------------------------------------
 
 
 def quartet_body(text: str) -> dict[str, Any]:
@@ -349,14 +349,14 @@ def unit_length(values: list[float]) -> Vector:
     return (vector / np.linalg.norm(vector)).tolist()
 
 
-FIRST_EMBEDDING = Call("/embed", inputs_body, lambda said: said["embeddings"][0])
+FIRST_EMBEDDING = Call("/embed", inputs_body, lambda document: document["embeddings"][0])
 
 
 # -- the table ------------------------------------------------------------------------------------
 
 
 def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
-    """Quartet at a precision; others: bundles that it serves beside the one it is given."""
+    """Return Quartet at a precision. others: further bundles that it serves"""
 
     def command(python: Path, model: Path, port: int) -> list[str]:
         bundles = map(str, (model, *others))
@@ -370,10 +370,14 @@ def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
         prepare=to_bundle,
         computes="inference",
         calls={
-            "embed": Call("/embed", quartet_body, lambda said: said["embeddings"][0]),
-            "classify": Call("/classify", quartet_body, lambda said: scores(said["results"][0])),
-            "ner": Call("/ner", quartet_ner_body, lambda said: entities(said["results"][0])),
-            "qa": Call("/qa", quartet_qa_body, lambda said: said["results"][0]),
+            "embed": Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
+            "classify": Call(
+                "/classify", quartet_body, lambda document: scores(document["results"][0])
+            ),
+            "ner": Call(
+                "/ner", quartet_ner_body, lambda document: entities(document["results"][0])
+            ),
+            "qa": Call("/qa", quartet_qa_body, lambda document: document["results"][0]),
         },
     )
 
@@ -414,9 +418,11 @@ def tritonserver(python: Path, model: Path, port: int) -> list[str]:
     return ["tritonserver", f"--model-repository={model}", f"--http-port={port}", *only_http]
 
 
-INFINITY_EMBED = Call("/embeddings", infinity_embed_body, lambda said: said["data"][0]["embedding"])
+INFINITY_EMBED = Call(
+    "/embeddings", infinity_embed_body, lambda document: document["data"][0]["embedding"]
+)
 
-# The last two have never been run by Quartet's authors, for want of their binaries.
+# Quartet's authors have not run the last two, because their binaries were not available.
 SERVERS = (
     quartet("fp32"),
     quartet("int8"),
@@ -427,7 +433,7 @@ SERVERS = (
         calls={
             "embed": INFINITY_EMBED,
             "classify": Call(
-                "/classify", infinity_classify_body, lambda said: scores(said["data"][0])
+                "/classify", infinity_classify_body, lambda document: scores(document["data"][0])
             ),
         },
     ),
@@ -471,7 +477,9 @@ SERVERS = (
         prepare=to_onnx,
         calls={
             "embed": Call(
-                "/embed", lambda text: {"inputs": text, "truncate": True}, lambda said: said[0]
+                "/embed",
+                lambda text: {"inputs": text, "truncate": True},
+                lambda document: document[0],
             )
         },
     ),
@@ -485,7 +493,7 @@ SERVERS = (
             "embed": Call(
                 "/v2/models/minilm/infer",
                 triton_body,
-                lambda said: unit_length(said["outputs"][0]["data"]),
+                lambda document: unit_length(document["outputs"][0]["data"]),
             )
         },
         note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
@@ -496,12 +504,12 @@ NOOP = Server(
     "no-op",
     command=lambda python, _, port: [str(python), "-m", "benchmarks.lib.noop_server", str(port)],
     calls={},
-    note="answers everything with a refusal: what asking alone costs the machine",
+    note="answers every request with an error: the cost of the load generator alone",
 )
 
 
 def pinned(server: Server, cores: Sequence[int]) -> Server:
-    """The same server, kept to some cores: it finds no others."""
+    """Return the server pinned to some cores."""
     to = ",".join(map(str, cores))
 
     def command(python: Path, model: Path, port: int) -> list[str]:
@@ -511,13 +519,13 @@ def pinned(server: Server, cores: Sequence[int]) -> Server:
 
 
 def chosen(names: Sequence[str] | None) -> list[Server]:
-    """The servers of these names, or all. Raises KeyError as `named` does."""
+    """Return the servers of these names, or all. Raises KeyError as `named` does."""
     return [named(name) for name in names] if names else [*SERVERS]
 
 
 def named(name: str) -> Server:
-    """Raises KeyError naming the servers there are."""
-    found = {server.name: server for server in SERVERS}
-    if name not in found:
-        raise KeyError(f"no server {name!r}; there are {', '.join(found)}")
-    return found[name]
+    """Return the server of a name. Raises KeyError with the known names."""
+    by_name = {server.name: server for server in SERVERS}
+    if name not in by_name:
+        raise KeyError(f"no server {name!r}; there are {', '.join(by_name)}")
+    return by_name[name]

@@ -1,4 +1,4 @@
-"""The texts that servers are asked: three mixes of lengths, cut from real news where that is at hand."""
+"""The texts of requests: three mixes of lengths, from real news if available."""
 
 import gzip
 import json
@@ -32,17 +32,17 @@ MIXES = {
 
 
 def texts(mix: Mix, count: int = 600, seed: int = 0, source: Path = NEWS) -> list[str]:
-    """The same texts every time, in random order of lengths; from generated words where there is no `source`."""
+    """Return the same texts every time, in random order of lengths; of generated words where `source` is missing."""
     rng = np.random.default_rng(seed)
-    drawn = rng.lognormal(np.log(mix.median), mix.sigma, count)
-    lengths = np.clip(drawn, 3, mix.longest).astype(int)
+    sampled = rng.lognormal(np.log(mix.median), mix.sigma, count)
+    lengths = np.clip(sampled, 3, mix.longest).astype(int)
     words = running_words(source, int(lengths.sum()), rng)
     ends = np.cumsum(lengths)
     return [" ".join(words[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 def question(text: str) -> str:
-    """One about a text, of the length that questions have: its first words."""
+    """Return a question about a text, of typical length: its first words."""
     return f"What is said of {' '.join(text.split()[:6])}?"
 
 

@@ -1,13 +1,13 @@
-"""What encoders are pretrained with, side by side: four families of one small size, under one budget of tokens.
+"""Compare pretraining objectives: four families of one small size, with one budget of tokens.
 
     make bench-pretraining ARGS="[--only bert ...] [--seeds 1 2] [--tokens 2e6] [--picture PNG]"
 
-BERT, RoBERTa and ELECTRA have the same blocks and other objectives; ModernBERT has other blocks as well. All read the
-same corpus, cut by one vocabulary, for as many steps at the same rate. What each learnt is told by the loss at hidden
-tokens of text that none has seen, and by fine-tuning it on two tasks, beside the same encoder without pretraining.
+BERT, RoBERTa and ELECTRA have the same layers and different objectives; ModernBERT has other layers, too. All read the
+same corpus with one vocabulary, for the same steps at the same learning rate. The results are the loss at masked tokens
+of unseen text, and the metrics after fine-tuning on two tasks, compared with the same encoder without pretraining.
 
-All that is made stays in --scratch, and the same command goes on where it was stopped. Several may run side by side on
-different families; the last one, on all, has the table, the JSON line and the picture.
+All files are kept in --scratch, and the same command resumes there. Several commands may run in parallel on different
+families; the last one, on all, prints the table and the JSON line and draws the picture.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from matplotlib import pyplot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from model import finetune, pretrain, tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
 from model.data import corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES
@@ -143,7 +143,7 @@ def save_fresh(folder: Path, settings: pretrain.PretrainSettings) -> None:
     family, shape = pretrain.read_shape(settings, words)
     torch.manual_seed(settings.seed)
     model = make_pretraining(shape, family.pairs is not None)
-    checkpoint.save_pretraining(folder, model, Path(settings.tokenizer))
+    writer.save_pretraining(folder, model, Path(settings.tokenizer))
 
 
 def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Path) -> float:
@@ -152,7 +152,7 @@ def held_out(folder: Path, family: Family, words: Path, data: Path, scratch: Pat
     if done.is_file():
         return json.loads(done.read_text())
     beside = folder / "generator"
-    model = checkpoint.load_pretraining(beside if beside.is_dir() else folder)
+    model = reader.load_pretraining(beside if beside.is_dir() else folder)
     text = corpus.load([data / "pretrain/wiki_en_07.txt.xz"], words, scratch / "cache")
     specials = Specials.of(tokenizers.Tokenizer.from_file(str(words)), family)
     sampler = Sampler(text, specials, pairs=None)

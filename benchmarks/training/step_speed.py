@@ -1,11 +1,11 @@
-"""Training beside transformers: the same model, optimiser, batches and precision, one step of each in turn.
+"""Compare training speed with transformers: the same model, optimizer, batches and precision, in alternating steps.
 
     python -m benchmarks.training.step_speed [--only NAME ...] [--precision fp32 bf16] [--rounds N]
 
-Pretraining: BERT's two objectives on pairs of 128 tokens at most, against `BertForPreTraining`, which is given the same
-samples, drawn and padded beforehand; ours also draws them. Fine-tuning: a classifier of texts of the lengths that news
-have, packed against padded. Printed are tokens per second, of text and not of padding, the share of the machine's
-measured matrix rate that the useful work is (model FLOP utilisation), and the two's ratio, the median of the rounds.
+Pretraining: BERT's two objectives on pairs of at most 128 tokens, against `BertForPreTraining`, which gets the same
+samples, sampled and padded in advance; ours also samples them. Fine-tuning: a classifier of texts with the lengths of
+news, packed against padded. Prints tokens of text per second, without padding, the model FLOP utilization (the useful
+work as a share of the machine's measured matrix rate), and the ratio of the two, the median of the rounds.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from model.data import examples
 from model.data.corpus import Corpus, Ints
 from model.data.pretraining_batches import Sampler, Samples, Specials
 from model.families.bert_names import BERT
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.pretrain import PretrainSettings, Trainer
 from model.training import optim
 from model.training.data_parallel import Ranks
@@ -180,7 +180,7 @@ def pretraining(case: Case, precision: str, device: torch.device) -> tuple[Step,
         samples = drawn(number)
         trainer.step(samples, number, settings.lr)
         lengths = np.asarray(samples.lengths)
-        return samples.tokens, flops(case.shape, lengths, sum(samples.guesses))
+        return samples.tokens, flops(case.shape, lengths, sum(samples.predictions))
 
     peer = transformers.BertForPreTraining(transformers.BertConfig(**case.shape.to_dict()))
     learn = functools.partial(their_step, *with_optimizer(peer, settings, device))
@@ -198,7 +198,9 @@ def pretraining(case: Case, precision: str, device: torch.device) -> tuple[Step,
             labels=samples.original_ids.masked_fill(~samples.hidden, -100),
             next_sentence_label=samples.is_next,
         )
-        return samples.tokens, flops(case.shape, np.asarray(samples.lengths), sum(samples.guesses))
+        return samples.tokens, flops(
+            case.shape, np.asarray(samples.lengths), sum(samples.predictions)
+        )
 
     return ours, theirs
 
@@ -239,7 +241,9 @@ def their_step(
 def finetuning(case: Case, precision: str, device: torch.device) -> tuple[Step, Step]:
     settings = PretrainSettings("", [], "", precision=precision)
     labels = ("one", "two", "three", "four")
-    model = Model(case.shape, {"topic": bundle.Head(task="classification", labels=labels)})
+    model = EncoderWithHeads(
+        case.shape, {"topic": bundle.Head(task="classification", labels=labels)}
+    )
     model.to(device).train()
     optimizer = optim.adamw(model.named_parameters(), settings.lr, 0.01, (0.9, 0.98))
     peer = transformers.BertForSequenceClassification(

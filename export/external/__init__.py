@@ -1,4 +1,4 @@
 """ONNX graphs that another tool exported: checked, and given a head.
 
-Callers use `onnx_source.read_foreign`.
+Callers use `onnx_source.read_external`.
 """

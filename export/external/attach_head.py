@@ -1,6 +1,8 @@
-"""A head behind somebody else's graph, so that its outputs are named and shaped as those of ours.
+"""Attach a head to an external ONNX graph, so that its outputs have our names and shapes.
 
-The operators are standard ones, and the same in every opset from 7 on.
+The operators are standard ones, unchanged in every opset from 7 on.
+
+B sequences, S longest, H hidden
 """
 
 import shutil
@@ -19,27 +21,27 @@ from export.trace_graphs import WEIGHTS
 from model.checkpoints.hub_names import CheckpointError
 from service.core import bundle
 
-PREFIX = "given."  # of all that the graph brought along: what is appended cannot have its name
-LARGE = 256  # numbers; what has fewer is no weight, but a scale, a bias or a shape
+PREFIX = "given."  # of all original names, so that appended values cannot collide with them
+LARGE = 256  # numbers; a smaller tensor is no weight, but a scale, a bias or a shape
 EXACT = {TensorProto.DOUBLE, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL}
 PRECISIONS = {
     TensorProto.INT8: "int8",
     TensorProto.UINT8: "int8",
     TensorProto.FLOAT16: "fp16",
     TensorProto.FLOAT: "fp32",
-}  # by the type of a weight; the first of which there is one
+}  # by the type of a weight; the first type present decides
 
 
-def write_graph(given: Path, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Write a graph with the recipe's head into the folder; returns the manifest's record of it.
+def write_graph(graph: Path, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Write a graph with the recipe's head into the folder, and return the manifest's record of it.
 
-    Raises CheckpointError for weights that a bundle cannot have.
+    Raises CheckpointError for unsupported weights.
     """
-    proto = onnx.load(given, load_external_data=False)
-    precision = precision_of(proto, given)
+    proto = onnx.load(graph, load_external_data=False)
+    precision = precision_of(proto, graph)
     append_head(proto, recipe)
     path = folder / f"{precision}.onnx"
-    has_weights = _save(proto, given, path)
+    has_weights = _save(proto, graph, path)
     return {
         **bundle.describe_file(path),
         "precision": precision,
@@ -51,7 +53,7 @@ def write_graph(given: Path, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def precision_of(proto: onnx.ModelProto, path: Path) -> str:
-    """What its weights are rounded to. Raises CheckpointError for what the manifest has no word for."""
+    """Return the precision of a graph's weights. Raises CheckpointError for a type that bundles do not support."""
     constants = [a.t for n in proto.graph.node if n.op_type == "Constant" for a in n.attribute]
     weights = [*proto.graph.initializer, *constants]
     types = {weight.data_type for weight in weights if np.prod(weight.dims) >= LARGE}
@@ -66,19 +68,19 @@ def precision_of(proto: onnx.ModelProto, path: Path) -> str:
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
-    """Of the standard operators."""
+    """Return the version of the standard operators."""
     return max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
 
 
 def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
-    """Make the recipe's head the graph's only output, and what is renamed and appended all that changes."""
+    """Make the recipe's head the graph's only output. Besides the appended nodes only names change."""
     add_prefix(proto, PREFIX, rename_inputs=False, rename_functions=False, inplace=True)
     graph, task = proto.graph, recipe.head.task
     tail = Tail(task)
     values = [tail.add("Cast", f"{PREFIX}{name}", to=TensorProto.FLOAT) for name in recipe.outputs]
     value = values[0] if len(values) == 1 else tail.stack(values)
     if recipe.pooling == "mean":
-        if "attention_mask" not in {given.name for given in graph.input}:
+        if "attention_mask" not in {value.name for value in graph.input}:
             graph.input.append(_like(graph.input, "attention_mask"))
         value = tail.mean(value, "attention_mask")
     elif recipe.pooling == "cls":
@@ -96,7 +98,7 @@ def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
 
 
 def _like(inputs: Sequence[ValueInfoProto], name: str) -> ValueInfoProto:
-    """Another input of the shape of `input_ids`."""
+    """Return another input with the shape of `input_ids`."""
     made = ValueInfoProto()
     made.CopyFrom(next(value for value in inputs if value.name == "input_ids"))
     made.name = name
@@ -104,7 +106,7 @@ def _like(inputs: Sequence[ValueInfoProto], name: str) -> ValueInfoProto:
 
 
 class Tail:
-    """Nodes and constants that are being put together; their names begin with the head's."""
+    """Builder of the appended nodes and constants; their names begin with the head's."""
 
     def __init__(self, head: str) -> None:
         self.head = head
@@ -112,7 +114,7 @@ class Tail:
         self.constants: list[TensorProto] = []
 
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """A node; returns what it gives."""
+        """Append a node, and return the name of its output."""
         output = f"{self.head}.{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, inputs, [output], **attributes))
         return output
@@ -123,7 +125,7 @@ class Tail:
         return name
 
     def reshape(self, value: str, *shape: int) -> str:
-        """0 stands for an axis as it is, -1 for what is left."""
+        """Append a Reshape. shape: 0 keeps an axis, -1 is inferred"""
         return self.add("Reshape", value, self.constant(np.array(shape)))
 
     def stack(self, values: Sequence[str]) -> str:
@@ -138,7 +140,7 @@ class Tail:
         return self.reshape(mean, 0, -1)
 
     def dense(self, value: str, layer: nn.Module) -> str:
-        """What one of sentence-transformers' dense modules is made of."""
+        """Append a linear layer or an activation of a sentence-transformers Dense module."""
         if isinstance(layer, nn.Linear):
             weight = layer.weight.detach().numpy().T.copy()
             value = self.add("MatMul", value, self.constant(weight))
@@ -148,21 +150,25 @@ class Tail:
         return self.add("Tanh", value) if isinstance(layer, nn.Tanh) else value
 
 
-def _save(proto: onnx.ModelProto, given: Path, path: Path) -> bool:
-    """Write the graph, and a copy of its external weights beside it, if there are any, which is returned.
+def _save(proto: onnx.ModelProto, original: Path, path: Path) -> bool:
+    """Write the graph and a copy of its external weights. Returns whether it has any.
 
-    Raises CheckpointError for weights that lie in several files, or elsewhere.
+    Raises CheckpointError for weights in several files, or in another directory.
     """
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
     entries = [entry for t in external for entry in t.external_data if entry.key == "location"]
     places = sorted({entry.value for entry in entries})
     if len(places) > 1:
-        said = f"its weights lie in {len(places)} files: one at most"
-        raise CheckpointError(f"{given}: {said} (onnx.save has all_tensors_to_one_file)")
+        raise CheckpointError(
+            f"{original}: its weights lie in {len(places)} files: one at most "
+            "(onnx.save has all_tensors_to_one_file)"
+        )
     for place in places:
         if Path(place).name != place:
-            raise CheckpointError(f"{given}: its weights must lie beside it, not at {place}")
-        shutil.copyfile(given.parent / place, path.parent / WEIGHTS)
+            raise CheckpointError(
+                f"{original}: its weights must be in its directory, not at {place}"
+            )
+        shutil.copyfile(original.parent / place, path.parent / WEIGHTS)
     for entry in entries:
         entry.value = WEIGHTS
     path.write_bytes(proto.SerializeToString(deterministic=True))

@@ -1,7 +1,9 @@
-"""A graph that another tool exported, with what lies beside it, in the layout of optimum's directories.
+"""An ONNX graph of another tool, with its configuration and tokenizer, in the layout of optimum's directories.
 
-Its task is embedding where there is a `modules.json`, unless that is a CrossEncoder's, else what `architectures` says,
-and its outputs have to be that task's. What cannot be served is refused by name.
+The task is embedding where there is a `modules.json` that is not a CrossEncoder's, else the task of `architectures`.
+The graph's outputs must fit the task. Anything that cannot be served is refused by name.
+
+n tokens of one input, C labels, H hidden, D numbers of a vector
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from model.checkpoints.checkpoint import describe_head, is_cross_encoder, read_json, read_pooling
+from model.checkpoints.head_config import describe_head, is_cross_encoder, read_pooling
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import SENTENCE
-from model.checkpoints.source import read_modules, read_tokenizer, said_length
+from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.families.spec import SUFFIXES
@@ -32,8 +35,8 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = {"classification": ("logits",), "ner": ("logits",), "qa": ("start_logits", "end_logits")}
 TOKENS = ("last_hidden_state", "token_embeddings")
 ROWS = {"classification": "[1, labels]", "ner": "[1, tokens, labels]", "qa": "[1, tokens]"}
-# Their positions begin behind the padding token's id, and ours from 0: nothing in a graph tells which it was made for.
-POSITIONS_BEHIND_PADDING = {
+# Positions of these begin after the padding token's id, ours at 0, and a graph does not record which it takes.
+POSITIONS_AFTER_PADDING = {
     "camembert",
     "data2vec-text",
     "esm",
@@ -49,15 +52,16 @@ POSITIONS_BEHIND_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
-SAME_WAY = 0.9999  # cosine of what is pooled alike: rounding costs far less, another way far more
+SAME_POOLING = 0.9999  # cosine of vectors with the same pooling: rounding costs far less, another pooling far more
 
-Array = NDArray[Any]
-Answers = Mapping[str, Array]  # a graph's own outputs for one input, by name: a batch of one
+RawOutputs = Mapping[
+    str, NDArray[Any]
+]  # a graph's own outputs for one input, by name: a batch of one
 
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """A directory's graph before it is run; `max_length` is None where nothing says it."""
+    """A directory's graph before its first run. max_length: None where no file has it"""
 
     folder: Path
     graph: Path
@@ -69,16 +73,16 @@ class ExternalModel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a head is made of a graph's own outputs: those named, pooled or not, through dense layers or none."""
+    """How a head is computed from a graph's own outputs: by name, with pooling or not, with dense layers or not."""
 
     head: Head
     outputs: tuple[str, ...]
     pooling: str | None = None
     dense: tuple[nn.Module, ...] = ()
 
-    def apply(self, answers: Answers) -> NDArray[np.float32]:
-        """One input's output of the head, `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
-        values = [answers[name][0].astype(np.float32) for name in self.outputs]
+    def apply(self, raw: RawOutputs) -> NDArray[np.float32]:
+        """Return the head's output for one input: `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
+        values = [raw[name][0].astype(np.float32) for name in self.outputs]
         value = values[0] if len(values) == 1 else np.stack(values, axis=-1)
         if self.pooling is not None:
             value = pool(value, self.pooling)
@@ -88,7 +92,7 @@ class Recipe:
 
 
 def pool(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
-    """`[n, H]` -> `[H]`."""
+    """Pool hidden states by `mean` or `cls`: `[n, H]` -> `[H]`."""
     pooled: NDArray[np.float32] = states.mean(axis=0) if pooling == "mean" else states[0]
     return pooled
 
@@ -97,9 +101,9 @@ def pool(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
 
 
 def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
-    """Read a directory, or the one that a graph lies in. Raises CheckpointError naming what cannot be served.
+    """Read a directory, or the directory of a graph. Raises CheckpointError naming what cannot be served.
 
-    task: the graph's, where `architectures` in `config.json` does not name it
+    task: of the graph, where `architectures` in `config.json` does not name it
     """
     folder, graph = _find(Path(name))
     config = read_json(folder / "config.json")
@@ -114,15 +118,15 @@ def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
     return ExternalModel(folder, graph, config, own, tokenizer, _length(folder, config))
 
 
-def _find(given: Path) -> tuple[Path, Path]:
-    """The directory with the configuration, and the graph."""
-    if given.is_file():
-        inside = given.parent.name == "onnx" and not (given.parent / "config.json").is_file()
-        return given.parent.parent if inside else given.parent, given
+def _find(path: Path) -> tuple[Path, Path]:
+    """Return the directory with the configuration, and the graph."""
+    if path.is_file():
+        inside = path.parent.name == "onnx" and not (path.parent / "config.json").is_file()
+        return path.parent.parent if inside else path.parent, path
     for place in PLACES:
-        if (given / place).is_file():
-            return given, given / place
-    raise CheckpointError(f"{given} has neither {' nor '.join(PLACES)}")
+        if (path / place).is_file():
+            return path, path / place
+    raise CheckpointError(f"{path} has neither {' nor '.join(PLACES)}")
 
 
 def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
@@ -140,7 +144,7 @@ def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
 
 def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
     figures = (
-        said_length(folder),
+        read_declared_length(folder),
         config.get("max_position_embeddings"),
         config.get("n_positions"),
     )
@@ -152,126 +156,136 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run_foreign(given: ExternalModel, encodings: Sequence[Encoding]) -> list[Answers]:
-    """What the graph gives for each input alone. Raises CheckpointError when it cannot be fed or does not run."""
+def run_external(external: ExternalModel, encodings: Sequence[Encoding]) -> list[RawOutputs]:
+    """Return the graph's outputs for each input, unbatched.
+
+    Raises CheckpointError where the graph takes other inputs, and where it cannot compute one.
+    """
     try:
-        session = open_graph(given.graph, CPU, SessionOptions(threads=0))
+        session = open_graph(external.graph, CPU, SessionOptions(threads=0))
     except Exception as error:  # the runtime's errors have no type
-        raise CheckpointError(f"{given.graph} cannot be opened: {error}") from None
-    _check_inputs(given, session.get_inputs())
+        raise CheckpointError(f"{external.graph} cannot be opened: {error}") from None
+    _check_inputs(external, session.get_inputs())
     names = {value.name for value in session.get_inputs()}
     outputs = [value.name for value in session.get_outputs()]
-    found: list[Answers] = []
+    results: list[RawOutputs] = []
     for encoding in encodings:
         feeds = {k: v for k, v in padded_feeds(pack([encoding])).items() if k in names}
         try:
-            found.append(dict(zip(outputs, session.run(outputs, feeds), strict=True)))
+            results.append(dict(zip(outputs, session.run(outputs, feeds), strict=True)))
         except Exception as error:
-            said = f"{given.graph} cannot compute a text of {len(encoding)} tokens: {error}"
-            raise CheckpointError(f"{said} (--max-length sets the longest)") from None
-    return found
+            raise CheckpointError(
+                f"{external.graph} cannot compute a text of {len(encoding)} tokens: {error} "
+                "(--max-length sets the longest)"
+            ) from None
+    return results
 
 
-def _check_inputs(given: ExternalModel, inputs: Sequence[Any]) -> None:
-    """That each is one that can be fed, as what it is. Raises CheckpointError naming the first that is not."""
+def _check_inputs(external: ExternalModel, inputs: Sequence[Any]) -> None:
+    """Raise CheckpointError for an input that is unknown, of another type, or of a fixed size."""
     names = [value.name for value in inputs]
     unknown = [name for name in names if name not in INPUTS]
     if unknown:
         raise CheckpointError(
-            f"{given.graph}: cannot feed {', '.join(unknown)}: only {', '.join(INPUTS)}"
+            f"{external.graph}: cannot feed {', '.join(unknown)}: only {', '.join(INPUTS)}"
         )
     if "input_ids" not in names:
-        raise CheckpointError(f"{given.graph} has no input_ids")
+        raise CheckpointError(f"{external.graph} has no input_ids")
     for value in inputs:
         if value.type != "tensor(int64)":
-            raise CheckpointError(f"{given.graph}: {value.name} is a {value.type}: int64 only")
+            raise CheckpointError(f"{external.graph}: {value.name} is a {value.type}: int64 only")
         if len(value.shape) != 2 or any(isinstance(size, int) for size in value.shape):
-            said = f"{value.name} has shape {value.shape}: it must be [B, S], both dynamic"
-            raise CheckpointError(f"{given.graph}: {said}")
-    kind = given.config.get("model_type")
-    if "position_ids" in names and kind in POSITIONS_BEHIND_PADDING:
-        said = f"position_ids of {kind} begin behind its padding token's id: export it without them"
-        raise CheckpointError(f"{given.graph}: {said}")
+            raise CheckpointError(
+                f"{external.graph}: {value.name} has shape {value.shape}: it must be [B, S], both dynamic"
+            )
+    kind = external.config.get("model_type")
+    if "position_ids" in names and kind in POSITIONS_AFTER_PADDING:
+        raise CheckpointError(
+            f"{external.graph}: position_ids of {kind} begin behind its padding token's id: "
+            "export it without them"
+        )
 
 
-# -- judging ------------------------------------------------------------------------------------------------------
+# -- the head -----------------------------------------------------------------------------------------------------
 
 
 def read_recipe(
-    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
+    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
 ) -> Recipe:
-    """The head that the graph's answers are for. Raises CheckpointError when they are not those of its task."""
-    if given.task == "embedding":
-        return _embedding(given, encodings, answers)
-    head = describe_head(given.task, given.config, given.folder)
-    outputs = LOGITS[given.task]
-    _check_outputs(given, outputs, answers[0])
-    width = () if given.task == "qa" else (head.width,)
-    for encoding, own in zip(encodings, answers, strict=True):
+    """Return the head that the graph's outputs fit. Raises CheckpointError where they do not fit the task."""
+    if external.task == "embedding":
+        return _embedding(external, encodings, raw)
+    head = describe_head(external.task, external.config, external.folder)
+    outputs = LOGITS[external.task]
+    _check_outputs(external, outputs, raw[0])
+    width = () if external.task == "qa" else (head.width,)
+    for encoding, own in zip(encodings, raw, strict=True):
         tokens = (len(encoding),) if head.per_token else ()
         for name in outputs:
-            _check_shape(given, name, own[name], (1, *tokens, *width), ROWS[given.task])
+            _check_shape(external, name, own[name], (1, *tokens, *width), ROWS[external.task])
     return Recipe(head, outputs)
 
 
 def _embedding(
-    given: ExternalModel, encodings: Sequence[Encoding], answers: Sequence[Answers]
+    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
 ) -> Recipe:
-    said, normalize, dense = _read_pooling(given.folder)
-    tokens = next((name for name in TOKENS if name in answers[0]), None)
-    if SENTENCE in answers[0]:
+    declared, normalize, dense = _read_pooling(external.folder)
+    tokens = next((name for name in TOKENS if name in raw[0]), None)
+    if SENTENCE in raw[0]:
         name, rows = SENTENCE, "[1, numbers]"
-        pooling, applied, dense = said or _find_pooling(given, answers[0], tokens), None, ()
+        pooling, applied, dense = declared or _detect_pooling(external, raw[0], tokens), None, ()
     else:
         name, rows = tokens or TOKENS[0], "[1, tokens, numbers]"
-        pooling = applied = said or "mean"
-    _check_outputs(given, (name,), answers[0])
-    width = answers[0][name].shape[-1:]
-    for encoding, own in zip(encodings, answers, strict=True):
+        pooling = applied = declared or "mean"
+    _check_outputs(external, (name,), raw[0])
+    width = raw[0][name].shape[-1:]
+    for encoding, own in zip(encodings, raw, strict=True):
         length = () if name == SENTENCE else (len(encoding),)
-        _check_shape(given, name, own[name], (1, *length, *width), rows)
+        _check_shape(external, name, own[name], (1, *length, *width), rows)
     widths = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
-    told = {"pooling": pooling, "dimensions": [*width, *widths][-1]}
-    told |= {} if normalize is None else {"normalize": normalize}
-    head = describe_head("embedding", given.config, given.folder, **told)
+    fields = {"pooling": pooling, "dimensions": [*width, *widths][-1]}
+    fields |= {} if normalize is None else {"normalize": normalize}
+    head = describe_head("embedding", external.config, external.folder, **fields)
     return Recipe(head, (name,), applied, dense)
 
 
 def _read_pooling(folder: Path) -> tuple[str | None, bool | None, tuple[nn.Module, ...]]:
-    """What is said of pooling and of normalising, and the dense layers between."""
+    """Return the declared pooling and normalization, each None if not declared, and the dense layers between."""
     if (folder / "modules.json").is_file():
         return read_modules(folder)
-    said = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else None
-    return said, None, ()
+    declared = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else None
+    return declared, None, ()
 
 
-def _find_pooling(given: ExternalModel, answers: Answers, tokens: str | None) -> str:
-    """How the graph pools, where nothing says it, from what it gives for each token."""
+def _detect_pooling(external: ExternalModel, raw: RawOutputs, tokens: str | None) -> str:
+    """Return the graph's pooling where no file declares it, from its outputs per token."""
     for pooling in ("mean", "cls") if tokens else ():
-        ours = pool(answers[str(tokens)][0].astype(np.float32), pooling)
-        theirs = answers[SENTENCE][0].astype(np.float32)
-        if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_WAY:
+        ours = pool(raw[str(tokens)][0].astype(np.float32), pooling)
+        theirs = raw[SENTENCE][0].astype(np.float32)
+        if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_POOLING:
             return pooling
     raise CheckpointError(
-        f"{given.graph}: how {SENTENCE} was pooled is neither said (modules.json) nor to be seen"
+        f"{external.graph}: the pooling of {SENTENCE} is neither declared (modules.json) nor detectable"
     )
 
 
-def _check_outputs(given: ExternalModel, names: Sequence[str], answers: Answers) -> None:
-    missing = [name for name in names if name not in answers]
+def _check_outputs(external: ExternalModel, names: Sequence[str], raw: RawOutputs) -> None:
+    missing = [name for name in names if name not in raw]
     if missing:
-        said = f"{given.task} needs {', '.join(missing)}, and it gives {', '.join(answers)}"
-        raise CheckpointError(f"{given.graph}: {said}")
+        raise CheckpointError(
+            f"{external.graph}: {external.task} needs {', '.join(missing)}, and it gives {', '.join(raw)}"
+        )
     for name in names:
-        if answers[name].dtype not in (np.float32, np.float16):
-            raise CheckpointError(f"{given.graph}: {name} is of {answers[name].dtype}")
+        if raw[name].dtype not in (np.float32, np.float16):
+            raise CheckpointError(f"{external.graph}: {name} is of {raw[name].dtype}")
 
 
 def _check_shape(
-    given: ExternalModel, name: str, value: Array, expected: tuple[int, ...], rows: str
+    external: ExternalModel, name: str, value: NDArray[Any], expected: tuple[int, ...], rows: str
 ) -> None:
     if value.shape != expected:
-        said = f"{name} has shape {value.shape} where {given.task} needs {expected}, {rows}"
-        raise CheckpointError(f"{given.graph}: {said}")
+        raise CheckpointError(
+            f"{external.graph}: {name} has shape {value.shape} where {external.task} needs {expected}, {rows}"
+        )
     if not np.isfinite(value).all():
-        raise CheckpointError(f"{given.graph}: {name} has numbers that are not finite")
+        raise CheckpointError(f"{external.graph}: {name} has numbers that are not finite")

@@ -1,9 +1,9 @@
-"""The last layer for first tokens alone, where no head looks at another token.
+"""First-token pruning: compute the last layer for first tokens only, where no head reads other tokens.
 
-A classification, or an embedding that is `cls` pooled, reads one row of the last hidden states for each sequence. What
-follows the last attention computes each row from the same row of what comes before, so those rows are taken there, and
-not at the end; and of that attention only the first queries are wanted. The results are the same, for a quarter of the
-layer's products. Where a head reads every token nothing changes.
+A classifier, or an embedding with `cls` pooling, reads one row of the last hidden states for each sequence. The
+operators after the last attention compute each row from the same row of their input. So this pass selects those rows
+there instead of at the end, and shortens that attention's queries to the first ones. The results are the same, for a
+quarter of the layer's products. A graph with a head that reads every token is not changed.
 
 B sequences, S longest, T tokens, H hidden
 """
@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from export.passes.graph_utils import attribute, drop_unread, producers, reading
+from export.passes.graph_utils import attribute, drop_unused_nodes, producers, with_inputs
 
-# A row of what each of them gives comes from the same row of what it is given: its inputs but for the weights.
+# Operators that compute each row of their output from the same row of their inputs, weights excepted.
 ROWWISE = frozenset(
     {
         "Add",
@@ -47,28 +47,28 @@ CONSTANTS = {NUMBER: np.array(0), ZERO: np.array([0]), ONE: np.array([1])}
 
 
 def narrow(model: onnx.ModelProto) -> None:
-    """Rewrite a packed graph, fp32 or int8, in place, unless a head looks at more than first tokens."""
+    """Rewrite a packed graph, fp32 or int8, in place, unless a head reads more than first tokens."""
     graph = model.graph
-    narrowing = _Narrowing(graph)
-    if not narrowing.narrow:
+    pruning = _Pruning(graph)
+    if not pruning.narrow:
         return
-    nodes = [new for node in graph.node for new in narrowing.rewrite(node)]
+    nodes = [new for node in graph.node for new in pruning.rewrite(node)]
     del graph.node[:]
     graph.node.append(helper.make_node("Gather", ["unpack", NUMBER], [FIRSTS], axis=1))
     graph.node.extend(nodes)
     graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in CONSTANTS.items())
-    drop_unread(graph)
+    drop_unused_nodes(graph)
 
 
-class _Narrowing:
-    """What is known of a graph: `narrow` are the values of which only first tokens' rows are read, and computed."""
+class _Pruning:
+    """Analysis of a graph. narrow: the values of which only the rows of first tokens are read, and hence computed"""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.weights = {tensor.name: tensor for tensor in graph.initializer}
         self.made = producers(graph)
         self.readers = Counter(name for node in graph.node for name in node.input)
         self.narrow = self._find(graph)
-        # The attentions of which only first queries are wanted, and as what their results are read.
+        # Attentions of which only first queries are needed, by output: the value that selects from it.
         self.shortened = {
             attention.output[0]: node.output[0]
             for node in graph.node
@@ -77,7 +77,7 @@ class _Narrowing:
         self.taken: set[str] = set()
 
     def rewrite(self, node: NodeProto) -> Iterator[NodeProto]:
-        """What stands in the node's place."""
+        """Yield the nodes that replace a node."""
         output = node.output[0]
         if self._takes_firsts(node):
             yield from self._take(node.input[:1])
@@ -85,18 +85,18 @@ class _Narrowing:
         elif output in self.shortened:
             query = f"{node.input[0]}.first"
             yield helper.make_node("Slice", [node.input[0], ZERO, ONE, ONE], [query])
-            yield reading(node, [query, *node.input[1:]])
+            yield with_inputs(node, [query, *node.input[1:]])
             yield helper.make_node("Squeeze", [output, ONE], [self.shortened[output]])
         elif output in self.narrow and output not in self.shortened.values():
             rows = self._rows(node)
             yield from self._take(rows)
             names = [self._taken(name) if name in rows else name for name in node.input]
-            yield reading(node, names)
+            yield with_inputs(node, names)
         elif output not in self.narrow:
             yield node
 
     def _find(self, graph: onnx.GraphProto) -> set[str]:
-        """From the end, for what is read of a value is known when all its readers are."""
+        """Return `narrow`, from the last node to the first, so that all readers of a value precede it."""
         whole = {value.name for value in graph.output}
         some: set[str] = set()
         narrow: set[str] = set()
@@ -112,7 +112,7 @@ class _Narrowing:
         return narrow
 
     def _rows(self, node: NodeProto) -> list[str]:
-        """The inputs that a row of the node's result needs only the same row of; none where that is not so."""
+        """Return the inputs of which each output row needs only the same row; empty for other operators."""
         if node.op_type == "Gather" and attribute(node, "axis") == 0:
             return [name for name in node.input[1:] if name not in self.weights]
         if node.op_type in ROWWISE:
@@ -120,7 +120,7 @@ class _Narrowing:
         return []
 
     def _takes_firsts(self, node: NodeProto) -> bool:
-        """Whether it takes the rows of each sequence's first token."""
+        """Return whether a node selects the rows of each sequence's first token."""
         if node.op_type != "Gather" or attribute(node, "axis") != 0:
             return False
         column = self._reshaped(node.input[1])
@@ -137,23 +137,25 @@ class _Narrowing:
         return number is not None and not numpy_helper.to_array(number).any()
 
     def _attention(self, node: NodeProto) -> NodeProto | None:
-        """The attention whose results a node takes out of their slots, if a part of the queries can be left out."""
+        """Return the attention whose outputs a node gathers from slots, if it can compute a part of the queries."""
         slots = self._reshaped(node.input[0])
         if node.op_type != "Gather" or slots is None or self._reshaped(node.input[1]) != "pack":
             return None
-        alone = self.readers[slots] == self.readers[node.input[0]] == 1
+        sole_reader = self.readers[slots] == self.readers[node.input[0]] == 1
         attention = self.made.get(slots)
-        if attention is None or attention.op_type != "MultiHeadAttention" or not alone:
+        if attention is None or attention.op_type != "MultiHeadAttention" or not sole_reader:
             return None
-        return attention if len(attention.input) <= 5 else None  # a sixth has a row for each query
+        return (
+            attention if len(attention.input) <= 5 else None
+        )  # a sixth input has a row for each query
 
     def _reshaped(self, name: str) -> str | None:
-        """What this is but another shape of."""
+        """Return the input of the Reshape that computes a value; None for another operator."""
         node = self.made.get(name)
         return node.input[0] if node is not None and node.op_type == "Reshape" else None
 
     def _take(self, names: list[str]) -> Iterator[NodeProto]:
-        """First tokens' rows of values that have others as well."""
+        """Yield the nodes that gather the rows of first tokens from values that have all rows."""
         for name in names:
             if name not in self.narrow and name not in self.taken:
                 self.taken.add(name)

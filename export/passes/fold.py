@@ -1,7 +1,7 @@
-"""Compute once, before a graph is written, what its weights alone decide.
+"""Constant folding: compute the values that depend on weights alone before a graph is written.
 
-Such as the keys and queries of DeBERTa's distances, for which a runtime would else multiply matrices in every batch,
-and which would be quantised as if they were tokens.
+For example the keys and queries of DeBERTa's distances. A runtime would multiply their matrices in every batch, and the
+int8 pass would quantize them like tokens.
 """
 
 from collections.abc import Iterable
@@ -9,29 +9,29 @@ from collections.abc import Iterable
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from export.passes.graph_utils import drop_unused
+from export.passes.graph_utils import drop_unused_weights
 from service.core.session import ort
 
 
 def fold(model: onnx.ModelProto) -> None:
-    """Replace the nodes that depend on no input by their results, and drop what nothing uses any more."""
+    """Replace the nodes that depend on no input by their results, and remove unused weights."""
     graph = model.graph
     known = {tensor.name for tensor in graph.initializer}
     fixed: list[NodeProto] = []
     rest: list[NodeProto] = []
-    for node in graph.node:  # each after those that it depends on
+    for node in graph.node:  # in topological order
         if {*filter(None, node.input)} <= known:
             fixed.append(node)
             known.update(node.output)
         else:
             rest.append(node)
-    wanted = _named(rest, outputs=False) | {value.name for value in graph.output}
-    found = sorted(wanted & _named(fixed, outputs=True))
-    if found:
-        graph.initializer.extend(_computed(model, fixed, found))
+    used = _named(rest, outputs=False) | {value.name for value in graph.output}
+    names = sorted(used & _named(fixed, outputs=True))
+    if names:
+        graph.initializer.extend(_computed(model, fixed, names))
     del graph.node[:]
     graph.node.extend(rest)
-    drop_unused(graph)
+    drop_unused_weights(graph)
 
 
 def _named(nodes: Iterable[NodeProto], *, outputs: bool) -> set[str]:
@@ -41,17 +41,17 @@ def _named(nodes: Iterable[NodeProto], *, outputs: bool) -> set[str]:
 def _computed(
     model: onnx.ModelProto, nodes: list[NodeProto], names: list[str]
 ) -> list[onnx.TensorProto]:
-    """The values of that name, which these nodes compute."""
+    """Run nodes without inputs, and return their outputs of these names."""
     outputs = [helper.make_empty_tensor_value_info(name) for name in names]
     used = [
         tensor for tensor in model.graph.initializer if tensor.name in _named(nodes, outputs=False)
     ]
     part = helper.make_graph(nodes, "fixed", [], outputs, used)
-    alone = helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)
+    folded = helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it runs once
     session = ort.InferenceSession(
-        alone.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        folded.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     values = session.run(names, {})
     return [numpy_helper.from_array(value, name) for name, value in zip(names, values, strict=True)]

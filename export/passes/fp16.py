@@ -1,13 +1,13 @@
-"""fp16 where it is safe: the matrices and what they multiply. Sums that are normalised, and the heads, stay in fp32.
+"""Mixed precision: matrix products in fp16; the residual stream, layer norms and heads in fp32.
 
 The largest fp16 number is 65,504 and its step is a thousandth of the number. So:
 
     fp16    embedding tables; in each layer the projections, attention, and both products of the feed-forward
-    fp32    the stream that layers add to, layer norms, pooling, heads
+    fp32    the residual stream, layer norms, pooling, heads
 
 A layer norm squares its input, which passes 65,504 from 256 on, and ONNX Runtime's fused kernel for a sum with its norm
-computes fp16 inputs in fp16, so they must be fp32. The stream then costs twice the bytes, but is not rounded in every
-layer. Heads are small, and their outputs are float32 by contract.
+computes fp16 inputs in fp16, so they must be fp32. The residual stream then costs twice the bytes, but is not rounded
+in every layer. Heads are small, and their outputs are float32 by contract.
 """
 
 import copy
@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.heads import Model
+from model.heads import EncoderWithHeads
 
-PRODUCTS = ("attention", "feed_forward")  # what the layers of every family call them
+PRODUCTS = ("attention", "feed_forward")  # their names in the layers of every family
 
 
-def halved(model: Model) -> Model:
-    """A copy that computes so; it can be traced, and run by PyTorch."""
+def halved(model: EncoderWithHeads) -> EncoderWithHeads:
+    """Return a copy of the model in mixed precision, which can be traced and run by PyTorch."""
     copied = copy.deepcopy(model).eval()
     for name, module in copied.encoder.named_modules():
         if isinstance(module, nn.Embedding):
@@ -32,10 +32,10 @@ def halved(model: Model) -> Model:
     return copied
 
 
-def _narrow(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *rest = given
+def _narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = inputs
     return x.half(), *rest
 
 
-def _widen(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+def _widen(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.float()

@@ -1,10 +1,10 @@
-"""Padding that attention need not be told of, so that it may take the runtime's faster way.
+"""Mask-free attention: hide padding in the keys, so that ONNX Runtime can use its blockwise kernel.
 
-ONNX Runtime's `MultiHeadAttention` has two ways on a CPU. One writes all scores, `[B, N, S, S]`, to memory; the other
-computes them a block at a time (Dao et al. 2022, FlashAttention), and takes no mask. So that none is needed, every head
-gets one number more: 1 in all queries, 0 in all keys, and in the keys of slots without a token one so negative that
-they have no weight. The product that makes queries and keys makes the first two as well; what is left to a run is to
-overwrite the keys of empty slots.
+ONNX Runtime's `MultiHeadAttention` has two kernels on a CPU. One writes all scores, `[B, N, S, S]`, to memory. The
+other computes them a block at a time (Dao et al. 2022, FlashAttention), and takes no mask. This pass replaces the mask
+by one more dimension in each head: 1 in all queries, 0 in the keys of tokens, and a large negative number in the keys
+of empty slots, which gives them no weight. The product that computes queries and keys computes the first two as well.
+Each run only overwrites the keys of empty slots.
 
 B sequences, S longest, N heads, D head size, H hidden, P slots without a token
 """
@@ -16,26 +16,26 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import attribute, producers, reading
+from export.passes.graph_utils import attribute, producers, with_inputs
 
-PREFIX = "maskless."  # of the names of all that has no weight in it
-FAR = -1e9  # as a score: beside that of any real key nothing is left of it
-# From an attention's queries back to the product that they are columns of.
-WAY = ("Split", "Reshape", "Gather", "Gemm")
+PREFIX = "maskless."  # of the names of added tensors, which contain no weights of the model
+FAR = -1e9  # a score that softmax turns to 0 next to that of any real key
+# The operators from an attention's queries back to the product that computes them.
+PATH = ("Split", "Reshape", "Gather", "Gemm")
 
-# What a product's weight and its bias have two rows more of: the last number of each head's keys and of its queries.
-MORE = {1: "maskless.weight", 2: "maskless.bias"}  # [2, H], [2]
+# Two rows that are added to a product's weight and bias: the last dimension of each head's keys and of its queries.
+ADDED_ROWS = {1: "maskless.weight", 2: "maskless.bias"}  # [2, H], [2]
 NO_BIAS = "maskless.no_bias"  # [3H]
-ROWS = "maskless.rows"  # [3H + 2N]: of those and these
+ROWS = "maskless.rows"  # [3H + 2N]: indices of the old and the added rows, by head
 SIZES = "maskless.sizes"  # [3]: of queries, keys and values
-PLACES = "maskless.places"  # [P, 2]: sequence and slot of what is empty
-KEYS = "maskless.keys"  # [P, N * (D + 1)]: what stands there
+PLACES = "maskless.places"  # [P, 2]: sequence and slot of each empty slot
+KEYS = "maskless.keys"  # [P, N * (D + 1)]: the keys of empty slots
 KEY = "maskless.key"  # [1, N * (D + 1)]
 ZERO, ONE, AXIS = "maskless.zero", "maskless.one", "maskless.axis"
 
 
 class Attention(NamedTuple):
-    """An attention, what splits its inputs apart, and the product that makes them."""
+    """An attention, the Split of its inputs, and the product that computes them."""
 
     node: NodeProto
     split: NodeProto
@@ -43,29 +43,29 @@ class Attention(NamedTuple):
 
 
 def drop_masks(model: onnx.ModelProto) -> None:
-    """Rewrite, in place, each attention of a packed graph that is told lengths and takes its inputs from one product.
+    """Rewrite, in place, each attention of a packed graph that has lengths and whose inputs come from one product.
 
-    Others stay as they are: those with a bias, which the faster way does not take either, and those that turn their
-    queries and keys. The weights stay too, so that graphs can share them; they are widened when a runtime opens the
-    graph, or by `fold`.
+    Attentions with a bias, which the blockwise kernel does not take either, and with rotated queries and keys are not
+    changed. The stored weights are not changed, so that graphs can share them: the runtime widens them when it opens
+    the graph, or `fold` does.
     """
     graph = model.graph
-    found = [*_attentions(graph)]
-    if not found:
+    attentions = [*_attentions(graph)]
+    if not attentions:
         return
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
-    heads = attribute(found[0].node, "num_heads")
-    hidden = shapes[found[0].product.input[1]][0] // 3
-    for _, _, product in found:
+    heads = attribute(attentions[0].node, "num_heads")
+    hidden = shapes[attentions[0].product.input[1]][0] // 3
+    for _, _, product in attentions:
         if len(product.input) == 2:  # a bias of zeros is not in the graph
             product.input.append(NO_BIAS)
-    own = {(own.product.input[i], more) for own in found for i, more in MORE.items()}
-    widen = [node for name, more in sorted(own) for node in _widen(name, more)]
-    for _, _, product in found:
+    names = {(a.product.input[i], rows) for a in attentions for i, rows in ADDED_ROWS.items()}
+    widen = [node for name, rows in sorted(names) for node in _widen(name, rows)]
+    for _, _, product in attentions:
         product.input[1:] = [f"{name}.wide" for name in product.input[1:]]
-    instead = {split.output[0]: [_split(split)] for _, split, _ in found}
-    instead |= {node.output[0]: _attend(node, hidden // heads) for node, _, _ in found}
-    rest = [new for node in graph.node for new in instead.get(node.output[0], [node])]
+    replaced = {split.output[0]: [_split(split)] for _, split, _ in attentions}
+    replaced |= {node.output[0]: _attend(node, hidden // heads) for node, _, _ in attentions}
+    rest = [new for node in graph.node for new in replaced.get(node.output[0], [node])]
     graph.initializer.extend(_constants(heads, hidden))
     del graph.node[:]
     graph.node.extend([*widen, *_empty_slots(), *rest])
@@ -75,16 +75,16 @@ def _attentions(graph: onnx.GraphProto) -> Iterator[Attention]:
     made = producers(graph)
     for node in graph.node:
         if node.op_type == "MultiHeadAttention" and len(node.input) == 5:  # a sixth is a bias
-            way = [*_back(node, made)]
-            if tuple(step.op_type for step in way) == WAY:
-                split, *_, product = way
+            path = [*_back(node, made)]
+            if tuple(step.op_type for step in path) == PATH:
+                split, *_, product = path
                 if split.output[:] == node.input[:3]:
                     yield Attention(node, split, product)
 
 
 def _back(node: NodeProto, made: Mapping[str, NodeProto]) -> Iterator[NodeProto]:
-    """The nodes before this one, each by its first input, as far as the way goes."""
-    for _ in WAY:
+    """Yield the nodes before this one, each by its first input, as many as PATH has."""
+    for _ in PATH:
         if node.input[0] not in made:
             return
         node = made[node.input[0]]
@@ -100,8 +100,8 @@ def _constants(heads: int, hidden: int) -> list[TensorProto]:
     far = np.where(key < 3 * hidden, 0, FAR).astype(np.float32)
     values = {
         NO_BIAS: np.zeros(3 * hidden, dtype=np.float32),
-        MORE[1]: np.zeros((2, hidden), dtype=np.float32),
-        MORE[2]: np.array([0, 1], dtype=np.float32),
+        ADDED_ROWS[1]: np.zeros((2, hidden), dtype=np.float32),
+        ADDED_ROWS[2]: np.array([0, 1], dtype=np.float32),
         ROWS: np.concatenate([part.ravel() for part in (query, key, value)]),
         SIZES: np.array([wide, wide, hidden]),
         KEY: far.reshape(1, wide),
@@ -112,16 +112,17 @@ def _constants(heads: int, hidden: int) -> list[TensorProto]:
     return [numpy_helper.from_array(array, name) for name, array in values.items()]
 
 
-def _widen(name: str, more: str) -> list[NodeProto]:
+def _widen(name: str, rows: str) -> list[NodeProto]:
+    """Return the nodes that append rows to a weight or bias, and put each head's rows together."""
     return [
-        helper.make_node("Concat", [name, more], [f"{name}.more"], axis=0),
+        helper.make_node("Concat", [name, rows], [f"{name}.more"], axis=0),
         helper.make_node("Gather", [f"{name}.more", ROWS], [f"{name}.wide"]),
     ]
 
 
 def _empty_slots() -> list[NodeProto]:
-    """Those of a batch, and the keys that stand there in all layers."""
-    longest, slots, ends, empty, found = (f"{PLACES}.{step}" for step in range(5))
+    """Return the nodes that find the empty slots of a batch, and their keys, which all layers share."""
+    longest, slots, ends, empty, nonzero = (f"{PLACES}.{step}" for step in range(5))
     number, shape = f"{KEYS}.number", f"{KEYS}.shape"
     return [
         helper.make_node("Shape", ["unpack"], [f"{longest}.shape"], start=1),
@@ -129,8 +130,8 @@ def _empty_slots() -> list[NodeProto]:
         helper.make_node("Range", [ZERO, longest, ONE], [slots]),  # [S]
         helper.make_node("Unsqueeze", ["lengths", AXIS], [ends]),  # [B, 1]
         helper.make_node("GreaterOrEqual", [slots, ends], [empty]),  # [B, S]
-        helper.make_node("NonZero", [empty], [found]),  # [2, P]
-        helper.make_node("Transpose", [found], [PLACES], perm=[1, 0]),
+        helper.make_node("NonZero", [empty], [nonzero]),  # [2, P]
+        helper.make_node("Transpose", [nonzero], [PLACES], perm=[1, 0]),
         helper.make_node("Shape", [PLACES], [number], end=1),
         helper.make_node("Concat", [number, AXIS], [shape], axis=0),  # P, 1
         helper.make_node("Expand", [KEY, shape], [KEYS]),
@@ -138,15 +139,15 @@ def _empty_slots() -> list[NodeProto]:
 
 
 def _split(node: NodeProto) -> NodeProto:
-    """The same into parts that are not of one size."""
+    """Return a Split into queries and keys of D + 1 and values of D numbers per head."""
     return helper.make_node("Split", [node.input[0], SIZES], node.output, node.name, axis=-1)
 
 
 def _attend(node: NodeProto, head_size: int) -> list[NodeProto]:
-    """The same without lengths. Scores are scaled by the size that a head had, unless by something else."""
+    """Return the attention without lengths. The scale is that of the original head size D, unless it is set."""
     query, key, value = node.input[:3]
     hiding = helper.make_node("ScatterND", [key, PLACES, KEYS], [f"{key}.hiding"])
-    attend = reading(node, [query, f"{key}.hiding", value])
+    attend = with_inputs(node, [query, f"{key}.hiding", value])
     if not any(attribute.name == "scale" for attribute in node.attribute):
         attend.attribute.append(helper.make_attribute("scale", head_size**-0.5))
     return [hiding, attend]

@@ -1,8 +1,8 @@
-"""int8 graphs whose answers do not depend on their company.
+"""Batch-invariant int8 graphs.
 
-ONNX Runtime's `quantize_dynamic` measures one activation scale over the whole packed batch, so that a text's answer
-changes with its neighbours. Here every token, a row of the packed matrix, has a scale of its own (as in Yao et al.
-2022, ZeroQuant), and every output channel of a weight has one. Integer products are exact, so a row's result is the
+ONNX Runtime's `quantize_dynamic` measures one activation scale over the whole packed batch, so that the outputs of a
+text depend on the other texts. Here every token, a row of the packed matrix, has its own scale (as in Yao et al. 2022,
+ZeroQuant), and every output channel of a weight has one. Integer products are exact, so a row's result is the
 same in any batch.
 
 Weights have 7 bits, because AVX2 adds two products of 8-bit numbers in 16 bits and saturates at the full range.
@@ -18,22 +18,24 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from export.passes.fold import fold
-from export.passes.graph_utils import attribute, drop_unused
+from export.passes.graph_utils import attribute, drop_unused_weights
 
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
-ZERO_POINT = (
-    128  # activations are unsigned for the kernels' sake: u8 x s8 is what x86 multiplies fastest
-)
+ZERO_POINT = 128  # activations are unsigned, because x86 multiplies u8 x s8 fastest
 ZERO_POINTS = "quantize.zero_points"
 TINY = 1e-20  # keeps an all-zero row's scale above zero
 
 
 def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.ModelProto:
-    """An int8 copy of a packed fp32 graph: the trunk's matrix products and the word embeddings."""
+    """Return an int8 copy of a packed fp32 graph: the encoder's matrix products and the word embeddings.
+
+    trunk: names of weights that contain it are quantized
+    Raises ValueError for a matrix that another operator than Gemm uses.
+    """
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
-    fold(quantized)  # a weight that the runtime would put together
+    fold(quantized)  # weights that the runtime would compute from others
     graph = quantized.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     constants = _Constants(graph)
@@ -55,7 +57,7 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
         raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
     del graph.node[:]
     graph.node.extend(nodes)
-    drop_unused(graph)
+    drop_unused_weights(graph)
     onnx.checker.check_model(quantized)
     return quantized
 
@@ -65,7 +67,7 @@ def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
 
 
 class _Constants:
-    """Adds initializers to a graph, each name once."""
+    """Initializers of a graph, added once each."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.graph = graph
@@ -79,7 +81,7 @@ class _Constants:
 
 
 def weight_scales(weight: NDArray[np.float32], levels: int) -> NDArray[np.float32]:
-    """A scale per row [N] of a weight [N, K], so that the row's largest magnitude is `levels`."""
+    """Return a scale per row, [N], of a weight [N, K], so that the row's largest magnitude is `levels`."""
     scales = np.abs(weight).max(axis=1) / levels
     return np.asarray(np.maximum(scales, TINY), dtype=np.float32)
 
@@ -91,10 +93,10 @@ def _rounded(weight: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArra
 def _product(
     node: NodeProto, weight: NDArray[np.float32], constants: _Constants
 ) -> Iterator[NodeProto]:
-    """x @ W.T + b with a scale per row of x and per row of W.
+    """Yield the nodes of x @ W.T + b with a scale per row of x and per row of W.
 
-    The weight's scale is applied first and the row's second: in the other order a fusion of the runtime's gives
-    wrong answers without an error.
+    The weight's scale is applied first: in the other order a fusion of ONNX Runtime computes wrong outputs without an
+    error.
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input  # a bias of zeros is not in the graph
@@ -122,12 +124,16 @@ def _product(
 
 
 def _quantized_rows(x: str) -> tuple[str, str]:
-    """The names of a tensor's row scales [T, 1] and of its quantised form [T, K]."""
+    """Return the names of a tensor's row scales [T, 1] and of its quantized form [T, K]."""
     return f"{x}.row_scale", f"{x}.uint8"
 
 
 def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
-    """From the largest and the smallest number of each row: magnitudes would be written out and read again."""
+    """Yield the nodes that quantize rows.
+
+    The scale comes from the largest and the smallest number of each row: a tensor of magnitudes would cost memory
+    traffic.
+    """
     row, quantized = _quantized_rows(x)
     levels = constants.add("quantize.levels", np.float32(1 / ACTIVATION_LEVELS))
     tiny = constants.add("quantize.tiny", np.float32(TINY))
@@ -142,7 +148,7 @@ def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
 
 
 def _zero_points() -> Iterator[NodeProto]:
-    """`[T]` times the same zero point: with a scale per row, the operator wants one per row too."""
+    """Yield nodes for [T] equal zero points: with a scale per row, QuantizeLinear requires one per row."""
     value = numpy_helper.from_array(np.array([ZERO_POINT], dtype=np.uint8))
     yield helper.make_node("Shape", ["input_ids"], [f"{ZERO_POINTS}.shape"])
     yield helper.make_node("ConstantOfShape", [f"{ZERO_POINTS}.shape"], [ZERO_POINTS], value=value)
@@ -151,7 +157,7 @@ def _zero_points() -> Iterator[NodeProto]:
 def _lookup(
     node: NodeProto, table: NDArray[np.float32], constants: _Constants
 ) -> Iterator[NodeProto]:
-    """A row of an 8-bit embedding table, times its scale."""
+    """Yield the nodes that read rows of an 8-bit embedding table and multiply each by its scale."""
     name, ids, out = node.input[0], node.input[1], node.output[0]
     scales = weight_scales(table, ACTIVATION_LEVELS)
     rows = constants.add(f"{name}.int8", _rounded(table, scales))

@@ -1,8 +1,7 @@
-"""Parameter names on the hub, and ours: one function each way.
+"""Conversion between our parameter names and the hub's.
 
 Each kind of checkpoint is one function from our parameter name to the hub's names for it: three for the fused
-query-key-value projection, one for all else. Saving splits a tensor over its names, loading joins them, and both go
-through the same function.
+query-key-value projection, one for all others. Saving splits a tensor over its names, loading joins them.
 """
 
 import re
@@ -19,15 +18,15 @@ Names = Callable[[str], list[str]]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as asked; the message names the file and what is wrong."""
+    """A checkpoint that cannot be read; the message names the file and the error."""
 
 
-def trunk_names(family: Family, prefix: str = "") -> Names:
-    """The hub's names for a parameter of the encoder."""
+def encoder_names(family: Family, prefix: str = "") -> Names:
+    """Return the function for parameters of the encoder."""
 
     def names(name: str) -> list[str]:
         stem, _, kind = name.rpartition(".")
-        for ours, theirs in family.trunk.items():
+        for ours, theirs in family.encoder_names.items():
             if match := re.fullmatch(ours, stem):
                 return [f"{prefix}{match.expand(template)}.{kind}" for template in theirs]
         raise AssertionError(f"{name} is not a parameter of the encoder; this is a bug")
@@ -35,8 +34,8 @@ def trunk_names(family: Family, prefix: str = "") -> Names:
     return names
 
 
-def beside(encoder: Names, others: Names) -> Names:
-    """The names for a module that has an encoder and other parts."""
+def with_encoder(encoder: Names, others: Names) -> Names:
+    """Return the function for a module that has an encoder and other parts."""
 
     def names(name: str) -> list[str]:
         of_encoder = name.startswith("encoder.")
@@ -46,43 +45,43 @@ def beside(encoder: Names, others: Names) -> Names:
 
 
 def single_names(family: Family, task: str) -> Names:
-    """The hub's names for a parameter of a `Model` with one head, for this task."""
+    """Return the function for an `EncoderWithHeads` with one head, for this task."""
 
     def of_head(name: str) -> list[str]:
         _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
         stem, _, kind = rest.rpartition(".")
         return [f"{family.heads[task][stem]}.{kind}"]
 
-    return beside(trunk_names(family, family.prefix), of_head)
+    return with_encoder(encoder_names(family, family.prefix), of_head)
 
 
 def joint_names(family: Family) -> Names:
-    """The names in a joint checkpoint: a bare trunk's, and the heads' own."""
-    return beside(trunk_names(family), lambda name: [name])
+    """Return the function for a joint checkpoint: the hub's names for the encoder, our names for the heads."""
+    return with_encoder(encoder_names(family), lambda name: [name])
 
 
 def pretraining_names(family: Family) -> Names:
-    """The hub's names for a parameter of an encoder with what it is pretrained with."""
+    """Return the function for an encoder with its pretraining heads."""
 
     def of_objective(name: str) -> list[str]:
         stem, _, kind = name.rpartition(".")
         return [f"{family.objectives[stem]}.{kind}"]
 
-    return beside(trunk_names(family, family.prefix), of_objective)
+    return with_encoder(encoder_names(family, family.prefix), of_objective)
 
 
 def within(names: Names, part: str) -> Names:
-    """The names for a part of a module."""
+    """Return the function for a part of a module."""
     return lambda name: names(f"{part}.{name}")
 
 
 def pooler_names(family: Family) -> Names:
-    """The hub's names for a parameter of `Pooler`, in an encoder's checkpoint."""
-    return within(trunk_names(family), "pooler")
+    """Return the function for a `Pooler` in an encoder's checkpoint."""
+    return within(encoder_names(family), "pooler")
 
 
 def to_hub(module: nn.Module, names: Names) -> Tensors:
-    """A module's parameters under the hub's names."""
+    """Return a module's parameters under the hub's names."""
     hub = {}
     for ours, tensor in module.state_dict().items():
         theirs = names(ours)
@@ -140,7 +139,7 @@ def check_numbers(name: str, tensor: Tensor, where: str) -> None:
 
 
 def modern_names(state: Mapping[str, Tensor]) -> Tensors:
-    """Old files say `gamma` and `beta` for a norm's weight and bias."""
+    """Rename `gamma` and `beta` of old files to a norm's `weight` and `bias`."""
     new = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     return {
         re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: new[m.group()], k): v

@@ -3,7 +3,6 @@
 The Transformer's folder is named there; it has `config.json`, weights, tokenizer, and one of SENTENCE_FILES.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers
 
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.json_files import read_json, read_object, read_optional_object
 from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
@@ -139,13 +139,18 @@ def encoder_folder(folder: Path) -> Path:
     return folder
 
 
+def config_file(folder: Path) -> Path:
+    """Return the `config.json` of a checkpoint, which may be in a folder that `modules.json` names."""
+    return encoder_folder(folder) / "config.json"
+
+
 def read_module_list(folder: Path) -> list[tuple[str, Path]]:
     """Return the class name and the folder of each module in `modules.json`, in order.
 
     Raises CheckpointError for a module of another package, and for a folder outside the directory.
     """
     path, modules = folder / MODULES, []
-    document = _read_json(path)
+    document = read_json(path)
     if not isinstance(document, list):
         raise CheckpointError(f"{path}: must be a list of modules, not {type(document).__name__}")
     for module in document:
@@ -203,7 +208,7 @@ def _find_sentence_config(folder: Path) -> tuple[Path, Mapping[str, Any]] | None
         return None
     for name in SENTENCE_FILES:
         path = encoder_folder(folder) / name
-        document = read_settings(path) if path.is_file() else {}
+        document = read_optional_object(path)
         if document:
             return path, document
     return None
@@ -217,7 +222,7 @@ def read_root_config(folder: Path) -> Mapping[str, Any]:
     path = folder / ROOT
     if not is_sentence_directory(folder) or not path.is_file():
         return {}
-    document = read_settings(path)
+    document = read_object(path)
     ROOT_TABLE.check(path, document)
     prompts = document.get("prompts") or {}
     if not isinstance(prompts, Mapping):
@@ -243,7 +248,7 @@ def read_pooling_mode(path: Path) -> tuple[str, ...]:
 
     Raises CheckpointError for what is no way to pool.
     """
-    document = read_settings(path)
+    document = read_object(path)
     mode = document.get("pooling_mode")
     if mode is None:
         active = tuple(mode for switch, mode in POOLING_MODES.items() if document.get(switch))
@@ -285,22 +290,5 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
     return {
         str(path.relative_to(folder)): unknown
         for path, table in documents
-        if path.is_file() and (unknown := table.unknown_settings(read_settings(path)))
+        if path.is_file() and (unknown := table.unknown_settings(read_object(path)))
     }
-
-
-def read_settings(path: Path) -> Mapping[str, Any]:
-    """Return a JSON object. Raises CheckpointError for another content, and for a missing file."""
-    document = _read_json(path)
-    if not isinstance(document, Mapping):
-        raise CheckpointError(f"{path}: must be a JSON object, not {type(document).__name__}")
-    return document
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None

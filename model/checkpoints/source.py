@@ -1,7 +1,7 @@
-"""What is exported, evaluated or asked: a checkpoint in the hub's layout, trained here or elsewhere, with its heads.
+"""A checkpoint in the hub's layout with its heads and tokenizer, for export, evaluation and teachers.
 
-Which heads it has is read from `heads.json` (a joint checkpoint), else from `modules.json` (a sentence-transformers
-directory), else from `architectures`, as those of an older CrossEncoder. What cannot be served is refused by name.
+The heads are in `heads.json` (a joint checkpoint), else in `modules.json` (a sentence-transformers directory), else in
+`architectures`, as for an older CrossEncoder. A checkpoint that cannot be served is refused by name.
 """
 
 import re
@@ -14,46 +14,42 @@ import tokenizers
 from torch import nn
 
 from model.checkpoints import tokenizer_files
-from model.checkpoints.checkpoint import (
-    config_file,
-    is_cross_encoder,
-    load_encoder,
-    load_model,
-    locate,
-    read_config,
-    read_json,
-    read_pooling,
-    read_weights,
-)
+from model.checkpoints.head_config import is_cross_encoder, read_pooling
 from model.checkpoints.hub_names import CheckpointError, from_hub
+from model.checkpoints.json_files import read_json, read_object
+from model.checkpoints.reader import load_encoder, load_model, locate, read_config, read_weights
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
+    config_file,
     encoder_folder,
     lower_case,
     read_module_list,
     read_root_config,
     read_sentence_config,
-    read_settings,
 )
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
-from model.heads import Model, SentenceEmbedding
+from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core.bundle import Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
 MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
-ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")  # what our embedding head is
-ALONE = re.compile("Transformer")  # a CrossEncoder, whose head is the architecture's own
+ORDER = re.compile(
+    r"Transformer, Pooling(, Dense)*(, Normalize)?"
+)  # the modules that our embedding head supports
+TRANSFORMER_ONLY = re.compile(
+    "Transformer"
+)  # a CrossEncoder, which has the architecture's own head
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model with its tokenizer (without truncation or padding) and the longest input it takes, in tokens."""
+    """A model with its tokenizer (without truncation or padding) and its maximum length in tokens."""
 
     folder: Path
-    model: Model
+    model: EncoderWithHeads
     tokenizer: tokenizers.Tokenizer
     max_length: int
 
@@ -70,7 +66,7 @@ def read_source(name: str | Path, task: Task | None = None) -> Source:
     return Source(folder, model, tokenizer, read_max_length(folder))
 
 
-def _read_model(folder: Path, task: Task | None) -> Model:
+def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
@@ -98,46 +94,42 @@ def tokenizer_file(folder: Path, output: Path) -> Path:
 
 
 def read_max_length(folder: Path) -> int:
-    """sentence-transformers' figure, else the tokenizer's; never more than the position table has rows."""
+    """Return the maximum length in tokens: the declared one, at most the number of positions."""
     positions = read_config(folder).max_length
-    said = said_length(folder)
-    return positions if said is None else min(said, positions)
+    declared = read_declared_length(folder)
+    return positions if declared is None else min(declared, positions)
 
 
-def said_length(folder: Path) -> int | None:
-    """sentence-transformers' figure, else the tokenizer's, where there is one that means something."""
-    said = read_sentence_config(folder).get("max_seq_length")
-    if said is None:
+def read_declared_length(folder: Path) -> int | None:
+    """Return sentence-transformers' maximum length, else the tokenizer's; None for none or "no limit"."""
+    length = read_sentence_config(folder).get("max_seq_length")
+    if length is None:
         return read_model_max_length(encoder_folder(folder))
-    return None if said > MAX_LENGTH else int(said)
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return dict(read_json(path)) if path.is_file() else {}
+    return None if length > MAX_LENGTH else int(length)
 
 
 # -- sentence-transformers ------------------------------------------------------------------------
 
 
-def _cross_encoder(folder: Path) -> Model:
-    """A text classifier. Raises CheckpointError for one that is made of modules, or of another architecture."""
-    _modules(folder, ALONE, "Transformer alone in a CrossEncoder")
+def _cross_encoder(folder: Path) -> EncoderWithHeads:
+    """Load a CrossEncoder. Raises CheckpointError for further modules, and for another architecture."""
+    _modules(folder, TRANSFORMER_ONLY, "Transformer alone in a CrossEncoder")
     model = load_model(folder)
     if [*model.described] != ["classification"]:
         raise CheckpointError(f"{folder}: cannot serve a CrossEncoder that is no text classifier")
     return model
 
 
-def _sentence_transformer(folder: Path) -> Model:
-    """The encoder, and one embedding head made of the modules that follow it."""
+def _sentence_transformer(folder: Path) -> EncoderWithHeads:
+    """Load an encoder, and an embedding head from the modules that follow it."""
     pooling, normalize, dense = read_modules(folder)
     return _embedding_model(folder, pooling, normalize, dense)
 
 
 def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
-    """How the modules behind the encoder pool, whether they normalise, and the dense layers between.
+    """Return the pooling and normalization of the modules after the encoder, and the dense layers between.
 
-    Raises CheckpointError naming what our head does not compute.
+    Raises CheckpointError naming an unsupported module.
     """
     modules = _modules(folder, ORDER, "Transformer, Pooling, any Dense, and Normalize or not")
     (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
@@ -145,8 +137,11 @@ def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
     return pooling, modules[-1][0] == "Normalize", tuple(dense)
 
 
-def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str, Path]]:
-    """Each module's kind and folder. Raises CheckpointError, with what they must be, unless they are in this order."""
+def _modules(folder: Path, order: re.Pattern[str], expected: str) -> list[tuple[str, Path]]:
+    """Return each module's kind and folder. Raises CheckpointError where they are not in this order.
+
+    expected: the order, for the message
+    """
     read_root_config(folder)
     modules = read_module_list(folder)
     for kind, _ in modules:
@@ -155,10 +150,12 @@ def _modules(folder: Path, order: re.Pattern[str], said: str) -> list[tuple[str,
     kinds = ", ".join(kind for kind, _ in modules)
     if not order.fullmatch(kinds):
         path = folder / "modules.json"
-        raise CheckpointError(f"{path}: cannot serve {kinds or 'no modules'}: they must be {said}")
+        raise CheckpointError(
+            f"{path}: cannot serve {kinds or 'no modules'}: they must be {expected}"
+        )
     for kind, place in modules:
         if kind == "Normalize" and (place / "config.json").is_file():
-            NORMALIZE_TABLE.check(place / "config.json", read_settings(place / "config.json"))
+            NORMALIZE_TABLE.check(place / "config.json", read_object(place / "config.json"))
     return modules
 
 
@@ -171,7 +168,7 @@ def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
 
 def _embedding_model(
     folder: Path, pooling: str, normalize: bool, dense: Sequence[nn.Module]
-) -> Model:
+) -> EncoderWithHeads:
     encoder = load_encoder(folder, pooler=False)
     outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
     head = Head.model_validate(
@@ -183,7 +180,7 @@ def _embedding_model(
             "demo": read_json(config_file(folder)).get("demo", False),
         }
     )
-    model = Model(encoder.config, {"embedding": head})
+    model = EncoderWithHeads(encoder.config, {"embedding": head})
     model.encoder = encoder
     model.heads["embedding"] = SentenceEmbedding(pooling, nn.Sequential(*dense))
     return model.eval()
@@ -191,7 +188,7 @@ def _embedding_model(
 
 def _dense(path: Path) -> list[nn.Module]:
     file = path / "config.json"
-    config = read_settings(file)
+    config = read_object(file)
     DENSE_TABLE.check(file, config)
     inputs, outputs = _get(file, config, "in_features", "out_features")
     bias, activation = config.get("bias", True), config.get("activation_function", TANH)

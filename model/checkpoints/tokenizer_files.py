@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer, models
 
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_classes import (
     ALWAYS_AS_SAVED,
@@ -27,7 +28,6 @@ from model.checkpoints.tokenizer_classes import (
 from model.checkpoints.tokenizer_settings import (
     NAMED,
     TokenizerSettings,
-    read_object,
     read_settings,
 )
 from model.checkpoints.tokenizer_tables import TOKENIZER_CONFIG, TOKENIZER_JSON
@@ -52,7 +52,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / SAVED
     try:
-        config = read_object(folder / "config.json")
+        config = read_optional_object(folder / "config.json")
         saved = read_object(path) if path.is_file() else None
         parsed = load_tokenizer(path) if saved is not None else None
         settings = read_settings(folder, saved)

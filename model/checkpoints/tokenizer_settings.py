@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from model.checkpoints.checkpoint import read_json
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.json_files import read_optional_object
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_classes import Token
 from model.checkpoints.tokenizer_tables import SPECIAL, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
@@ -21,14 +21,6 @@ from model.checkpoints.tokenizer_tables import SPECIAL, SPECIAL_TOKENS_MAP, TOKE
 NAMED = tuple(setting.name for setting in SPECIAL)  # the order in which missing ones are added
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_LENGTH = 1_000_000  # tokens; files write "no limit" as a larger number
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object, empty if there is no file. Raises CheckpointError for other JSON."""
-    document = read_json(path) if path.is_file() else {}
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: {shown(document)} is not a JSON object")
-    return document
 
 
 def make_token(path: Path, name: str, value: Mapping[str, Any], **fixed: bool) -> AddedToken:
@@ -125,7 +117,7 @@ def read_settings(folder: Path, saved: Mapping[str, Any] | None) -> TokenizerSet
     Raises CheckpointError naming the file and the setting that is refused or has another type.
     """
     path = folder / TOKENIZER_CONFIG.file
-    values = read_object(path)
+    values = read_optional_object(path)
     _check(path, values)
     settings = TokenizerSettings(folder, values, dict.fromkeys(values, path))
     if values.get("additional_special_tokens") and not values.get("extra_special_tokens"):
@@ -183,7 +175,7 @@ def _read_decoder(settings: TokenizerSettings, path: Path, decoder: Any) -> None
 def _read_map(settings: TokenizerSettings, path: Path) -> None:
     """Merge `special_tokens_map.json`, whose values replace the values of `tokenizer_config.json`."""
     lists = ("extra_special_tokens", "additional_special_tokens")
-    for name, value in read_object(path).items():
+    for name, value in read_optional_object(path).items():
         if not name.endswith("_token") and name not in lists:
             raise CheckpointError(f"{path}: {shown(name)} is not a special token; remove it")
         if name == "extra_special_tokens":
@@ -220,7 +212,7 @@ def _read_added(settings: TokenizerSettings, path: Path) -> None:
     special = {str(values[name]) for name in NAMED if values.get(name)}
     extra = values.get("extra_special_tokens") or []
     special |= {str(token) for token in extra} if isinstance(extra, list) else set()
-    for content, index in read_object(path).items():
+    for content, index in read_optional_object(path).items():
         is_special = content in special
         token = AddedToken(content, normalized=not is_special, special=is_special)
         _declare(settings, path, index, token)
@@ -275,7 +267,7 @@ def _named_tokens(
 def read_model_max_length(folder: Path) -> int | None:
     """Return `model_max_length` in tokens, None for no limit. Raises CheckpointError for a value that is no number."""
     path = folder / TOKENIZER_CONFIG.file
-    values = read_object(path)
+    values = read_optional_object(path)
     name = next((name for name in ("model_max_length", "max_len") if name in values), None)
     value = None if name is None else values[name]
     if value is None:

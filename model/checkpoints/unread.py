@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from model.checkpoints.config_table import unknown_settings
+from model.checkpoints.json_files import read_object
 from model.checkpoints.sentence_config import (
     encoder_folder,
-    read_settings,
     unknown_sentence_settings,
 )
 
@@ -13,6 +13,6 @@ from model.checkpoints.sentence_config import (
 def unread_settings(folder: Path) -> str:
     """Return the names by their files: `config.json: a, b; 1_Pooling/config.json: c`. Empty where there are none."""
     path = encoder_folder(folder) / "config.json"
-    names = {str(path.relative_to(folder)): unknown_settings(read_settings(path))}
+    names = {str(path.relative_to(folder)): unknown_settings(read_object(path))}
     names |= unknown_sentence_settings(folder)
     return "; ".join(f"{file}: {', '.join(unknown)}" for file, unknown in names.items() if unknown)

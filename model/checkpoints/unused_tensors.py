@@ -58,7 +58,7 @@ def _without_effect(family: Family) -> Iterator[str]:
     if getattr(
         family.encoder, "has_pooler", False
     ):  # of its own, which heads of tokens and spans do not read
-        for stem in family.trunk[r"pooler\.dense"]:
+        for stem in family.encoder_names[r"pooler\.dense"]:
             yield from _stem(family, stem)
     if family.model_type.startswith("deberta"):
         yield rf"embeddings\.{TABLE}\.weight"

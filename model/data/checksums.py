@@ -1,8 +1,8 @@
 """The known data sets: their terms, and the SHA-256 of their files.
 
 `datasets.toml` describes each data set: origin, terms, rows, and the SHA-256 of each file by its path below the folder
-of the data. Training compares every file that it reads, so that what a manifest states of its data is true. A file that
-no entry names belongs to the user and is not compared.
+of the data. Training compares every file that it reads, so that a manifest states the right data. A file without an
+entry belongs to the user and is not compared.
 """
 
 import functools
@@ -23,25 +23,25 @@ class DataError(ValueError):
 
 
 class Locked(bundle.DataSet):
-    """A data set as the lock has it: what a manifest says of it, what its rows are, and each file's SHA-256."""
+    """A data set in the lock file: its description for manifests, its rows, and each file's SHA-256."""
 
     rows: str
     files: dict[str, Annotated[str, StringConstraints(pattern=bundle.SHA256)]]
 
     def describe(self, used_for: str) -> bundle.DataSet:
-        """What a manifest says of it."""
+        """Return the description for a manifest."""
         own = self.model_dump(include=set(bundle.DataSet.model_fields))
         return bundle.DataSet.model_validate({**own, "used_for": used_for})
 
 
 def read_lock() -> dict[str, Locked]:
-    """The data sets by their keys. Raises ValueError naming the field that is not as it should be."""
+    """Read the data sets by their keys. Raises ValueError naming a wrong field."""
     tables = tomllib.loads(LOCK.read_text(encoding="utf-8"))
     return {key: Locked.model_validate(table) for key, table in tables.items()}
 
 
 def hash_file(path: Path) -> str:
-    """The SHA-256 of a file, computed once as long as the file is not changed."""
+    """Return the SHA-256 of a file, cached until the file changes."""
     stat = path.stat()
     return _hash(path.absolute(), stat.st_mtime_ns, stat.st_size)
 
@@ -52,7 +52,7 @@ def _hash(path: Path, *_: int) -> str:
 
 
 def check(path: Path) -> None:
-    """Raises DataError for a file that lies under the path of a locked one and is another."""
+    """Raise DataError for a file with the path of a locked one and another content."""
     whole = Path(os.path.abspath(path)).as_posix()
     for locked in read_lock().values():
         for file, expected in locked.files.items():

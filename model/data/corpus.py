@@ -1,4 +1,4 @@
-"""Pretraining text: read, split into sentences, and tokenised once.
+"""Pretraining text: read, split into sentences, and tokenized once.
 
 A file holds one paragraph per line and an empty line between documents.
 """
@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 
 from model.data import checksums
 from model.data.checksums import DataError
+from service.core.packing import Ints
 
-Ints = NDArray[np.int64]
-
-VERSION = 2  # of the rules by which text becomes tokens: another makes another cache
+VERSION = 2  # of the rules for splitting and tokenizing text, part of the cache's name
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, UnicodeError)
 
-# A sentence ends at . ! or ? (and closing quotes) before a blank and what may begin one. Not after these.
+# A sentence ends at . ! or ? (and closing quotes) before a space and a possible first character. Not after these.
 BOUNDARY = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Lt|Col|Gen|Capt|Sgt|Rev|Hon|Gov|Sen|Rep|No|Vol|Fig|vs|etc|approx|ca|cf|al|Inc|Ltd|Co|Corp"
@@ -37,7 +36,7 @@ ABBREVIATION = re.compile(
 
 
 def sentences(paragraph: str) -> list[str]:
-    """Cut a paragraph into sentences by rule: good enough for neighbouring text, not a grammar."""
+    """Split a paragraph into sentences by simple rules."""
     found, start = [], 0
     for boundary in BOUNDARY.finditer(paragraph):
         if ABBREVIATION.search(paragraph, start, boundary.start()):
@@ -48,9 +47,9 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a file in UTF-8, packed (`.gz`, `.xz`) or not.
+    """Yield the numbered lines of a UTF-8 file, compressed (`.gz`, `.xz`) or not.
 
-    Raises DataError naming one that is cut short, damaged or not in UTF-8, and how far it can be read.
+    Raises DataError for a truncated or damaged file or one that is not UTF-8, with the last readable line.
     """
     number = 0
     try:
@@ -62,7 +61,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def documents(files: Iterable[Path]) -> Iterator[list[str]]:
-    """The paragraphs of each document, in order, of `.txt`, `.gz` and `.xz` files. Raises as `read_lines` does."""
+    """Yield the paragraphs of each document in `.txt`, `.gz` and `.xz` files. Raises DataError as `read_lines` does."""
     for path in files:
         if path.suffix not in OPENERS:
             raise ValueError(f"{path}: the corpus is read from {', '.join(OPENERS)} files")
@@ -74,7 +73,12 @@ def documents(files: Iterable[Path]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids `[N]`, where each sentence starts `[M + 1]`, and each document's first sentence `[D + 1]`."""
+    """Tokenized text.
+
+    ids: [tokens]
+    sentence_starts: [sentences + 1] index of each sentence's first token
+    document_starts: [documents + 1] index of each document's first sentence
+    """
 
     ids: NDArray[np.uint16]
     sentence_starts: Ints
@@ -89,17 +93,17 @@ class Corpus:
         return len(self.sentence_starts) - 1
 
     def tokens(self, first: int, last: int) -> Ints:
-        """The tokens of sentences first (inclusive) to last (exclusive)."""
+        """Return the tokens of sentences first (inclusive) to last (exclusive)."""
         return self.ids[self.sentence_starts[first] : self.sentence_starts[last]].astype(np.int64)
 
     def document_of(self, sentence: int) -> tuple[int, int]:
-        """The sentences [first, last) of the document that a sentence stands in."""
+        """Return the sentences [first, last) of a sentence's document."""
         document = bisect.bisect_right(self.document_starts, sentence) - 1
         return int(self.document_starts[document]), int(self.document_starts[document + 1])
 
 
 def build(files: list[Path], tokenizer: tokenizers.Tokenizer) -> Corpus:
-    """Tokenise files. Token ids must fit 16 bits."""
+    """Tokenize files. Raises ValueError for a vocabulary that does not fit 16 bits, and for no text."""
     if tokenizer.get_vocab_size() > 2**16:
         raise ValueError(f"a vocabulary of {tokenizer.get_vocab_size()} does not fit 16-bit ids")
     ids: list[NDArray[np.uint16]] = []
@@ -109,7 +113,7 @@ def build(files: list[Path], tokenizer: tokenizers.Tokenizer) -> Corpus:
         texts = [
             [text for paragraph in document for text in sentences(paragraph)] for document in chunk
         ]
-        # A sentence begins with the space that divides it from the one before, which some tokenizers spell.
+        # A sentence includes the space before it, because some tokenizers have tokens for it.
         spaced = [
             " " * (number > 0) + text for document in texts for number, text in enumerate(document)
         ]
@@ -132,21 +136,22 @@ def _starts(lengths: list[int]) -> Ints:
 
 
 def load(files: list[Path], tokenizer_file: Path, cache: Path) -> Corpus:
-    """The corpus of these files, tokenised on first use and kept in `cache` under a name made of all it depends on.
+    """Return the corpus of files, tokenized on first use and then read from `cache`.
 
-    Raises DataError for a file that is not as it is locked.
+    The cache's name is a hash of the files, the tokenizer and VERSION.
+    Raises DataError for a file that differs from its lock.
     """
     key = hashlib.sha256(tokenizer_file.read_bytes())
     key.update(f"sentences {VERSION}".encode())
-    for path in files:
-        checksums.check(path)
-        key.update(bytes.fromhex(checksums.hash_file(path)))
-    kept = cache / f"corpus-{key.hexdigest()[:16]}.npz"
-    if not kept.is_file():
+    for file in files:
+        checksums.check(file)
+        key.update(bytes.fromhex(checksums.hash_file(file)))
+    path = cache / f"corpus-{key.hexdigest()[:16]}.npz"
+    if not path.is_file():
         corpus = build(files, tokenizers.Tokenizer.from_file(str(tokenizer_file)))
         cache.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(".partial.npz")
+        partial = path.with_suffix(".partial.npz")
         np.savez(partial, **vars(corpus))
-        partial.rename(kept)
-    with np.load(kept, allow_pickle=False) as arrays:
+        partial.rename(path)
+    with np.load(path, allow_pickle=False) as arrays:
         return Corpus(arrays["ids"], arrays["sentence_starts"], arrays["document_starts"])

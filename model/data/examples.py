@@ -1,9 +1,9 @@
-"""The four tasks as training sees them: rows to examples, examples to batches, outputs to losses.
+"""The four tasks in training: rows to examples, examples to batches, outputs to losses.
 
-Text is cut by the service's own Encoder. What the model should say of it is laid on the tokens
-through their offsets, in the places where the service will read it.
+The service's own Encoder tokenizes text. Labels are mapped to tokens through the tokens' offsets, at the
+places where the service reads outputs.
 
-T tokens, B sequences, S longest, C labels, D vector
+Shapes as in `model/bert.py`, and n tokens of a window, D numbers of a vector, W words.
 """
 
 import functools
@@ -21,21 +21,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
 from model.settings_checks import check_choice, check_counts, check_types
 from service.core import bundle, packing, tags
 from service.core.encode import Encoded, Encoder, Encoding, Window
+from service.core.packing import Ints
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool]
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
-SCALE = 20.0  # what cosines are multiplied by before a softmax
+SCALE = 20.0  # factor of cosines before a softmax
 
-# How far two vectors `[..., D]` are from each other, and the margin that goes with it.
-DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+# Distances of two vectors `[..., D]`, and the default margin of each.
+TRIPLET_DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "euclidean": (lambda a, b: torch.linalg.vector_norm(a - b, dim=-1), 1.0),
     "cosine": (lambda a, b: 1 - F.cosine_similarity(a, b, dim=-1), 0.2),
 }
@@ -43,32 +43,32 @@ DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
 
 @dataclass
 class HeadSettings:
-    """What a run is told of one head: a `[heads.<name>]` table of its TOML file."""
+    """The settings of one head: a `[heads.<name>]` table of a run's TOML file."""
 
     task: bundle.Task
     train: list[str]
     dev: str = ""
-    batch_size: int = 32  # rows of a micro-batch; for embeddings, texts that belong together
-    scored_batch_size: int = 32  # embeddings: pairs with a score, a micro-batch of their own
-    weight: float = 1.0  # of this head's loss among the others
-    teacher: str = ""  # a checkpoint with this head, whose answers are learnt beside the labels
+    batch_size: int = 32  # rows of a micro-batch; for embeddings, groups of related texts
+    scored_batch_size: int = 32  # embeddings: pairs with a score, in a separate micro-batch
+    weight: float = 1.0  # of this head's loss
+    teacher: str = ""  # a checkpoint with this head, whose outputs it learns in addition to labels
     replace_words: float = (
         0.0  # for a head with a teacher: share of words replaced at the first step
     )
-    # Classification: labels of the training rows and those that they become; rows with a dropped label are left out.
+    # Classification: replacements for labels of training rows; rows with a dropped label are left out.
     label_map: dict[str, str] = field(default_factory=dict)
     drop_labels: list[str] = field(default_factory=list)
     max_length: int = 0  # 0: the run's
-    stride: int = 64  # ner and qa: tokens that neighbouring windows share
-    # How embeddings are learnt.
+    stride: int = 64  # ner and qa: tokens that adjacent windows share
+    # Losses of embeddings.
     loss: str = "cosent"  # from scored pairs: "cosent" or "cosine"
-    contrast: str = "ranking"  # from texts that belong together: "ranking" or "triplet"
-    scale: float = SCALE  # ranking: what cosines are multiplied by
-    symmetric: bool = True  # ranking: positives must find their anchors, too
+    contrast: str = "ranking"  # from related texts: "ranking" or "triplet"
+    scale: float = SCALE  # ranking: factor of cosines
+    symmetric: bool = True  # ranking: rank anchors for positives, too
     distance: str = "euclidean"  # triplet: "euclidean" or "cosine"
     margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
-    # What the manifest will say of the head.
-    labels: list[str] = field(default_factory=list)  # empty: those that occur in the data
+    # Fields of the manifest.
+    labels: list[str] = field(default_factory=list)  # empty: the labels in the data
     problem_type: bundle.ProblemType = SINGLE_LABEL
     pooling: Literal["mean", "cls"] = "mean"
     normalize: bool = True
@@ -80,7 +80,7 @@ class HeadSettings:
         check_types(self)
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
-        check_choice("distance", self.distance, DISTANCES)
+        check_choice("distance", self.distance, TRIPLET_DISTANCES)
         for name, value in (("scale", self.scale), ("margin", self.margin)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")
@@ -101,23 +101,23 @@ class HeadSettings:
 
 
 def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:
-    """The manifest's description of a head; labels that are not given are those of the rows."""
-    keep = {name: getattr(settings, name) for name in ("max_answer_tokens", "max_query_tokens")}
+    """Return a head's description for the manifest; without labels in the settings it has the rows' labels."""
+    lengths = {name: getattr(settings, name) for name in ("max_answer_tokens", "max_query_tokens")}
     described: dict[str, Any] = {"task": settings.task, "demo": settings.demo}
     match settings.task:
         case "classification" if settings.problem_type == "regression":
             described |= {"labels": settings.labels or ["score"]}
         case "classification":
-            found = sorted({label for row in rows for label in row.labels})
-            if not settings.labels and len(found) == 1:
-                raise DataError(f"{rows[0].where}: all rows have the label {found[0]!r}")
-            described |= {"labels": settings.labels or found}
+            labels = sorted({label for row in rows for label in row.labels})
+            if not settings.labels and len(labels) == 1:
+                raise DataError(f"{rows[0].where}: all rows have the label {labels[0]!r}")
+            described |= {"labels": settings.labels or labels}
         case "ner":
             types = sorted({tag[2:] for row in rows for tag in row.tags if tag != "O"})
-            found = ["O", *(f"{begin}-{name}" for name in types for begin in "BI")]
-            described |= {"labels": settings.labels or found}
+            labels = ["O", *(f"{begin}-{name}" for name in types for begin in "BI")]
+            described |= {"labels": settings.labels or labels}
         case "qa":
-            described |= keep
+            described |= lengths
         case "embedding":
             described |= {"pooling": settings.pooling, "dimensions": hidden_size}
             described |= {"normalize": settings.normalize}
@@ -130,43 +130,43 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
 
 
 def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
-    """The rows of a file, as a head has them. Raises DataError as `rows.read` does."""
+    """Read the rows of a file for a head. Raises DataError as `labelled_rows.read` does."""
     return read_rows(file, head.task, "regression" if is_graded(head) else head.problem_type)
 
 
 def read_training(settings: HeadSettings) -> list[Any]:
     """Read a head's training rows, with `label_map` and `drop_labels` applied.
 
-    Raises DataError as `rows.read` does, and for a label to map or drop that no row has.
+    Raises DataError as `labelled_rows.read` does, and for a label to map or drop that no row has.
     """
-    found = [row for file in settings.train for row in read(file, settings)]
+    rows = [row for file in settings.train for row in read(file, settings)]
     if not (settings.label_map or settings.drop_labels):
-        return found
-    labels = {label for row in found for label in row.labels}
+        return rows
+    labels = {label for row in rows for label in row.labels}
     if unknown := [n for n in (*settings.label_map, *settings.drop_labels) if n not in labels]:
         files = ", ".join(settings.train)
         raise DataError(f"{files}: no row has the label {unknown[0]!r} of label_map or drop_labels")
     return [
         replace(row, labels=tuple(settings.label_map.get(label, label) for label in row.labels))
-        for row in found
+        for row in rows
         if not set(row.labels) & set(settings.drop_labels)
     ]
 
 
 def is_graded(head: HeadSettings | bundle.Head) -> bool:
-    """Are texts graded by a number: of any size (a regression), or from 0 to 1, of a single label?"""
-    alone = len(head.labels) == 1 and head.problem_type != "multi_label_classification"
-    return head.task == "classification" and (head.problem_type == "regression" or alone)
+    """Return whether a text's label is a number: of any size (regression), or from 0 to 1 (a single label)."""
+    single = len(head.labels) == 1 and head.problem_type != "multi_label_classification"
+    return head.task == "classification" and (head.problem_type == "regression" or single)
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is drawn for a batch: encodings, and what the model should say of them.
+    """The unit of a batch: encodings and their labels.
 
     labels: classification, an index, or a float for each label `[C]`; ner, the index of each token's
     label `[n]`; qa, the first and last token of the answer `[2]`; embedding, a score (float), or the
-    numbers (int) of the row and of each of its texts `[1 + n]`, by which equal texts are known.
-    negatives: how many of the encodings, at the end, do not belong to those before.
+    ids (int) of the row and of each of its texts `[1 + texts]`, where equal texts have equal ids.
+    negatives: the number of encodings, at the end, that are negatives.
     """
 
     encodings: tuple[Encoding, ...]
@@ -177,7 +177,7 @@ class Example:
 def encode(
     rows: Sequence[Any], head: bundle.Head, encoder: Encoder, stride: int
 ) -> Iterator[tuple[Encoded, ...]]:
-    """Each row as the service would encode it: one Encoded; for an embedding, one of each text."""
+    """Encode rows as the service does: one Encoded per row; for an embedding, one per text."""
     for start in range(0, len(rows), 1000):  # the tokenizer's own encodings are large
         chunk = rows[start : start + 1000]
         match head.task:
@@ -188,9 +188,10 @@ def encode(
                 texts = [row.text for row in chunk]
                 yield from zip(encoder.texts(texts, truncate="window", stride=shared), strict=True)
             case "qa":
-                asked = [row.question for row in chunk], [row.context for row in chunk]
-                most = head.max_query_tokens
-                windows = encoder.questions(*asked, stride=stride, max_query_tokens=most)
+                pairs = [row.question for row in chunk], [row.context for row in chunk]
+                windows = encoder.questions(
+                    *pairs, stride=stride, max_query_tokens=head.max_query_tokens
+                )
                 yield from zip(windows, strict=True)
             case "embedding":
                 every = iter(encoder.texts([text for row in chunk for text in row.every]))
@@ -200,18 +201,18 @@ def encode(
 def _encode_texts(rows: Sequence[Text], encoder: Encoder) -> Iterator[Encoded]:
     texts = [row.text for row in rows if row.pair is None]
     pairs = [(row.text, row.pair) for row in rows if row.pair is not None]
-    alone = iter(encoder.texts(texts))
+    single = iter(encoder.texts(texts))
     paired = iter(encoder.pairs([a for a, _ in pairs], [b for _, b in pairs]))
-    return (next(alone if row.pair is None else paired) for row in rows)
+    return (next(single if row.pair is None else paired) for row in rows)
 
 
 def examples(
     rows: Sequence[Any], head: bundle.Head, encoder: Encoder, stride: int
 ) -> Iterator[Example]:
-    """What rows train. A row that is longer than a window becomes an example for each of them.
+    """Yield the examples of rows: one, or for a row that is longer than a window, one per window.
 
-    Raises DataError for a label that the head does not have, and for an answer that does not stand
-    where the data says.
+    Raises DataError for a label that the head does not have, and for an answer that is not at its
+    start in the context.
     """
     encodings = encode(rows, head, encoder, stride)
     texts: dict[str, int] = {}
@@ -234,7 +235,7 @@ def examples(
 
 
 def check(rows: Sequence[Any], head: bundle.Head) -> None:
-    """Raises DataError for rows on which the head cannot be judged: other labels, scores for some pairs only."""
+    """Raise DataError for rows that the head cannot be evaluated on: unknown labels, scores for some pairs only."""
     for row in rows:
         match head.task:
             case "classification":
@@ -246,21 +247,22 @@ def check(rows: Sequence[Any], head: bundle.Head) -> None:
 
 
 def check_contrast(rows: Sequence[Any], settings: HeadSettings) -> None:
-    """Raises DataError for the first row from which a triplet would be made and that has no negative."""
+    """Raise DataError for a row without a negative, where the triplet loss needs one."""
     for row in rows if settings.contrast == "triplet" else ():
         if row.score is None and not row.negatives:
             raise DataError(f"{row.where}: no negative, which the triplet loss needs")
 
 
 def text_labels(row: Text, head: bundle.Head) -> NDArray[Any]:
+    """Return a text's label index, or a float for each label, `[C]`. Raises DataError for an unknown label."""
     if is_graded(head):
         if head.problem_type != "regression" and not 0 <= row.score <= 1:
             raise DataError(f"{row.where}: a single label holds from 0 to 1, not {row.score}")
         return np.asarray([row.score], dtype=np.float32)
-    found = _indices(row.where, row.labels, head.labels)
+    indices = _indices(row.where, row.labels, head.labels)
     if head.problem_type == "multi_label_classification":
-        return np.isin(np.arange(len(head.labels)), found).astype(np.float32)
-    return np.asarray(found[0])
+        return np.isin(np.arange(len(head.labels)), indices).astype(np.float32)
+    return np.asarray(indices[0])
 
 
 def _indices(where: str, names: Sequence[str], labels: Sequence[str]) -> Ints:
@@ -274,42 +276,46 @@ def _unknown(where: str, name: str, labels: Sequence[str]) -> DataError:
     return DataError(f"{where}: {name!r} is none of the labels {', '.join(labels)}")
 
 
-class Placed(NamedTuple):
-    """The tokens of a window that are text: their rows, the data's word at each, and whether that
-    word begins with it. A word that a window begins within has no beginning there."""
+class WordTokens(NamedTuple):
+    """The text tokens of a window.
+
+    rows: their indices in the window
+    words: the data's word that each is part of
+    begins: whether each is the first token of its word; False where the word begins in another window
+    """
 
     rows: Ints
     words: Ints
     begins: Bools
 
 
-def place_words(sentence: Sentence, windows: Sequence[Encoding]) -> list[Placed]:
-    """Where the data's words are among the tokens of each window, through the tokens' offsets."""
+def place_words(sentence: Sentence, windows: Sequence[Encoding]) -> list[WordTokens]:
+    """Find the data's words among the tokens of each window, through the tokens' offsets."""
     starts = sentence.starts
     rows = [np.flatnonzero((window.sequence == 0) & _wide(window)) for window in windows]
     spans = [window.offsets[row] for window, row in zip(windows, rows, strict=True)]
-    # By a token's last character: its first may be the blank before the word.
+    # Use a token's last character: its first may be the space before the word.
     words = [np.searchsorted(starts, span[:, 1] - 1, side="right") - 1 for span in spans]
     first = np.full(len(starts), np.iinfo(np.int64).max)
     for word, span in zip(words, spans, strict=True):
         np.minimum.at(first, word, span[:, 0])
-    # A character may be several tokens, each with its offsets; a window may begin with any of them.
+    # A character may be several tokens with equal offsets; a window may begin with any of them.
     begins = [
         (np.diff(word, prepend=-1) > 0) & (span[:, 0] == first[word])
         for word, span in zip(words, spans, strict=True)
     ]
     opening = np.zeros(len(starts), np.int64)  # the id of each word's first token
-    found = list(zip(windows, rows, words, begins, strict=True))
-    for window, row, word, begun in reversed(found):
-        opening[word[begun]] = window.input_ids[row[begun]]
+    parts = list(zip(windows, rows, words, begins, strict=True))
+    for window, row, word, is_first in reversed(parts):
+        opening[word[is_first]] = window.input_ids[row[is_first]]
     return [
-        Placed(row, word, begun & (window.input_ids[row] == opening[word]))
-        for window, row, word, begun in found
+        WordTokens(row, word, is_first & (window.input_ids[row] == opening[word]))
+        for window, row, word, is_first in parts
     ]
 
 
-def word_ends(windows: Sequence[Encoding], placed: Sequence[Placed]) -> list[Bools]:
-    """Whether each of the placed tokens ends its word. A word that a window ends within has no end there."""
+def word_ends(windows: Sequence[Encoding], placed: Sequence[WordTokens]) -> list[Bools]:
+    """Return whether each text token is the last of its word; False where the word ends in another window."""
     ends = [window.offsets[where.rows, 1] for window, where in zip(windows, placed, strict=True)]
     last: dict[int, int] = {}
     for where, end in zip(placed, ends, strict=True):
@@ -325,29 +331,29 @@ def word_ends(windows: Sequence[Encoding], placed: Sequence[Placed]) -> list[Boo
 def token_labels(
     sentence: Sentence, windows: Sequence[Encoding], labels: Sequence[str]
 ) -> list[Ints]:
-    """`[n]` for each window: the index of every token's label, IGNORE_INDEX at special tokens.
+    """Return the index of every token's label, `[n]` for each window, IGNORE_INDEX at special tokens.
 
-    Every token of a word has a label, for the service's words are not the data's ("U.S." is four):
-    where the first one begins an entity, the others are inside it.
+    Every token of a word has a label, because the service's words differ from the data's ("U.S." is
+    four): where the first one begins an entity, the others are inside it.
     """
     named = tag_indices(sentence, labels)
     placed = place_words(sentence, windows)
-    found = []
+    each = []
     for window, where, ends in zip(windows, placed, word_ends(windows, placed), strict=True):
         ids = np.full(len(window), IGNORE_INDEX)
         ids[where.rows] = named[where.words, where.begins.astype(int), ends.astype(int)]
-        found.append(ids)
-    return found
+        each.append(ids)
+    return each
 
 
 def tag_indices(sentence: Sentence, labels: Sequence[str]) -> Ints:
-    """`[W, 2, 2]`: the index of the label, in the scheme of `labels`, of each word's tokens.
+    """Return the label index of each word's tokens, in the scheme of `labels`: `[W, 2, 2]`.
 
-    The second axis is 1 for the token that begins the word, the third for the one that ends it.
+    The second axis is 1 for the first token of the word, the third for the last one.
     Raises DataError for a tag that the labels do not have.
     """
     after = [*sentence.tags[1:], tags.OUTSIDE]
-    found = np.empty((len(sentence.tags), 2, 2), np.int64)
+    indices = np.empty((len(sentence.tags), 2, 2), np.int64)
     for word, (tag, following) in enumerate(zip(sentence.tags, after, strict=True)):
         for begins, ends in product((0, 1), repeat=2):
             first = begins == 1 and tag.startswith("B-")
@@ -356,8 +362,8 @@ def tag_indices(sentence: Sentence, labels: Sequence[str]) -> Ints:
             if index is None:
                 name = tag if tag == tags.OUTSIDE else f"{'B' if first else 'I'}-{tag[2:]}"
                 raise _unknown(sentence.where, name, labels)
-            found[word, begins, ends] = index
-    return found
+            indices[word, begins, ends] = index
+    return indices
 
 
 @functools.cache
@@ -372,14 +378,14 @@ def _wide(window: Encoding) -> Bools:
 
 
 def candidates(window: Encoding) -> Bools:
-    """`[n]` the tokens that may start or end an answer: [CLS], for none, and the context's."""
-    may = (window.sequence == 1) & _wide(window)
-    may[0] = True
-    return may
+    """Return which tokens, `[n]`, may start or end an answer: the context's, and [CLS] for no answer."""
+    is_candidate = (window.sequence == 1) & _wide(window)
+    is_candidate[0] = True
+    return is_candidate
 
 
 def answer_tokens(question: QuestionRow, windows: Sequence[Encoding]) -> list[Ints]:
-    """First and last token of the first answer in each window; (0, 0) where it is not whole."""
+    """Return the first and last token of the first answer in each window; (0, 0) where it is not complete."""
     null = np.zeros(2, dtype=np.int64)
     if not question.answers:
         return [null] * len(windows)
@@ -392,7 +398,7 @@ def answer_tokens(question: QuestionRow, windows: Sequence[Encoding]) -> list[In
         rows = np.flatnonzero(candidates(window))[1:]
         within = (window.offsets[rows, 1] > start) & (window.offsets[rows, 0] < end)
         spans.append(rows[within][[0, -1]] if within.any() else null)
-    # The characters that each window has of it; [CLS] has none.
+    # The range of the answer's characters in each window; [CLS] has none.
     edges = [(w.offsets[a, 0], w.offsets[b, 1]) for w, (a, b) in zip(windows, spans, strict=True)]
     held = [edge for edge in edges if edge[1]]
     whole = min((a for a, _ in held), default=0), max((b for _, b in held), default=0)
@@ -404,8 +410,10 @@ def answer_tokens(question: QuestionRow, windows: Sequence[Encoding]) -> list[In
 
 @dataclass(frozen=True)
 class Batch:
-    """Encodings and their examples' labels. Of pairs, all first texts come before all second, and
-    negatives after them, those of one example together."""
+    """Encodings and their examples' labels.
+
+    In a batch of pairs, the encodings are all first texts, all second texts, and the negatives of each example.
+    """
 
     encodings: list[Encoding]
     labels: list[NDArray[Any]]
@@ -416,15 +424,15 @@ class Batch:
 
 
 class Loss(NamedTuple):
-    """The mean over a batch; and what guessing evenly would cost, the unit in which heads add up."""
+    """A mean loss, and the loss of a uniform prediction, by which losses of several heads are divided."""
 
     value: Tensor
-    chance: float
+    uniform: float
 
 
 @dataclass(frozen=True)
-class Stream:
-    """An endless, shuffled, repeatable row of batches for one head, and how they are judged."""
+class ExampleStream:
+    """An endless, shuffled, reproducible stream of batches for one head, with its loss."""
 
     name: str
     head: str
@@ -435,37 +443,37 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The examples of an epoch."""
+        """The number of examples in an epoch."""
         return len(self.examples)
 
     def batch(self, seed: tuple[int, ...], step: int) -> Batch:
-        """The batch of a step: a pure function of seed and step.
+        """Return the batch of a step: a pure function of seed and step.
 
-        Of several texts that belong together, sample i takes two, by the stream (seed, step, i).
+        Sample i takes two of several related texts, chosen by the random stream (seed, step, i).
         """
-        drawn = [self.examples[i] for i in draw(len(self.examples), self.batch_size, seed, step)]
-        if len(drawn[0].encodings) == 1:
-            return Batch([example.encodings[0] for example in drawn], [e.labels for e in drawn])
-        drawn = [_two(example, [*seed, step, index]) for index, example in enumerate(drawn)]
+        samples = [self.examples[i] for i in draw(len(self.examples), self.batch_size, seed, step)]
+        if len(samples[0].encodings) == 1:
+            return Batch([each.encodings[0] for each in samples], [e.labels for e in samples])
+        samples = [_two(example, [*seed, step, index]) for index, example in enumerate(samples)]
         places = [slice(0, 1), slice(1, 2), slice(2, None)]
-        encodings = [e for place in places for example in drawn for e in example.encodings[place]]
-        return Batch(encodings, [example.labels for example in drawn])
+        encodings = [e for place in places for example in samples for e in example.encodings[place]]
+        return Batch(encodings, [example.labels for example in samples])
 
 
 def _two(example: Example, seed: list[int]) -> Example:
-    """The example with two of its texts that belong together, and its negatives."""
+    """Return the example with two of its related texts, and its negatives."""
     every = len(example.encodings)
-    together = every - example.negatives
-    if together == 2:
+    related = every - example.negatives
+    if related == 2:
         return example
-    chosen = np.random.default_rng(seed).choice(together, size=2, replace=False)
-    kept = [*chosen, *range(together, every)]
+    chosen = np.random.default_rng(seed).choice(related, size=2, replace=False)
+    kept = [*chosen, *range(related, every)]
     labels = example.labels[[0, *(1 + i for i in kept)]]
     return Example(tuple(example.encodings[i] for i in kept), labels, example.negatives)
 
 
 def draw(count: int, size: int, seed: tuple[int, ...], step: int) -> list[int]:
-    """Which of `count` rows a step takes: the next `size` of one shuffled epoch after another."""
+    """Return the rows, below `count`, of a step: the next `size` of one shuffled epoch after another."""
     places = range(step * size, (step + 1) * size)
     return [int(_shuffled(count, seed, place // count)[place % count]) for place in places]
 
@@ -476,39 +484,41 @@ def _shuffled(count: int, seed: tuple[int, ...], epoch: int) -> Ints:
 
 
 def streams(
-    name: str, settings: HeadSettings, head: bundle.Head, found: Sequence[Example]
-) -> list[Stream]:
-    """What trains a head: one stream; or for embeddings, one of texts that belong together and one of scores."""
+    name: str, settings: HeadSettings, head: bundle.Head, examples: Sequence[Example]
+) -> list[ExampleStream]:
+    """Return a head's streams: one; or for embeddings, one of related texts and one of scored pairs."""
     if head.task != "embedding":
         loss = {
             "classification": functools.partial(text_loss, problem_type=head.problem_type),
             "ner": token_loss,
             "qa": span_loss,
         }[head.task]
-        return [Stream(name, name, list(found), settings.batch_size, settings.weight, loss)]
-    together = [example for example in found if example.labels.dtype != np.float32]
-    scored = [example for example in found if example.labels.dtype == np.float32]
+        return [
+            ExampleStream(name, name, list(examples), settings.batch_size, settings.weight, loss)
+        ]
+    related = [example for example in examples if example.labels.dtype != np.float32]
+    scored = [example for example in examples if example.labels.dtype == np.float32]
     kinds = [
-        (settings.contrast, together, settings.batch_size, CONTRASTS[settings.contrast](settings)),
+        (settings.contrast, related, settings.batch_size, CONTRASTS[settings.contrast](settings)),
         (settings.loss, scored, settings.scored_batch_size, SCORED[settings.loss]),
     ]
     return [
-        Stream(f"{name}/{kind}", name, some, size, settings.weight, loss)
+        ExampleStream(f"{name}/{kind}", name, some, size, settings.weight, loss)
         for kind, some, size, loss in kinds
         if some
     ]
 
 
 def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
-    """What a model takes, of one batch."""
+    """Return the inputs of a model for one batch."""
     packed = packing.pack(encodings)
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     ids, types, positions = (torch.as_tensor(array, device=device) for array in arrays)
-    return ids, types, positions, Layout.of(packed.layout, device)
+    return ids, types, positions, PackedLayout.of(packed.layout, device)
 
 
 def forward(model: nn.Module, encodings: Sequence[Encoding], heads: list[str]) -> dict[str, Tensor]:
-    """The named heads' outputs for a packed batch, in full precision: `[B, ...]` or `[T, ...]`."""
+    """Run the named heads on a packed batch, in full precision: `[B, ...]` or `[T, ...]`."""
     device = next(model.parameters()).device
     outputs = model(*pack(encodings, device), heads=heads)
     return {name: output.float() for name, output in outputs.items()}
@@ -517,8 +527,8 @@ def forward(model: nn.Module, encodings: Sequence[Encoding], heads: list[str]) -
 # -- outputs to losses ----------------------------------------------------------------------------
 
 
-def evenly(choices: float) -> float:
-    """What guessing costs, in nats."""
+def uniform_loss(choices: float) -> float:
+    """Return the cross-entropy of a uniform prediction over `choices`, in nats."""
     return math.log(max(choices, 2))
 
 
@@ -527,52 +537,53 @@ def _joined(batch: Batch, logits: Tensor, join: Callable[..., NDArray[Any]] = np
 
 
 def text_loss(logits: Tensor, batch: Batch, problem_type: str | None) -> Loss:
-    """logits [B, C]: cross-entropy, of each label by itself if several may hold or there is only one;
-    squared error."""
+    """Return the loss of logits [B, C]: cross-entropy (binary for several labels or a single one), or squared error."""
     labels = _joined(batch, logits)
     if problem_type == "regression":
         return Loss(F.mse_loss(logits, labels), 1.0)
     if problem_type == "multi_label_classification" or logits.shape[1] == 1:
-        return Loss(F.binary_cross_entropy_with_logits(logits, labels), evenly(2))
-    return Loss(F.cross_entropy(logits, labels), evenly(logits.shape[1]))
+        return Loss(F.binary_cross_entropy_with_logits(logits, labels), uniform_loss(2))
+    return Loss(F.cross_entropy(logits, labels), uniform_loss(logits.shape[1]))
 
 
 def token_loss(logits: Tensor, batch: Batch) -> Loss:
-    """logits [T, C]: cross-entropy at every token of the text."""
+    """Return the loss of logits [T, C]: cross-entropy at every token of the text."""
     labels = tagged(batch, logits)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
-    return Loss(loss, evenly(logits.shape[1]))
+    return Loss(loss, uniform_loss(logits.shape[1]))
 
 
 def tagged(batch: Batch, logits: Tensor) -> Tensor:
-    """The labels of all tokens `[T]`; IGNORE_INDEX at those that have none."""
+    """Return the labels of all tokens `[T]`, IGNORE_INDEX at tokens without one."""
     return _joined(batch, logits, np.concatenate)
 
 
 def span_loss(logits: Tensor, batch: Batch) -> Loss:
-    """logits [T, 2]: cross-entropy of start and of end, among the tokens that may be either."""
+    """Return the loss of logits [T, 2]: cross-entropy of start and end, among the candidates."""
     slots, choices = among_candidates(logits, batch)
-    return Loss(F.cross_entropy(slots, _joined(batch, logits)), evenly(choices))
+    return Loss(F.cross_entropy(slots, _joined(batch, logits)), uniform_loss(choices))
 
 
 def among_candidates(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
-    """`[T, 2]` to `[B, S, 2]`, minus infinity where no answer may be; and in how many places it may, on average."""
-    may = torch.as_tensor(np.concatenate([candidates(window) for window in batch.encodings]))
-    logits = logits.masked_fill(~may.to(logits.device)[:, None], -math.inf)
+    """Return logits `[T, 2]` as `[B, S, 2]`, minus infinity at other tokens; and the mean number of candidates."""
+    is_candidate = torch.as_tensor(
+        np.concatenate([candidates(window) for window in batch.encodings])
+    )
+    logits = logits.masked_fill(~is_candidate.to(logits.device)[:, None], -math.inf)
     sequences = logits.split([len(window) for window in batch.encodings])
     slots = pad_sequence(sequences, batch_first=True, padding_value=-math.inf)
-    return slots, int(may.sum()) / len(sequences)
+    return slots, int(is_candidate.sum()) / len(sequences)
 
 
 def ranking_loss(
     vectors: Tensor, batch: Batch, scale: float = SCALE, symmetric: bool = True
 ) -> Loss:
-    """vectors [2B + N, D]: each anchor must find its positive among those of all rows and all N negatives.
+    """Return the loss of vectors [2B + N, D]: each anchor ranks its positive among all positives and N negatives.
 
     Multiple negatives ranking (Henderson et al. 2017): cross-entropy of `scale` times the cosines.
-    symmetric: the mean of that and of the same for positives, which must find their anchor among all.
-    What is right for an anchor is no negative: positives of its own row, or of an anchor that equals
-    it, and whatever equals its own positive.
+    symmetric: the mean with the loss of positives, each of which ranks its anchor among all anchors.
+    Candidates that are right for an anchor are left out: positives of its row or of an equal anchor,
+    and texts that equal its positive.
     """
     size = len(batch.labels)
     first, others = F.normalize(vectors, dim=1).split([size, len(vectors) - size])
@@ -584,23 +595,23 @@ def ranking_loss(
     np.fill_diagonal(right, False)
     scores = scores.masked_fill(torch.as_tensor(right, device=scores.device), -math.inf)
     own = torch.arange(size, device=scores.device)
-    found = Loss(F.cross_entropy(scores, own), evenly(scores.shape[1]))
+    forward = Loss(F.cross_entropy(scores, own), uniform_loss(scores.shape[1]))
     if not symmetric:
-        return found
-    back = F.cross_entropy(scores[:, :size].T, own)
-    return Loss((found.value + back) / 2, (found.chance + evenly(size)) / 2)
+        return forward
+    backward = F.cross_entropy(scores[:, :size].T, own)
+    return Loss((forward.value + backward) / 2, (forward.uniform + uniform_loss(size)) / 2)
 
 
 def triplet_loss(
     vectors: Tensor, batch: Batch, distance: str, margin: float | None, normalize: bool
 ) -> Loss:
-    """vectors [2B + N, D]: an anchor's negatives are farther from it than its positive by a margin.
+    """Return the loss of vectors [2B + N, D]: negatives must be farther from the anchor than its positive by a margin.
 
     The mean of max(0, margin + distance to the positive - distance to the negative) (Schroff et al.
-    2015; Reimers and Gurevych 2019), of vectors of length 1 where such are served.
+    2015; Reimers and Gurevych 2019). normalize: of unit vectors, for heads that normalize
     """
-    measure, usual = DISTANCES[distance]
-    margin = usual if margin is None else margin
+    measure, default = TRIPLET_DISTANCES[distance]
+    margin = default if margin is None else margin
     size = len(batch.labels)
     vectors = F.normalize(vectors, dim=1) if normalize else vectors
     anchors, positives, negatives = vectors.split([size, size, len(vectors) - 2 * size])
@@ -624,20 +635,20 @@ CONTRASTS = {"ranking": _ranking, "triplet": _triplet}
 
 
 def cosent_loss(vectors: Tensor, batch: Batch) -> Loss:
-    """vectors [2B, D]: of any two pairs, the one with the higher score has the higher cosine.
+    """Return the loss of vectors [2B, D]: a pair with a higher score must have a higher cosine.
 
-    CoSENT (Su 2022): log(1 + sum of exp(20 * (the lower one's cosine - the higher one's))).
+    CoSENT (Su 2022): log(1 + sum of exp(20 * (cosine of the lower score - cosine of the higher score))).
     """
     cosines = F.cosine_similarity(*vectors.chunk(2))
     scores = _joined(batch, vectors)
-    excess = SCALE * (cosines[:, None] - cosines)  # [B, B] of the row's over the column's
+    excess = SCALE * (cosines[:, None] - cosines)  # [B, B] row minus column
     wrong = excess[scores[:, None] < scores]
     terms = torch.cat([wrong.new_zeros(1), wrong])
-    return Loss(torch.logsumexp(terms, dim=0), evenly(len(terms)))
+    return Loss(torch.logsumexp(terms, dim=0), uniform_loss(len(terms)))
 
 
 def cosine_loss(vectors: Tensor, batch: Batch) -> Loss:
-    """vectors [2B, D]: squared error of the cosine against the score."""
+    """Return the loss of vectors [2B, D]: squared error of the cosine against the score."""
     cosines = F.cosine_similarity(*vectors.chunk(2))
     return Loss(F.mse_loss(cosines, _joined(batch, vectors)), 1.0)
 

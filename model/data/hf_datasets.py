@@ -1,12 +1,12 @@
-"""Data sets by name, from the hub or from a directory in its layout, as rows with our names for their columns.
+"""Data sets of the hub, or of a directory in its layout, by name, as rows with our column names.
 
     hub:OWNER/NAME[:CONFIG]/SPLIT[@REVISION][?OURS=THEIRS&...]
 
     hub:stanfordnlp/sst2/train                            hub:nyu-mll/glue:mrpc/validation
     hub:stanfordnlp/snli/train[:10000]@refs/pr/2          hub:./reviews/train?text=body&label=stars
 
-A directory may stand for OWNER/NAME. Columns are known by the names that they commonly have; after a question mark they
-are named one and all. `datasets` fetches and keeps what is not there yet, and runs no code of the data set's.
+A directory may replace OWNER/NAME. Columns are found by their usual names, unless the name lists all of them after a
+question mark. `datasets` downloads and caches data sets, and runs no code of theirs.
 """
 
 import functools
@@ -26,7 +26,7 @@ NAME = re.compile(
 
 NEGATIVES = re.compile(r"negatives?|negative_\d+")
 
-# What a text, or a text and its pair, are called: the first of these that is there.
+# The usual columns of a text and its pair; the first ones present are used.
 TEXTS = (
     ("text", "text_pair"),
     ("premise", "hypothesis"),
@@ -43,7 +43,7 @@ FIELDS = {
     "ner": ["tokens", "tags"],
     "qa": ["question", "context", "answers"],
 }
-NEEDED = {  # any of these will do
+REQUIRED_FIELDS = {  # one of these sets
     "classification": [("text", "label"), ("text", "labels"), ("text", "score")],
     "embedding": [
         ("text", "text_pair", "score"),
@@ -57,27 +57,28 @@ NEEDED = {  # any of these will do
 
 
 def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row stands, and its fields by our names; a label is its name, or with `numbers` its number.
+    """Yield the place of each row, for messages, and its fields by our names.
 
-    Rows that are marked as having no label (-1, but with `numbers`) are left out. Raises DataError naming what is not
-    to be had.
+    numbers: whether a label is its number and not its name
+    Rows without a label (-1, unless `numbers` is set) are left out. Raises DataError naming a missing data set or
+    column.
     """
     match = NAME.fullmatch(name)
     if not match:
         raise DataError(f"{name}: not hub:OWNER/NAME[:CONFIG]/SPLIT[@REVISION][?OURS=THEIRS&...]")
-    found = _load(name, match["path"], match["config"], match["split"], match["revision"])
-    columns = _columns(name, task, found.features, match["columns"])
-    read = {ours: _reader(found.features[theirs], numbers) for ours, theirs in columns.items()}
+    loaded = _load(name, match["path"], match["config"], match["split"], match["revision"])
+    columns = _columns(name, task, loaded.features, match["columns"])
+    read = {ours: _reader(loaded.features[theirs], numbers) for ours, theirs in columns.items()}
     unlabelled = (UNLABELLED,) if numbers else (UNLABELLED, -1)
-    for index, row in enumerate(found.select_columns(sorted({*columns.values()}))):
+    for index, row in enumerate(loaded.select_columns(sorted({*columns.values()}))):
         fields = {ours: read[ours](row[theirs]) for ours, theirs in columns.items()}
         if fields.get("label") not in unlabelled:
             yield f"{name}: row {index}", fields
 
 
-@functools.cache  # a run reads its dev set many times, and must not need the hub for it
+@functools.cache  # a run reads its dev set many times, and needs the hub once
 def _load(name: str, path: str, config: str | None, split: str, revision: str | None) -> Any:
-    import datasets  # slow to import, and needed by few
+    import datasets  # slow to import, and rarely needed
 
     if not Path(path).is_dir() and path.count("/") != 1:
         raise DataError(f"{name}: {path} is neither a directory nor OWNER/NAME on the hub")
@@ -91,17 +92,17 @@ def _load(name: str, path: str, config: str | None, split: str, revision: str | 
 def _columns(
     name: str, task: str, features: Mapping[str, Any], query: str | None
 ) -> dict[str, str]:
-    """Their columns by our names: those that the name itself names, or else those that are known."""
+    """Return the data set's columns by our names: those in the data set's name, else those with usual names."""
     columns = _named(name, task, query) if query else _known(task, features)
-    there = ", ".join(features)
+    present = ", ".join(features)
     for theirs in columns.values():
         if theirs not in features:
-            raise DataError(f"{name}: no column {theirs!r} among {there}")
-    if not any(columns.keys() >= {*needed} for needed in NEEDED[task]):
-        needed = ", or ".join(" and ".join(names) for names in NEEDED[task])
-        example = "&".join(f"{ours}=COLUMN" for ours in NEEDED[task][0])
+            raise DataError(f"{name}: no column {theirs!r} among {present}")
+    if not any(columns.keys() >= {*needed} for needed in REQUIRED_FIELDS[task]):
+        needed = ", or ".join(" and ".join(names) for names in REQUIRED_FIELDS[task])
+        example = "&".join(f"{ours}=COLUMN" for ours in REQUIRED_FIELDS[task][0])
         raise DataError(
-            f"{name}: {task} needs {needed}; the columns are {there}. Say which is which: ?{example}"
+            f"{name}: {task} needs {needed}; the columns are {present}. Say which is which: ?{example}"
         )
     return columns
 
@@ -137,7 +138,7 @@ def _is_float(feature: Any) -> bool:
 
 
 def _reader(feature: Any, numbers: bool) -> Callable[[Any], Any]:
-    """What makes a column's values ours: the names of classes, alone or in a list."""
+    """Return a function from a column's values to ours: class numbers, single or in a list, become names."""
     names = getattr(feature, "names", None)
     if names:
         return lambda n: UNLABELLED if n in (None, -1) else n if numbers else names[n]

@@ -4,13 +4,13 @@
     classification   {"text", "text_pair"?, "label" | "labels" | "score"}       .jsonl
     ner              `token ... TAG` a line, an empty line between sentences    .conll, .txt
     qa               SQuAD 1.1 or 2.0                                           .json
-    embedding        {"text", "text_pair", "score"}, or texts that say the same: {"texts": [...]}
-                     or {"text", "text_pair", "label": "entailment"}, or what belongs together:
+    embedding        {"text", "text_pair", "score"}, or paraphrases: {"texts": [...]}
+                     or {"text", "text_pair", "label": "entailment"}, or related texts:
                      {"anchor", "positive", "negative"?}                        .jsonl
 
-Where a row is a JSON object, a file may also be .tsv: its first line names the columns, and what stands
-between two tabs is text, quotation marks too. Any of them may be packed (.gz, .xz). In the place of a file
-there may be the name of a data set on the hub: see hub.py.
+Where a row is a JSON object, a file may also be .tsv: its first line names the columns, and cells are text,
+including quotation marks. Any file may be compressed (.gz, .xz). The name of a data set on the hub may replace
+a file: see hf_datasets.py.
 """
 
 import json
@@ -27,7 +27,7 @@ from model.data import checksums, hf_datasets
 from model.data.checksums import DataError
 from model.data.corpus import read_lines
 
-SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs that say the same
+SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs with the same meaning
 TAG = re.compile(r"O|[BI]-.+")
 
 
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words and their BIO tags. The words, joined by one blank each, are the text."""
+    """Words and their BIO tags. The text is the words joined by single spaces."""
 
     where: str
     words: list[str]
@@ -62,7 +62,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """A question and its right answers, each with its start in the context; none if there is none."""
+    """A question and its right answers, each with its start in the context; empty if there is no answer."""
 
     where: str
     question: str
@@ -72,9 +72,10 @@ class QuestionRow:
 
 @dataclass(frozen=True)
 class Similar:
-    """Two texts and how alike they are, from 0 to 1; or, with no score, texts that belong together.
+    """Two texts with a similarity score from 0 to 1, or related texts without a score.
 
-    Those are an anchor and its positive, or a group of which any two are; `negatives` do not belong there.
+    texts: a scored pair, an anchor and its positive, or a group of which any two are related
+    negatives: unrelated texts
     """
 
     where: str
@@ -84,14 +85,14 @@ class Similar:
 
     @property
     def every(self) -> tuple[str, ...]:
-        """Its texts, and then its negatives."""
+        """The texts, followed by the negatives."""
         return self.texts + self.negatives
 
 
 def read(source: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
-    """The rows of a file, or of a data set on the hub.
+    """Read the rows of a file, or of a data set on the hub.
 
-    Raises DataError naming file and line, also when there is no row or the file is not as locked.
+    Raises DataError naming file and line, also for no rows, and for a file that differs from its lock.
     """
     named = str(source).startswith(hf_datasets.PREFIX)
     path = Path(source)
@@ -102,28 +103,28 @@ def read(source: str | Path, task: str, problem_type: str | None = None) -> list
         records = _records(path)
     match task:
         case "classification":
-            found: list[Any] = [_text(*record, problem_type) for record in records]
+            rows: list[Any] = [_text(*record, problem_type) for record in records]
         case "ner":
-            found = [_tagged(*record) for record in records] if named else list(_sentences(path))
+            rows = [_tagged(*record) for record in records] if named else list(_sentences(path))
         case "qa":
-            found = [_asked(*record) for record in records] if named else list(_questions(path))
+            rows = [_question(*record) for record in records] if named else list(_questions(path))
         case "embedding":
-            found = list(_similar(str(source), records))
+            rows = list(_similar(str(source), records))
         case _:
             raise ValueError(f"task {task!r} is none of classification, ner, qa, embedding")
-    if not found:
+    if not rows:
         raise DataError(f"{source}: no rows")
-    return found
+    return rows
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each line stands, and the line."""
+    """Yield the place of each line, for messages, and the line."""
     for number, line in read_lines(path):
         yield f"{path}:{number}", line
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row stands, and its fields."""
+    """Yield the place of each row, for messages, and its fields."""
     lines = ((where, line) for where, line in _lines(path) if line.strip())
     if ".tsv" in path.suffixes:
         yield from _columns(lines)
@@ -132,7 +133,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _columns(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table whose first line names the columns; an empty cell is a field that is not there."""
+    """Yield the rows of a table whose first line names the columns; an empty cell is a missing field."""
     where, line = next(lines, ("", ""))
     names = line.rstrip("\n").split("\t")
     if where and not {"text", "anchor"} & set(names):
@@ -156,16 +157,16 @@ def _number(where: str, text: str) -> float:
 
 def _json(where: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise DataError(f"{where}: not a JSON object")
-    return found
+    return document
 
 
 def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
-    """The first of these fields that is there. Raises DataError if none is, or if it is no `kind`."""
+    """Return the first of these fields that is present. Raises DataError if none is, or if it is no `kind`."""
     for name in names:
         if row.get(name) is not None:
             if not isinstance(row[name], kind) or isinstance(row[name], bool):
@@ -188,7 +189,7 @@ def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
 
 
 def _sentences(path: Path) -> Iterator[Sentence]:
-    """Columns are parted by blanks or tabs; the first and the last count. `-DOCSTART-` lines go."""
+    """Yield the sentences of a CoNLL file: the first and last of the columns, without `-DOCSTART-` lines."""
     words: list[str] = []
     tags: list[str] = []
     start = ""
@@ -219,7 +220,7 @@ def _tagged(where: str, row: dict[str, Any]) -> Sentence:
 
 
 def to_bio(tags: Sequence[str]) -> list[str]:
-    """Tags in which every entity begins with B-; IOB1 writes B- only between neighbours of a type."""
+    """Convert IOB1 to BIO: IOB1 has B- only between adjacent entities of a type."""
     before = ["O", *tags[:-1]]
     return [
         f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
@@ -231,19 +232,19 @@ def _questions(path: Path) -> Iterator[QuestionRow]:
     document = _json(str(path), "".join(line for _, line in _lines(path)))
     for article in _get(str(path), document, "data", kind=list):
         for paragraph in article.get("paragraphs", []):
-            for asked in paragraph.get("qas", []):
-                where = f"{path}: question {asked.get('id')!r}"
-                right = [] if asked.get("is_impossible") else asked.get("answers", [])
+            for entry in paragraph.get("qas", []):
+                where = f"{path}: question {entry.get('id')!r}"
+                answers = [] if entry.get("is_impossible") else entry.get("answers", [])
                 yield QuestionRow(
                     where,
-                    _get(where, asked, "question"),
+                    _get(where, entry, "question"),
                     _get(where, paragraph, "context"),
-                    tuple(_answer(where, answer) for answer in right),
+                    tuple(_answer(where, answer) for answer in answers),
                 )
 
 
-def _asked(where: str, row: dict[str, Any]) -> QuestionRow:
-    """Answers are a list of objects, or an object of lists."""
+def _question(where: str, row: dict[str, Any]) -> QuestionRow:
+    """Return a hub row; its answers are a list of objects, or an object of lists."""
     answers = _get(where, row, "answers", kind=dict | list)
     if isinstance(answers, dict):
         texts, starts = (_get(where, answers, n, kind=list) for n in ("text", "answer_start"))
@@ -263,7 +264,7 @@ def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
 
 
 def _similar(source: str, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]:
-    """Scores are stretched from the lowest and highest of all to 0 and 1."""
+    """Yield rows; scores are scaled so that the lowest is 0 and the highest 1."""
     lines = list(records)
     scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
     low, high = min(scores, default=0), max(scores, default=1)
@@ -289,13 +290,13 @@ def _similar(source: str, records: Iterator[tuple[str, dict[str, Any]]]) -> Iter
 
 
 def _anchored(where: str, row: dict[str, Any]) -> Similar:
-    """`negative` may be a string or a list of them, and there may be `negative_1`, `negative_2` and so on."""
+    """Return a row with an anchor. `negative` is a string or a list, or there are `negative_1`, `negative_2`, ..."""
     pair = (_get(where, row, "anchor"), _get(where, row, "positive"))
     negatives: list[str] = []
     for name in filter(hf_datasets.NEGATIVES.fullmatch, row):
         if row[name] is not None:
-            found = _get(where, row, name, kind=str | list)
-            negatives += [found] if isinstance(found, str) else found
+            value = _get(where, row, name, kind=str | list)
+            negatives += [value] if isinstance(value, str) else value
     for text in (*pair, *negatives):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: anchor, positive and negatives must be strings, not blank")

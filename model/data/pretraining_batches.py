@@ -1,10 +1,9 @@
-"""What pretraining reads, step by step: samples of a corpus, with some of their tokens hidden.
+"""Batches of pretraining: samples of a corpus, with some of their tokens masked.
 
-All that a step reads follows from the seed and the step alone, so that a resumed run goes on exactly as an
-uninterrupted one would, and each process of several knows what the others read. Blocks of text are cut and hidden on
-the model's device, all at once.
+The samples of a step are a function of seed and step, so that a resumed run equals an uninterrupted one, and parallel
+processes need no messages. Blocks of text are built and masked on the model's device.
 
-B samples of a step, L longest of them, T tokens, M hidden tokens
+Shapes as in `model/bert.py`: B samples of a step, L tokens of the longest one, T tokens, M masked tokens
 """
 
 import functools
@@ -20,18 +19,19 @@ from tokenizers import models
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from model.attention import Layout
-from model.data.corpus import Corpus, Ints
+from model.attention import PackedLayout
+from model.data.corpus import Corpus
 from model.families.spec import Family, Pairs
 from service.core import packing
+from service.core.packing import Ints
 
 
 @dataclass(frozen=True)
 class Specials:
     """The special tokens of a family in a tokenizer.
 
-    ids: by how the family spells them
-    frame: how they stand around a text, and around a pair: see `Family`
+    ids: by the token's text
+    frame: templates for a text and for a pair, see `Family`
     """
 
     ids: Mapping[str, int]
@@ -42,7 +42,7 @@ class Specials:
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, family: Family) -> "Specials":
-        """Raises ValueError for those that the tokenizer does not have."""
+        """Find a family's special tokens in a tokenizer. Raises ValueError for missing ones."""
         named = family.special_tokens
         wanted = {named["sep"], named["mask"], *_framing(family.frame)}
         ids = {token: tokenizer.token_to_id(token) for token in sorted(wanted)}
@@ -52,33 +52,33 @@ class Specials:
         return cls(ids, family.frame, sep, mask, tokenizer.get_vocab_size())
 
     def room(self, length: int, texts: int = 1) -> int:
-        """How many tokens of text there is room for in a sample of `length`, of one text or of two."""
+        """Return the number of text tokens in a sample of `length` tokens, for one text or two."""
         return length - len(_framing(self.frame[texts - 1 : texts]))
 
     def around(self, *texts: Ints) -> tuple[Ints, Ints]:
-        """One text or two with the tokens around them; and each token's segment."""
-        standing = dict(zip(TEXTS, texts, strict=False))
+        """Return one text or two with their special tokens, and each token's segment."""
+        by_name = dict(zip(TEXTS, texts, strict=False))
         parts, segments = [], []
         for place in self.frame[len(texts) - 1].split():
             name, _, segment = place.partition(":")
-            parts.append(standing.get(name, [self.ids.get(name)]))
+            parts.append(by_name.get(name, [self.ids.get(name)]))
             segments.append(int(segment or 0))
         ids = np.concatenate(parts).astype(np.int64)
         return ids, np.repeat(segments, [len(part) for part in parts])
 
 
 TEXTS = ("$A", "$B")
-TEXT = -1  # stands for any token of a text
+TEXT = -1  # a placeholder for any token of a text
 
 
 def _framing(frames: Iterable[str]) -> list[str]:
-    """The special tokens of frames, in order."""
+    """Return the special tokens of frames, in order."""
     names = (place.partition(":")[0] for frame in frames for place in frame.split())
     return [name for name in names if name not in TEXTS]
 
 
 class Pair(NamedTuple):
-    """Two texts, ids and segments; `is_next` is 0 where the second really follows the first and 1 where it does not."""
+    """Two texts, ids and segments. is_next: 0 where the second text follows the first, else 1"""
 
     input_ids: Ints
     token_type_ids: Ints
@@ -91,9 +91,9 @@ class Pair(NamedTuple):
 def draw_pair(
     corpus: Corpus, specials: Specials, length: int, pairs: Pairs, rng: np.random.Generator
 ) -> Pair:
-    """A pair of at most `length` tokens, starting at a sentence drawn by its share of the corpus' tokens.
+    """Sample a pair of at most `length` tokens, from a sentence that is sampled by its share of the corpus' tokens.
 
-    pairs: how the second text comes about
+    pairs: the objective, which decides the second text
     """
     draw = _next_sentence if pairs == "nsp" else _sentence_order
     return draw(corpus, specials, length, rng)
@@ -102,7 +102,7 @@ def draw_pair(
 def _next_sentence(
     corpus: Corpus, specials: Specials, length: int, rng: np.random.Generator
 ) -> Pair:
-    """Half of the second texts are from elsewhere (Devlin et al. 2019)."""
+    """Sample a pair for next sentence prediction; half of the second texts are random (Devlin et al. 2019)."""
     sentence, end = _start(corpus, rng)
     room = specials.room(length, 2)
     split = _split(corpus, sentence, end, room, rng)
@@ -115,10 +115,10 @@ def _next_sentence(
 def _sentence_order(
     corpus: Corpus, specials: Specials, length: int, rng: np.random.Generator
 ) -> Pair:
-    """Half of the pairs are swapped (Lan et al. 2019).
+    """Sample a pair for sentence order prediction; half of the pairs are swapped (Lan et al. 2019).
 
-    Nothing but what they say tells the two texts apart: both are whole sentences, and neither is the longer one more
-    often. Only where no two sentences have room are they cut, where they do not meet.
+    Only their content distinguishes the two texts: both are whole sentences, and neither is longer on average. If two
+    sentences do not fit, they are truncated at their outer ends.
     """
     room = specials.room(length, 2)
     begin, end = _span(corpus, room, rng)
@@ -133,7 +133,7 @@ def _sentence_order(
 
 
 def _span(corpus: Corpus, room: int, rng: np.random.Generator) -> tuple[int, int]:
-    """The most sentences that there is room for, but two at least, from a random one on or back from one."""
+    """Return the longest range of sentences that fits, but at least two, that begins or ends at a random sentence."""
     starts = corpus.sentence_starts
     if rng.random() < 0.5:
         begin, end = _start(corpus, rng)
@@ -145,9 +145,9 @@ def _span(corpus: Corpus, room: int, rng: np.random.Generator) -> tuple[int, int
 
 
 def _start(corpus: Corpus, rng: np.random.Generator, backwards: bool = False) -> tuple[int, int]:
-    """A random sentence with one after it in its document, and that document's end.
+    """Return a random sentence that has a successor in its document, and the document's end.
 
-    Or its document's beginning, and a random sentence with one before it there.
+    backwards: the document's beginning, and a random sentence that has a predecessor
     """
     for _ in range(1000):
         sentence = _random_sentence(corpus, rng)
@@ -165,15 +165,15 @@ def _random_sentence(corpus: Corpus, rng: np.random.Generator) -> int:
 
 
 def _split(corpus: Corpus, sentence: int, end: int, room: int, rng: np.random.Generator) -> int:
-    """Where the first text ends: after at least one sentence and before the last, at about half the room on average."""
-    wanted = rng.integers(1, max(room, 2))
+    """Return the end of the first text: at least one sentence, not the last, on average half the room."""
+    target = rng.integers(1, max(room, 2))
     starts = corpus.sentence_starts
-    split = int(np.searchsorted(starts, starts[sentence] + wanted, side="left"))
+    split = int(np.searchsorted(starts, starts[sentence] + target, side="left"))
     return min(max(split, sentence + 1), end - 1)
 
 
 def _elsewhere(corpus: Corpus, sentence: int, rng: np.random.Generator) -> Ints:
-    """Text from another document (or, in a corpus of one, from anywhere)."""
+    """Sample text from another document (or, in a corpus of one, from any place)."""
     here = corpus.document_of(sentence)
     for _ in range(10):
         other = _random_sentence(corpus, rng)
@@ -188,15 +188,15 @@ def _elsewhere(corpus: Corpus, sentence: int, rng: np.random.Generator) -> Ints:
 
 @dataclass(frozen=True)
 class PretrainingBatch:
-    """Packed samples, as a model's `losses` takes them.
+    """Packed samples, the arguments of a model's `losses`.
 
     inputs: ids, segments and positions [T], and the layout
-    masked: packed indices of the hidden tokens [M], in order
-    labels: what stood there [M]
-    is_next: what is asked about pairs [B]
+    masked: packed indices of the masked tokens [M], in order
+    labels: their original ids [M]
+    is_next: class of each pair [B]
     """
 
-    inputs: tuple[Tensor, Tensor, Tensor, Layout]
+    inputs: tuple[Tensor, Tensor, Tensor, PackedLayout]
     masked: Tensor
     labels: Tensor
     is_next: Tensor
@@ -204,12 +204,13 @@ class PretrainingBatch:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a step, one a row, before they are packed.
+    """The samples of a step, one per row, before they are packed.
 
-    input_ids, original_ids, token_type_ids: [B, L], with and without what was hidden
-    hidden: [B, L], True where a token is to be guessed
+    input_ids, original_ids: [B, L] after and before masking
+    token_type_ids: [B, L]
+    hidden: [B, L], True where a token is masked
     is_next: [B]
-    lengths, guesses: how many tokens a row has, and how many are hidden, known without a look at the device
+    lengths, predictions: tokens and masked tokens of each row, on the CPU
     """
 
     input_ids: Tensor
@@ -218,7 +219,7 @@ class Samples:
     hidden: Tensor
     is_next: Tensor
     lengths: tuple[int, ...]
-    guesses: tuple[int, ...]
+    predictions: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -229,12 +230,12 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Over how many each loss is the mean."""
+        """The number of items that each loss is the mean of, by loss."""
         pairs = len(self)
-        return {"mlm": sum(self.guesses), "nsp": pairs, "sop": pairs, "rtd": self.tokens}
+        return {"mlm": sum(self.predictions), "nsp": pairs, "sop": pairs, "rtd": self.tokens}
 
     def part(self, number: int, parts: int) -> Self:
-        """One of so many parts, of as many samples as the others or one less."""
+        """Return one of `parts` parts, whose sizes differ by at most one sample."""
         rows = slice(number * len(self) // parts, (number + 1) * len(self) // parts)
         return type(self)(*(value[rows] for value in vars(self).values()))
 
@@ -243,32 +244,32 @@ class Samples:
         layout, positions, real = _frame_of(self.lengths, self.input_ids.shape[1], device)
         grids = (self.input_ids, self.token_type_ids, self.original_ids, self.hidden)
         ids, types, original, hidden = (grid.flatten()[real] for grid in grids)
-        masked = torch.nonzero_static(hidden, size=sum(self.guesses)).squeeze(1)
+        masked = torch.nonzero_static(hidden, size=sum(self.predictions)).squeeze(1)
         return PretrainingBatch(
             (ids, types, positions, layout), masked, original[masked], self.is_next
         )
 
 
-@functools.lru_cache(maxsize=8)  # blocks have the same in every step
+@functools.lru_cache(maxsize=8)  # blocks have the same lengths in every step
 def _frame_of(
     lengths: tuple[int, ...], width: int, device: torch.device
-) -> tuple[Layout, Tensor, Tensor | slice]:
-    """The layout of rows of so many tokens, the tokens' positions, and where they stand in a grid `width` wide."""
+) -> tuple[PackedLayout, Tensor, Tensor | slice]:
+    """Return the layout of rows with these lengths, the tokens' positions, and their places in a `[B, width]` grid."""
     layout = packing.make_layout(lengths)
     positions = torch.as_tensor(packing.positions(layout), device=device)
     if min(lengths) == width:
-        return Layout.of(layout, device), positions, slice(None)
+        return PackedLayout.of(layout, device), positions, slice(None)
     slots = np.flatnonzero(np.arange(width) < np.asarray(lengths)[:, None])
-    return Layout.of(layout, device), positions, torch.as_tensor(slots, device=device)
+    return PackedLayout.of(layout, device), positions, torch.as_tensor(slots, device=device)
 
 
 class Sampler:
-    """Draws the samples of a run's steps, and hides some of their tokens.
+    """Sampler of a run's steps, with masking.
 
-    pairs: how the second text comes about; without one, a sample is a block: running text as long as there is room,
-        that goes on in the next document after a separator (RoBERTa's full sentences, Liu et al. 2019)
-    continues: of each token of the vocabulary, whether it goes on with the word before it: given, all pieces of a word
-        are hidden or none, but for the last word of a sample, of which as many are as are asked for
+    pairs: the objective on pairs of texts; None for blocks: running text of the full length, which continues in the
+        next document after a separator (RoBERTa's full sentences, Liu et al. 2019)
+    continues: whether each token of the vocabulary continues a word. If given, all pieces of a word are masked or none,
+        except in the last masked word of a sample, where the number of masked tokens decides.
     """
 
     def __init__(
@@ -293,10 +294,10 @@ class Sampler:
             self.starts = torch.as_tensor(starts, device=self.device)
 
     def samples(self, *, seed: int, step: int, size: int, length: int, rate: float) -> Samples:
-        """`size` samples of at most `length` tokens each, a share `rate` of whose text is hidden.
+        """Return `size` samples of at most `length` tokens each, with a share `rate` of their text masked.
 
-        Each row has as many hidden tokens as the nearest to its share, and one at least. A separator between the
-        documents of a block counts as text; it is hidden only if there is too little else.
+        Each row has the rounded number of masked tokens, at least one. A separator between the documents of a block
+        counts as text; it is masked only if there is too little other text.
         """
         origin = np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.device).manual_seed(int(origin))
@@ -307,29 +308,29 @@ class Sampler:
             is_next = torch.zeros(size, dtype=torch.long, device=self.device)
             lengths = (length,) * size
         texts = (self.specials.room(tokens, 2 if self.pairs else 1) for tokens in lengths)
-        guesses = tuple(max(1, round(rate * tokens)) for tokens in texts)
-        changed, hidden = self._hide(ids, guesses, generator)
-        return Samples(changed, ids, types, hidden, is_next, lengths, guesses)
+        predictions = tuple(max(1, round(rate * tokens)) for tokens in texts)
+        changed, hidden = self._hide(ids, predictions, generator)
+        return Samples(changed, ids, types, hidden, is_next, lengths, predictions)
 
     def _pairs(
         self, seed: int, step: int, size: int, length: int, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-        """Ids and segments [B, L], what is asked of each pair [B], and how long each is."""
+        """Return ids and segments [B, L], the class of each pair [B], and its length."""
         rngs = (np.random.default_rng([seed, step, index]) for index in range(size))
-        drawn = [draw_pair(self.corpus, self.specials, length, pairs, rng) for rng in rngs]
-        ids = self._grid([pair.input_ids for pair in drawn], self.specials.sep)
-        types = self._grid([pair.token_type_ids for pair in drawn], 0)
-        is_next = torch.tensor([pair.is_next for pair in drawn], device=self.device)
-        return ids, types, is_next, tuple(len(pair.input_ids) for pair in drawn)
+        sampled = [draw_pair(self.corpus, self.specials, length, pairs, rng) for rng in rngs]
+        ids = self._grid([pair.input_ids for pair in sampled], self.specials.sep)
+        types = self._grid([pair.token_type_ids for pair in sampled], 0)
+        is_next = torch.tensor([pair.is_next for pair in sampled], device=self.device)
+        return ids, types, is_next, tuple(len(pair.input_ids) for pair in sampled)
 
     def _grid(self, rows: Sequence[Ints], filling: int) -> Tensor:
-        """`[B, L]`, filled up with what is never hidden and never packed."""
+        """Return rows as `[B, L]`. filling: a token that is never masked and never packed"""
         tensors = [torch.as_tensor(row) for row in rows]
         grid = pad_sequence(tensors, batch_first=True, padding_value=filling)
         return grid.to(self.device)
 
     def _blocks(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Ids and segments [B, L] of text that begins with a sentence, drawn by its share of the tokens."""
+        """Return ids and segments [B, L] of text from a sentence on, which is sampled by its share of the tokens."""
         at = torch.randint(len(self.stream), (size,), generator=generator, device=self.device)
         begin = self.starts[torch.searchsorted(self.starts, at, right=True) - 1]
         room = torch.arange(self.specials.room(length), device=self.device)
@@ -341,27 +342,27 @@ class Sampler:
         return ids, torch.as_tensor(types, device=self.device).expand_as(ids)
 
     def _hide(
-        self, ids: Tensor, guesses: tuple[int, ...], generator: torch.Generator
+        self, ids: Tensor, predictions: tuple[int, ...], generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """The ids with some hidden, and where: BERT's masking (Devlin et al. 2019).
+        """Return masked ids [B, L], and which are masked: BERT's masking (Devlin et al. 2019).
 
-        Of the tokens that are chosen, 80 % become the mask token, 10 % a random token, and 10 % stay.
+        80 % of the chosen tokens become the mask token, 10 % a random token, and 10 % are kept.
         """
 
-        def drawn() -> Tensor:
+        def uniform() -> Tensor:
             return torch.rand(ids.shape, generator=generator, device=self.device)
 
-        order = drawn()
+        order = uniform()
         if self.continues is not None:
-            words = (~self.continues[ids]).cumsum(dim=1)  # the word that each token is of
+            words = (~self.continues[ids]).cumsum(dim=1)  # [B, L] the word of each token
             order = order.gather(1, words.clamp_max(ids.shape[1] - 1))
-        order = order.masked_fill(self.special[ids], 2.0)  # behind all others
+        order = order.masked_fill(self.special[ids], 2.0)  # after all others
         columns = torch.arange(ids.shape[1], device=self.device)
         places = torch.empty_like(ids).scatter_(
             1, order.argsort(dim=1, stable=True), columns.expand_as(ids)
         )
-        hidden = places < torch.tensor(guesses, device=self.device)[:, None]
-        kind = drawn()
+        hidden = places < torch.tensor(predictions, device=self.device)[:, None]
+        kind = uniform()
         noise = torch.randint(
             self.specials.vocab_size, ids.shape, generator=generator, device=self.device
         )
@@ -370,7 +371,7 @@ class Sampler:
 
 
 def _separated(corpus: Corpus, sep: int) -> tuple[NDArray[np.int32], Ints]:
-    """The corpus as one text, with a separator after each document; and where its sentences start."""
+    """Return the corpus as one text, with a separator after each document, and the starts of its sentences."""
     ends = corpus.sentence_starts[corpus.document_starts[1:]]
     stream = np.insert(corpus.ids, ends, sep).astype(np.int32)
     before = np.repeat(np.arange(corpus.num_documents), np.diff(corpus.document_starts))
@@ -378,10 +379,12 @@ def _separated(corpus: Corpus, sep: int) -> tuple[NDArray[np.int32], Ints]:
 
 
 def continues(tokenizer: tokenizers.Tokenizer) -> list[bool]:
-    """Of each token of a vocabulary, whether it goes on with the word before it."""
+    """Return whether each token of a vocabulary continues a word."""
     tokens = map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))
     model = tokenizer.model
     if isinstance(model, models.WordPiece):
         return [token.startswith(model.continuing_subword_prefix) for token in tokens]
-    begins = "Ġ" if isinstance(model, models.BPE) else "▁"  # how a space before a word is spelled
+    begins = (
+        "Ġ" if isinstance(model, models.BPE) else "▁"
+    )  # the character for the space before a word
     return [not token.startswith(begins) for token in tokens]

@@ -1,7 +1,7 @@
-"""Replacement of words by similar words, from which a teacher's answers are learned (Jiao et al. 2020, TinyBERT).
+"""Replacement of words by similar words, as data augmentation for distillation (Jiao et al. 2020, TinyBERT).
 
-A small data set has few texts, and a teacher can answer for many more. Words are exchanged token for token, so the
-labels of tokens and the places of answers stay where they are.
+A small data set has few texts, and a teacher can label many more. A word of one token is replaced by another of one
+token, so the labels of tokens and the positions of answers remain valid.
 
 V vocabulary, W words that one token spells, K neighbors, H hidden
 """
@@ -13,13 +13,11 @@ import numpy as np
 import tokenizers
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from model.data.examples import Batch
 from service.core.encode import Encoding
-
-Ints = NDArray[np.int64]
+from service.core.packing import Ints
 
 NEIGHBORS = 8
 CHUNK = 1024  # words whose similarities are computed at once
@@ -30,7 +28,7 @@ class Replacement:
     """The neighbors of each token, and the share of a batch's different words that are replaced.
 
     neighbors: `[V, K]`; the row of a token that is no word contains the token itself
-    rate: at the first step of a run; it falls evenly to zero at the last, where labels count
+    rate: at the first step of a run; it falls linearly to zero at the last
     """
 
     neighbors: Ints
@@ -54,10 +52,10 @@ class Replacement:
 def _replace_words(encoding: Encoding, table: Ints) -> Encoding:
     """Exchange the tokens that are a whole word; pieces of longer words stay."""
     ids, words = encoding.input_ids, encoding.words
-    # A word is told from the next by its index and its text: both texts of a pair count from 0.
+    # A word has an index and a text: both texts of a pair count from 0.
     places = np.where(words >= 0, words + (words.max(initial=0) + 1) * (encoding.sequence == 1), -1)
-    alone = (places >= 0) & (np.bincount(places + 1)[places + 1] == 1)
-    return replace(encoding, input_ids=np.where(alone, table[ids], ids))
+    whole = (places >= 0) & (np.bincount(places + 1)[places + 1] == 1)
+    return replace(encoding, input_ids=np.where(whole, table[ids], ids))
 
 
 def find_neighbors(

@@ -1,9 +1,9 @@
-"""ALBERT (Lan et al. 2019): BERT with one layer passed through again and again, and narrow embeddings.
+"""ALBERT (Lan et al. 2019): BERT with one layer applied repeatedly, and narrow embeddings.
 
-A group of layers is shared by several depths. What follows a text is told from the same two texts the other way round
-(sentence order), which is harder than telling it from a random text.
+Several depths share a group of layers. Pretraining predicts the order of two texts (sentence order prediction), which
+is harder than detecting a random second text.
 
-T tokens, H hidden, E embedding
+Shapes as in `model/bert.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from model.families.bert_names import BERT
 class AlbertConfig(BertConfig):
     """Defaults are those of `albert-base-v2`.
 
-    num_hidden_groups: sets of weights that the depths share, in order
-    inner_group_num: layers of a set
+    num_hidden_groups: groups of layers, each shared by consecutive depths
+    inner_group_num: layers of a group
     """
 
     model_type: ClassVar[str] = "albert"
@@ -53,14 +53,15 @@ class AlbertConfig(BertConfig):
 
 
 class AlbertEmbeddings(BertEmbeddings):
-    """BERT's, E wide, and brought to H."""
+    """BERT's embeddings of width E, projected to H."""
 
     def __init__(self, config: AlbertConfig):
         super().__init__(config)
         self.project = nn.Linear(config.embedding_size, config.hidden_size)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.project(super().forward(input_ids, token_type_ids, position_ids))  # [T, H]
+        x = super().forward(input_ids, token_type_ids, position_ids)  # [T, E]
+        return self.project(x)  # [T, H]
 
 
 class Albert(Bert):
@@ -74,7 +75,7 @@ class Albert(Bert):
             nn.ModuleList(Layer(config) for _ in range(config.inner_group_num)) for _ in groups
         )
 
-    def in_order(self) -> Iterator[nn.Module]:
+    def layers_in_order(self) -> Iterator[nn.Module]:
         depths = self.config.num_hidden_layers
         for depth in range(depths):
             yield from self.layers[depth * len(self.layers) // depths]
@@ -88,8 +89,8 @@ ALBERT = replace(
     encoder=Albert,
     architecture="Albert",
     prefix="albert.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"embeddings\.project": ["encoder.embedding_hidden_mapping_in"],
         rf"{GROUP}\.attention\.qkv": [
             f"{LAYER}.attention.query",

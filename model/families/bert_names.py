@@ -4,7 +4,7 @@ from model.bert import Bert
 from model.config import BertConfig
 from model.families.spec import Family
 
-TRUNK = {
+ENCODER_NAMES = {
     r"embeddings\.word": ["embeddings.word_embeddings"],
     r"embeddings\.position": ["embeddings.position_embeddings"],
     r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
@@ -26,7 +26,7 @@ BERT = Family(
     encoder=Bert,
     architecture="Bert",
     prefix="bert.",
-    trunk=TRUNK,
+    encoder_names=ENCODER_NAMES,
     heads={
         "classification": {"pooler.dense": "bert.pooler.dense", "classifier": "classifier"},
         "ner": {"classifier": "classifier"},

@@ -1,11 +1,11 @@
-"""DeBERTa (He et al. 2020; v3: He et al. 2021): what a token is and where it stands are kept apart.
+"""DeBERTa (He et al. 2020; v3: He et al. 2021): disentangled attention, with content and position kept apart.
 
-Nothing of the position is added to a token. Each layer scores a pair of tokens by what they are, by what the one is and
-how far away the other stands, and the other way round. Rows of one table stand for the distances: for each up to the
-farthest in the first version, growing coarser from half of them on in the later ones, whose layers may also look up
-the rows with the very projections that they have for tokens.
+Embeddings contain no positions. The attention score of two tokens is the sum of content to content, content to
+position (c2p) and position to content (p2c), where a position is the distance of the two tokens. All layers share one
+table of distance embeddings: one row per distance in version 1, logarithmic buckets for large distances in later ones.
+Layers of later versions may project the table with the projections of tokens.
 
-T tokens, B sequences, S longest sequence, H hidden, E embedding, N heads, D head size, K distances to each side
+Shapes as in `model/bert.py`, and K distances to each side.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import (
-    Layout,
-    Padded,
-    attention,
+    AnyLayout,
+    ScaledDotProductAttention,
     by_head,
     count_slots,
     from_slots,
@@ -30,19 +29,19 @@ from model.bert import Bert, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
 
-BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
-TERMS = ("c2p", "p2c")  # what a token is to where the other stands, and the other way round
+CONV_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
+TERMS = ("c2p", "p2c")  # content to position, position to content
 
 
 @dataclass(frozen=True)
 class DebertaConfig(BertConfig):
-    """Defaults are those of `DebertaConfig` in transformers, by which there are no positions but BERT's.
+    """Defaults are those of `DebertaConfig` in transformers, which has BERT's positions only.
 
-    embedding_size: of the rows of the embedding tables, where it is not hidden_size
-    relative_attention: whether positions are scored at all
-    max_relative_positions: the farthest that is told from farther; -1 for max_position_embeddings
-    position_biased_input: whether positions are added to tokens, too
-    pos_att_type: which of TERMS
+    embedding_size: width of the embedding tables, where it is not hidden_size
+    relative_attention: whether scores depend on distances
+    max_relative_positions: the largest distance with its own row; -1 for max_position_embeddings
+    position_biased_input: whether embeddings contain positions
+    pos_att_type: a subset of TERMS
     """
 
     model_type: ClassVar[str] = "deberta"
@@ -75,13 +74,13 @@ class DebertaConfig(BertConfig):
 
     @property
     def farthest(self) -> int:
-        """The distance, in tokens, from which on all are the same."""
-        told = self.max_relative_positions
-        return told if told > 0 else self.max_position_embeddings
+        """The distance, in tokens, that all larger ones are treated as."""
+        maximum = self.max_relative_positions
+        return maximum if maximum > 0 else self.max_position_embeddings
 
     @property
     def distances(self) -> int:
-        """K: rows of the table for the tokens before, and as many for those after."""
+        """K: rows of the table for tokens before, and the same number for tokens after."""
         return self.farthest
 
     @classmethod
@@ -98,21 +97,21 @@ class DebertaConfig(BertConfig):
         return super().from_dict({**config, "pos_att_type": tuple(term.strip() for term in terms)})
 
     def to_dict(self) -> dict[str, Any]:
-        said = super().to_dict()
-        del said["position_embedding_type"]
-        said["pos_att_type"] = [*self.pos_att_type] or None
-        said["pooler_hidden_size"] = self.hidden_size
-        return {name: value for name, value in said.items() if value is not None}
+        fields = super().to_dict()
+        del fields["position_embedding_type"]
+        fields["pos_att_type"] = [*self.pos_att_type] or None
+        fields["pooler_hidden_size"] = self.hidden_size
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class DebertaV2Config(DebertaConfig):
-    """Of the second version and the third.
+    """The configuration of versions 2 and 3.
 
     position_buckets: rows of the table for each side; -1 for one per distance
-    share_att_key: whether rows are looked up with the tokens' projections
-    norm_rel_ebd: "layer_norm" where the table is normalised, else "none"
-    conv_kernel_size: tokens that a convolution beside the first layer looks at; 0 for none
+    share_att_key: whether distances use the tokens' projections
+    norm_rel_ebd: "layer_norm" where the table is normalized, else "none"
+    conv_kernel_size: width, in tokens, of a convolution parallel to the first layer; 0 for none
     """
 
     model_type: ClassVar[str] = "deberta-v2"
@@ -139,8 +138,8 @@ class DebertaV2Config(DebertaConfig):
         super().__post_init__()
         if self.norm_rel_ebd not in ("none", "layer_norm"):
             raise ValueError(f"norm_rel_ebd {self.norm_rel_ebd!r}: none or layer_norm")
-        if self.conv_act not in BETWEEN:
-            raise ValueError(f"conv_act {self.conv_act!r}: one of {', '.join(BETWEEN)}")
+        if self.conv_act not in CONV_ACTIVATIONS:
+            raise ValueError(f"conv_act {self.conv_act!r}: one of {', '.join(CONV_ACTIVATIONS)}")
 
     @property
     def distances(self) -> int:
@@ -148,19 +147,19 @@ class DebertaV2Config(DebertaConfig):
 
 
 def bucket(distance: Tensor, count: int, farthest: int) -> Tensor:
-    """Which of `count` to either side a distance in tokens is in: exact up to half of them, then logarithmic.
+    """Return the bucket of each signed distance in tokens: exact up to count / 2, then logarithmic.
 
-    The last is reached at `farthest`; what is farther may be beyond it.
+    count: buckets to each side; the last begins at `farthest`, and larger distances may exceed it
     """
     half = count // 2
-    far = distance.abs().clamp(min=half)
-    reach = torch.log(torch.tensor((farthest - 1) / half))
-    coarse = torch.ceil(torch.log(far / half) / reach * (half - 1)).to(torch.int64) + half
+    magnitude = distance.abs().clamp(min=half)
+    log_range = torch.log(torch.tensor((farthest - 1) / half))
+    coarse = torch.ceil(torch.log(magnitude / half) / log_range * (half - 1)).to(torch.int64) + half
     return torch.where(distance.abs() <= half, distance, distance.sign() * coarse)
 
 
 class DebertaEmbeddings(nn.Module):
-    """Token, and segment and position where the configuration has them, brought from E to H and normalised."""
+    """Token, and segment and position where the configuration has them, projected from E to H and normalized."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
@@ -176,7 +175,7 @@ class DebertaEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.word(input_ids)
+        x = self.word(input_ids)  # [T, E]
         if self.position is not None:
             x = x + self.position(position_ids)
         if self.token_type is not None:
@@ -186,90 +185,93 @@ class DebertaEmbeddings(nn.Module):
 
 @dataclass(frozen=True)
 class Distances:
-    """The table of distances, normalised, and its rows for a batch.
+    """The table of distance embeddings, normalized, and the rows for a batch.
 
-    The columns of scores by distance stand for the distances -S to S - 1 of the token that is scored.
+    Column j of scores by distance is the distance j - S, from -S to S - 1.
     """
 
     table: Tensor  # [2K, H]
-    before: Tensor  # [2S] the row for a token as far after this one as the column says: this one is before it
-    after: Tensor  # [2S] the row for one as far before
+    keys: Tensor  # [2S] row of the key of each distance, for c2p
+    queries: Tensor  # [2S] row of the query of each distance, for p2c
 
 
 class Table(nn.Module):
-    """Rows for 2K distances, of which every batch takes those that occur in it."""
+    """Embeddings of 2K distances; a batch uses the rows of the distances that occur in it."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
         self.rows = nn.Embedding(2 * config.distances, config.hidden_size)
-        normalised = isinstance(config, DebertaV2Config) and config.norm_rel_ebd == "layer_norm"
+        has_norm = isinstance(config, DebertaV2Config) and config.norm_rel_ebd == "layer_norm"
         eps = config.layer_norm_eps
-        self.norm = nn.LayerNorm(config.hidden_size, eps=eps) if normalised else nn.Identity()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=eps) if has_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.longest = config.max_position_embeddings
-        away = torch.arange(-self.longest, self.longest + 1)
+        distance = torch.arange(-self.longest, self.longest + 1)
         if isinstance(config, DebertaV2Config) and config.position_buckets > 0:
-            away = bucket(away, config.position_buckets, config.farthest)
-        # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
-        index = (away + config.distances).clamp(0, 2 * config.distances - 1)
+            distance = bucket(distance, config.position_buckets, config.farthest)
+        # A table, because another runtime's logarithm may give another bucket.
+        index = (distance + config.distances).clamp(0, 2 * config.distances - 1)
         self.register_buffer("index", index, persistent=False)
 
-    def forward(self, layout: Layout | Padded) -> Distances:
+    def forward(self, layout: AnyLayout) -> Distances:
         """Raises IndexError for sequences that are longer than max_position_embeddings."""
         longest = count_slots(layout)
-        away = torch.arange(-longest, longest, device=self.index.device)
-        every = torch.arange(self.rows.num_embeddings, device=away.device)
-        table = self.dropout(self.norm(self.rows(every)))
-        before, after = (self.index.index_select(0, self.longest + d) for d in (-away, away))
-        return Distances(table, before, after)
+        distance = torch.arange(-longest, longest, device=self.index.device)  # [2S]
+        every = torch.arange(self.rows.num_embeddings, device=distance.device)  # [2K]
+        table = self.dropout(self.norm(self.rows(every)))  # [2K, H]
+        keys, queries = (
+            self.index.index_select(0, self.longest + d) for d in (-distance, distance)
+        )  # [2S] each
+        return Distances(table, keys, queries)
 
 
 class DebertaSelfAttention(nn.Module):
-    """Query, key and value of tokens in one projection; distances have a key for queries and a query for keys."""
+    """Disentangled self-attention: tokens have query, key and value, distances have a key (c2p) and a query (p2c)."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.dropout = config.attention_probs_dropout_prob
         self.terms = config.pos_att_type if config.relative_attention else ()
-        # The more terms a score has, the more it varies.
+        # A sum of more terms has a larger variance.
         size = config.hidden_size // config.num_attention_heads
         self.scale = (size * (1 + len(config.pos_att_type))) ** -0.5
-        self.qkv = self.of_tokens(config)
-        self.positions = nn.ModuleDict(self.of_distances(config))
+        self.qkv = self.make_token_projection(config)
+        self.positions = nn.ModuleDict(self.make_distance_projections(config))
+        self.attend = ScaledDotProductAttention(
+            self.num_heads, config.attention_probs_dropout_prob, self.scale
+        )
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def of_tokens(self, config: Any) -> nn.Module:
+    def make_token_projection(self, config: Any) -> nn.Module:
         return nn.Linear(config.hidden_size, 3 * config.hidden_size)
 
-    def of_distances(self, config: Any) -> dict[str, nn.Module]:
-        """The projections for each term; where there is none, it is that of tokens."""
+    def make_distance_projections(self, config: Any) -> dict[str, nn.Module]:
+        """Return a projection for each term; a term without one uses that of tokens."""
         own = () if config.share_att_key else self.terms
         return {term: nn.Linear(config.hidden_size, config.hidden_size) for term in own}
 
-    def forward(self, x: Tensor, layout: Layout | Padded, distances: Distances | None) -> Tensor:
-        qkv = self.qkv(x)
+    def forward(self, x: Tensor, layout: AnyLayout, distances: Distances | None) -> Tensor:
+        qkv = self.qkv(x)  # [T, 3H]
         bias = None if distances is None else self.bias(qkv, layout, distances)
-        dropout = self.dropout if self.training else 0.0
-        context = attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
+        context = self.attend(qkv, layout, bias)  # [T, H]
         return self.output(context)  # [T, H]
 
-    def bias(self, qkv: Tensor, layout: Layout | Padded, distances: Distances) -> Tensor | None:
-        """What distances add to the scores, `[B, N, S, S]`."""
+    def bias(self, qkv: Tensor, layout: AnyLayout, distances: Distances) -> Tensor | None:
+        """Return the distances' part of the scores, `[B, N, S, S]`; None without terms."""
         query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
-        table = distances.table.to(qkv.dtype)
+        table = distances.table.to(qkv.dtype)  # [2K, H]
         total = None
         if "c2p" in self.terms:
-            keys = self.project("c2p", table).index_select(0, distances.before)
-            total = shift(query @ self.columns(keys))
+            keys = self.project("c2p", table).index_select(0, distances.keys)  # [2S, H]
+            total = shift(query @ self.columns(keys))  # [B, N, S, 2S] -> [B, N, S, S]
         if "p2c" in self.terms:
-            queries = self.project("p2c", table).index_select(0, distances.after)
-            scores = shift(key @ self.columns(queries)).transpose(-1, -2)
+            queries = self.project("p2c", table).index_select(0, distances.queries)  # [2S, H]
+            scores = shift(key @ self.columns(queries)).transpose(-1, -2)  # [B, N, S, S]
             total = scores if total is None else total + scores
         return None if total is None else total * self.scale
 
     def project(self, term: str, table: Tensor) -> Tensor:
-        """A key or a query for each row, `[2K, H]`."""
+        """Return the key (c2p) or the query (p2c) of each row of the table, `[2K, H]`."""
         if term in self.positions:
             return self.positions[term](table)
         part = 1 if term == "c2p" else 0  # the tokens' keys, or their queries
@@ -281,17 +283,17 @@ class DebertaSelfAttention(nn.Module):
 
 
 def shift(scores: Tensor) -> Tensor:
-    """Scores by distance to scores by place: `[..., S, 2S]` -> `[..., S, S]`, of row i the columns from S - i on.
+    """Scores by distance to scores by position: `[..., S, 2S]` -> `[..., S, S]`, in row i the columns from S - i on.
 
-    As in Transformer-XL (Dai et al. 2019): read on in rows that are one shorter, and each begins one column earlier.
+    As in Transformer-XL (Dai et al. 2019): viewed with rows of 2S - 1, each row begins one column earlier.
     """
     longest = scores.shape[-2]
-    rest = scores.flatten(-2)[..., longest:]
-    return rest.view(*scores.shape[:-1], 2 * longest - 1)[..., :longest]
+    rest = scores.flatten(-2)[..., longest:]  # [..., S * (2S - 1)]
+    return rest.view(*scores.shape[:-1], 2 * longest - 1)[..., :longest]  # [..., S, S]
 
 
 class Interleaved(nn.Module):
-    """The first version's projection: rows in the order of heads, and keys without a bias."""
+    """The projection of version 1: rows ordered by head, and keys without a bias."""
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
@@ -301,40 +303,41 @@ class Interleaved(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(config.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.rows(x).view(x.shape[0], self.num_heads, 3, -1)
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        rows = self.rows(x).view(x.shape[0], self.num_heads, 3, -1)  # [T, N, 3, D]
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])  # [3H]
         return rows.transpose(1, 2).reshape(x.shape[0], -1) + bias  # [T, 3H]
 
 
 class FirstSelfAttention(DebertaSelfAttention):
-    """The first version's."""
+    """The disentangled self-attention of version 1."""
 
-    def of_tokens(self, config: DebertaConfig) -> nn.Module:
+    def make_token_projection(self, config: DebertaConfig) -> nn.Module:
         return Interleaved(config)
 
-    def of_distances(self, config: DebertaConfig) -> dict[str, nn.Module]:
+    def make_distance_projections(self, config: DebertaConfig) -> dict[str, nn.Module]:
         hidden = config.hidden_size
         return {term: nn.Linear(hidden, hidden, bias=term == "p2c") for term in self.terms}
 
 
 class Convolution(nn.Module):
-    """What stands around each token in its own sequence, added to what the first layer made of it."""
+    """A convolution over the neighbors of each token in its sequence, added to the first layer's output."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
         hidden, kernel = config.hidden_size, config.conv_kernel_size
         padding = (kernel - 1) // 2
         self.around = nn.Conv1d(hidden, hidden, kernel, padding=padding, groups=config.conv_groups)
-        self.activation = BETWEEN[config.conv_act]
+        self.activation = CONV_ACTIVATIONS[config.conv_act]
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, before: Tensor, layout: Layout | Padded) -> Tensor:
-        slots = (
-            to_slots(before, layout) * real_slots(layout)[:, :, None]
-        )  # beyond an end is nothing
-        around = from_slots(self.around(slots.transpose(1, 2)).transpose(1, 2), layout)
-        return self.norm(x + self.activation(self.dropout(around)))  # [T, H]
+    def forward(self, x: Tensor, layer_input: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[T, H]`. x: the first layer's output; layer_input: its input, [T, H]"""
+        # Zeros after the end of a sequence.
+        slots = to_slots(layer_input, layout) * real_slots(layout)[:, :, None]  # [B, S, H]
+        slots = self.around(slots.transpose(1, 2)).transpose(1, 2)  # [B, S, H]
+        convolved = from_slots(slots, layout)  # [T, H]
+        return self.norm(x + self.activation(self.dropout(convolved)))  # [T, H]
 
 
 class FirstVersionLayer(Layer):
@@ -346,14 +349,14 @@ class SecondVersionLayer(Layer):
 
 
 class ConvolvedLayer(SecondVersionLayer):
-    """With a convolution of what goes in beside it."""
+    """A layer with a parallel convolution of its input."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)
         self.convolution = Convolution(config)
 
-    def forward(self, x: Tensor, layout: Layout | Padded, *beside: Any) -> Tensor:
-        return self.convolution(super().forward(x, layout, *beside), x, layout)  # [T, H]
+    def forward(self, x: Tensor, layout: AnyLayout, *shared: Any) -> Tensor:
+        return self.convolution(super().forward(x, layout, *shared), x, layout)  # [T, H]
 
 
 class Deberta(Bert):
@@ -369,12 +372,12 @@ class Deberta(Bert):
         if self.distances is not None:
             self.distances.apply(self.init_weights)
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Distances | None:
+    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Distances | None:
         return None if self.distances is None else self.distances(layout)
 
 
 class DebertaV2(Deberta):
-    """The encoder of the second version and the third, called likewise."""
+    """The encoder of versions 2 and 3, with the same inputs and output."""
 
     make_layer = SecondVersionLayer
 
@@ -393,8 +396,8 @@ DEBERTA = replace(
     encoder=Deberta,
     architecture="Deberta",
     prefix="deberta.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"embeddings\.project": ["embeddings.embed_proj"],
         r"distances\.rows": ["encoder.rel_embeddings"],
         rf"{LAYER}\.attention\.qkv\.rows": [r"encoder.layer.\1.attention.self.in_proj"],
@@ -413,8 +416,8 @@ DEBERTA_V2 = replace(
     config=DebertaV2Config,
     encoder=DebertaV2,
     architecture="DebertaV2",
-    trunk={
-        **DEBERTA.trunk,
+    encoder_names={
+        **DEBERTA.encoder_names,
         r"distances\.norm": ["encoder.LayerNorm"],
         r"layers\.0\.convolution\.around": ["encoder.conv.conv"],
         r"layers\.0\.convolution\.norm": ["encoder.conv.LayerNorm"],

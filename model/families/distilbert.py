@@ -1,6 +1,6 @@
-"""DistilBERT (Sanh et al. 2019): BERT with half the layers, no segments and no pooler, taught by BERT.
+"""DistilBERT (Sanh et al. 2019): BERT with half the layers, no segments and no pooler, distilled from BERT.
 
-T tokens, H hidden
+Shapes as in `model/bert.py`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from model.families.bert_names import BERT
 
 @dataclass(frozen=True)
 class DistilBertConfig(BertConfig):
-    """Defaults are those of `distilbert-base-uncased`, which has its own words for them."""
+    """Defaults are those of `distilbert-base-uncased`; `words` has the names in its `config.json`."""
 
     model_type: ClassVar[str] = "distilbert"
     words: ClassVar[Mapping[str, str | None]] = {
@@ -37,14 +37,14 @@ class DistilBertConfig(BertConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Read a hub `config.json`, in which BERT's names for sizes win over the family's own, as in transformers."""
+        """Read a hub `config.json`, with BERT's names for sizes before the family's, as in transformers."""
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         sizes = {cls.words[name]: config[name] for name in names if config.get(name) is not None}
         return super().from_dict({**config, **sizes})
 
 
 class DistilBertEmbeddings(nn.Module):
-    """Token + position, normalised."""
+    """Token + position, normalized."""
 
     def __init__(self, config: DistilBertConfig):
         super().__init__()
@@ -70,8 +70,8 @@ DISTILBERT = replace(
     encoder=DistilBert,
     architecture="DistilBert",
     prefix="distilbert.",
-    trunk={
-        **BERT.trunk,
+    encoder_names={
+        **BERT.encoder_names,
         r"layers\.(\d+)\.attention\.qkv": [
             r"transformer.layer.\1.attention.q_lin",
             r"transformer.layer.\1.attention.k_lin",

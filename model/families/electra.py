@@ -1,9 +1,10 @@
-"""ELECTRA (Clark et al. 2020): BERT with narrower embeddings, taught to tell replaced tokens from real ones.
+"""ELECTRA (Clark et al. 2020): BERT with narrower embeddings, pretrained to detect replaced tokens.
 
-A small generator, a masked language model, fills in blanks; the encoder that is kept says of each token whether the
-generator put it there. So it learns from every token and not only from the few that were masked.
+A small generator, a masked language model, fills in masked tokens. The discriminator, whose encoder is the result of
+pretraining, predicts for each token whether the generator replaced it. So it learns from every token, not only from the
+few that were masked.
 
-T tokens, M masked tokens, H hidden, E embedding, V vocabulary
+Shapes as in `model/bert.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import ACTIVATIONS, Bert, MaskedLM
 from model.bert import Embeddings as BertEmbeddings
 from model.config import BertConfig
@@ -25,7 +26,7 @@ from model.families.roberta import ROBERTA
 class ElectraConfig(BertConfig):
     """Defaults are those of `google/electra-small-discriminator`.
 
-    generator_size: how wide the generator of its pretraining is, of its own width, in whole heads; a word of ours
+    generator_size: width of the generator as a share of the encoder's, rounded to whole heads; not in transformers
     """
 
     model_type: ClassVar[str] = "electra"
@@ -41,7 +42,7 @@ class ElectraConfig(BertConfig):
         return self.embedding_size
 
     def generator(self) -> Self:
-        """Of as many layers, and as wide an embedding."""
+        """Return the configuration of the generator: the same layers and embedding width, fewer heads."""
         heads = max(1, round(self.generator_size * self.num_attention_heads))
         return replace(
             self,
@@ -52,7 +53,7 @@ class ElectraConfig(BertConfig):
 
 
 class ElectraEmbeddings(BertEmbeddings):
-    """BERT's, E wide, and brought to H where that differs."""
+    """BERT's embeddings of width E, projected to H where they differ."""
 
     def __init__(self, config: ElectraConfig):
         super().__init__(config)
@@ -62,7 +63,8 @@ class ElectraEmbeddings(BertEmbeddings):
         )
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.project(super().forward(input_ids, token_type_ids, position_ids))  # [T, H]
+        x = super().forward(input_ids, token_type_ids, position_ids)  # [T, E]
+        return self.project(x)  # [T, H]
 
 
 class Electra(Bert):
@@ -72,9 +74,9 @@ class Electra(Bert):
     has_pooler = False
 
 
-# -- what it is pretrained with ----------------------------------------------------------------------------------------
+# -- pretraining -------------------------------------------------------------------------------------------------------
 
-ElectraInputs = tuple[Tensor, Tensor, Tensor, Layout | Padded]  # ids, segments, positions [T]
+ElectraInputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 
 
 class Generator(nn.Module):
@@ -94,17 +96,17 @@ class Generator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
         masked: Tensor,
     ) -> Tensor:
-        """Token logits [M, V] at the packed indices `masked`."""
-        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)
-        at = hidden_states.index_select(0, masked)
-        return self.masked_lm(at, self.encoder.embeddings.word.weight)
+        """Token logits [M, V] at the packed indices `masked` [M]."""
+        hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
+        at_masked = hidden_states.index_select(0, masked)  # [M, H]
+        return self.masked_lm(at_masked, self.encoder.embeddings.word.weight)  # [M, V]
 
 
 class Judge(nn.Module):
-    """Was this token put here by the generator? Above zero says yes."""
+    """A logit per token, `[T]`: above zero where the generator replaced the token."""
 
     def __init__(self, config: ElectraConfig):
         super().__init__()
@@ -113,11 +115,12 @@ class Judge(nn.Module):
         self.verdict = nn.Linear(config.hidden_size, 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.verdict(self.activation(self.dense(hidden_states))).squeeze(-1)  # [T]
+        x = self.activation(self.dense(hidden_states))  # [T, H]
+        return self.verdict(x).squeeze(-1)  # [T, 1] -> [T]
 
 
 class Discriminator(nn.Module):
-    """The encoder that is kept, with a judge of every token."""
+    """The resulting encoder, with a classifier of every token."""
 
     architecture = "ForPreTraining"
 
@@ -133,15 +136,15 @@ class Discriminator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
         return self.replaced(self.encoder(input_ids, token_type_ids, position_ids, layout))  # [T]
 
 
 class ReplacedTokens(nn.Module):
-    """Generator and discriminator side by side: they share what they embed tokens with, and nothing else.
+    """Generator and discriminator, which share their embeddings and nothing else.
 
-    weights: how much each loss counts, by name
+    weights: of each loss, by name
     """
 
     def __init__(self, config: ElectraConfig, next_sentence: bool = False):
@@ -155,30 +158,30 @@ class ReplacedTokens(nn.Module):
         self.weights = {"mlm": 1.0, "rtd": 50.0}
 
     def parts(self) -> dict[str, nn.Module]:
-        """What a checkpoint has, by the folder in it."""
+        """Return the modules of a checkpoint, by folder in it."""
         return {"": self.discriminator, "generator": self.generator}
 
     def replace(self, inputs: ElectraInputs, masked: Tensor, token_logits: Tensor) -> ElectraInputs:
-        """The inputs with a token drawn from the logits [M, V] at each masked index; nothing is learnt from drawing."""
+        """Return the inputs with a token sampled from the logits [M, V] at each masked index; no gradient passes."""
         input_ids, *others = inputs
-        probabilities = token_logits.detach().float().softmax(-1)
-        drawn = torch.multinomial(probabilities, 1).squeeze(1)
-        return (input_ids.index_copy(0, masked, drawn), *others)
+        probabilities = token_logits.detach().float().softmax(-1)  # [M, V]
+        sampled = torch.multinomial(probabilities, 1).squeeze(1)  # [M]
+        return (input_ids.index_copy(0, masked, sampled), *others)
 
     def losses(
         self, inputs: ElectraInputs, masked: Tensor, labels: Tensor, is_next: Tensor
     ) -> dict[str, Tensor]:
-        """The mean over masked tokens [M] of the generator's, and over all tokens [T] of the discriminator's.
+        """Return the generator's mean loss over masked tokens [M], and the discriminator's over all tokens [T].
 
-        A token counts as replaced if it is another than stood there, not if the generator guessed right.
+        A token counts as replaced only if it differs from the original: a correct prediction does not count.
         """
-        token_logits = self.generator(*inputs, masked)
-        seen = self.replace(inputs, masked, token_logits)
-        replaced = seen[0] != inputs[0].index_copy(0, masked, labels)
-        verdicts = self.discriminator(*seen)
+        token_logits = self.generator(*inputs, masked)  # [M, V]
+        corrupted = self.replace(inputs, masked, token_logits)
+        replaced = corrupted[0] != inputs[0].index_copy(0, masked, labels)  # [T]
+        logits = self.discriminator(*corrupted)  # [T]
         return {
             "mlm": F.cross_entropy(token_logits.float(), labels),
-            "rtd": F.binary_cross_entropy_with_logits(verdicts.float(), replaced.float()),
+            "rtd": F.binary_cross_entropy_with_logits(logits.float(), replaced.float()),
         }
 
 
@@ -188,7 +191,7 @@ ELECTRA = replace(
     encoder=Electra,
     architecture="Electra",
     prefix="electra.",
-    trunk={**BERT.trunk, r"embeddings\.project": ["embeddings_project"]},
+    encoder_names={**BERT.encoder_names, r"embeddings\.project": ["embeddings_project"]},
     heads=ROBERTA.heads,
     objectives={
         "masked_lm": "generator_lm_head",

@@ -1,10 +1,9 @@
-"""ModernBERT (Warner et al. 2024): what was learnt since BERT, and 8,192 tokens.
+"""ModernBERT (Warner et al. 2024): BERT with current techniques, and up to 8,192 tokens.
 
-Pre-norm, no biases, a gated feed-forward, and positions by rotation (Su et al. 2021) instead of a table. One layer of
-three looks at everything, the others at what is near. Each keeps to its sequence, for `attention` sees to that, and the
-rotation only needs each token's position.
+Pre-norm, no biases, a gated feed-forward, and rotary positions (RoPE, Su et al. 2021) instead of a table. Every third
+layer has global attention, the others have local attention within a window.
 
-T tokens, H hidden, I intermediate, N heads, D head size, S longest sequence
+Shapes as in `model/bert.py`.
 """
 
 import math
@@ -15,14 +14,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, attention, count_slots
+from model.attention import AnyLayout, ScaledDotProductAttention, count_slots
 from model.bert import ACTIVATIONS
 from model.config import BertConfig
 from model.families.bert_names import BERT
 from model.pooling import first_tokens, mean_tokens
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-CUTOFF = 2  # standard deviations, of initial weights
+CUTOFF = 2  # standard deviations, at which initial weights are truncated
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class ModernBertConfig(BertConfig):
     """Defaults are those of `answerdotai/ModernBERT-base`.
 
     layer_types: GLOBAL or LOCAL for each layer; by default every third is global, from the first on
-    local_attention: tokens that a local layer looks at, half of them before and half after
-    global_rope_theta, local_rope_theta: how slowly the slowest rotation goes
-    type_vocab_size: texts of an input that are told apart; in what was released none are, and transformers would not
+    local_attention: width of a local layer's window in tokens, half of it before a token and half after
+    global_rope_theta, local_rope_theta: bases of the RoPE frequencies
+    type_vocab_size: segments; 0 in all released checkpoints and in transformers
     """
 
     model_type: ClassVar[str] = "modernbert"
@@ -84,42 +83,42 @@ class ModernBertConfig(BertConfig):
 
     @property
     def thetas(self) -> Mapping[str, float]:
-        """By the kind of layer."""
+        """Return the RoPE bases by the kind of layer."""
         return {GLOBAL: self.global_rope_theta, LOCAL: self.local_rope_theta}
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Both as it is written now and as it was at first."""
-        said = dict(config)
-        every = said.get("global_attn_every_n_layers")
-        if every and not said.get("layer_types"):
-            layers = range(said.get("num_hidden_layers", cls.num_hidden_layers))
-            said["layer_types"] = tuple(LOCAL if i % every else GLOBAL for i in layers)
-        ropes = said.get("rope_parameters") or {}
+        """Read a hub `config.json`, with current names or those of the first release."""
+        named = dict(config)
+        every = named.get("global_attn_every_n_layers")
+        if every and not named.get("layer_types"):
+            layers = range(named.get("num_hidden_layers", cls.num_hidden_layers))
+            named["layer_types"] = tuple(LOCAL if i % every else GLOBAL for i in layers)
+        ropes = named.get("rope_parameters") or {}
         if unknown := sorted(ropes.keys() - {GLOBAL, LOCAL}):
             raise ValueError(f"rope_parameters: {unknown[0]!r} is none of {GLOBAL}, {LOCAL}")
         for kind, field in ((GLOBAL, "global_rope_theta"), (LOCAL, "local_rope_theta")):
             rope = ropes.get(kind) or {}
-            said[field] = read_theta(rope, said.get(field))
-        return super().from_dict(said)
+            named[field] = read_theta(rope, named.get(field))
+        return super().from_dict(named)
 
     def to_dict(self) -> dict[str, Any]:
-        said = super().to_dict()
-        del said["position_embedding_type"]
+        named = super().to_dict()
+        del named["position_embedding_type"]
         ropes = {
             kind: {"rope_type": "default", "rope_theta": theta}
             for kind, theta in self.thetas.items()
         }
         if not self.type_vocab_size:
-            del said["type_vocab_size"]
-        return {**said, "layer_types": [*self.layer_types], "rope_parameters": ropes}
+            del named["type_vocab_size"]
+        return {**named, "layer_types": [*self.layer_types], "rope_parameters": ropes}
 
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, 1, D / 2]
 
 
-def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None:
-    """Of a configuration's `rope_parameters`. Raises ValueError for rotations that change with the length."""
+def read_theta(rope: Mapping[str, Any], default: float | None) -> float | None:
+    """Return the RoPE base in `rope_parameters`. Raises ValueError for frequencies that depend on the length."""
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters: {rope!r} is no object")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -130,57 +129,60 @@ def read_theta(rope: Mapping[str, Any], otherwise: float | None) -> float | None
         )
     if unknown := sorted(rope.keys() - {"rope_type", "type", "rope_theta"}):
         raise ValueError(f"rope_parameters: {unknown[0]} = {rope[unknown[0]]!r} is not supported")
-    return rope.get("rope_theta", otherwise)
+    return rope.get("rope_theta", default)
 
 
-def rotation_speeds(size: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """`[D / 2]` radians per token, of each pair of a head's numbers.
+def rope_frequencies(size: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Return the RoPE frequencies, `[D / 2]` radians per token, of each pair of a head's dimensions.
 
-    Python computes them, so that a traced graph has the same: the last bit of one is 3e-5 radians after 500 tokens,
-    which large queries and keys make 2e-3 of what attention gives.
+    Python computes them, so that a traced graph has the same ones: the last bit of a frequency is 3e-5 radians after
+    500 tokens, which large queries and keys turn into 2e-3 of attention's output.
     """
     return torch.tensor([theta ** (-place / size) for place in range(0, size, 2)], device=device)
 
 
 def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
-    """Those of a head's numbers whose pairs turn by less than a radian over `reach` tokens."""
-    speeds = rotation_speeds(size, theta).tolist()
-    pairs = [pair for pair, speed in enumerate(speeds) if speed * reach < 1]
+    """Return the dimensions of a head whose pairs rotate by less than a radian over `reach` tokens."""
+    frequencies = rope_frequencies(size, theta).tolist()
+    pairs = [pair for pair, frequency in enumerate(frequencies) if frequency * reach < 1]
     return [*pairs, *(pair + size // 2 for pair in pairs)]
 
 
 def rotation(position_ids: Tensor, size: int, theta: float) -> Rotation:
-    """By how much each pair of a head's numbers is turned at each position, from fast to slow."""
-    speeds = rotation_speeds(size, theta, position_ids.device)
-    angles = position_ids[:, None, None, None].float() * speeds
+    """Return the rotation of each pair of a head's dimensions at each position [T], from fast to slow."""
+    frequencies = rope_frequencies(size, theta, position_ids.device)  # [D / 2]
+    angles = position_ids[:, None, None, None].float() * frequencies  # [T, 1, 1, D / 2]
     return angles.cos(), angles.sin()
 
 
 def rotate(qkv: Tensor, num_heads: int, by: Rotation) -> Tensor:
-    """Turn queries and keys `[T, 3H]`, so that their product knows how far apart they are; values stay."""
-    halves = qkv.view(qkv.shape[0], 3, num_heads, 2, -1)  # len() would fix T in an exported graph
+    """Rotate queries and keys, so that their product depends on their distance: `[T, 3H]` -> `[T, 3H]`."""
+    # [T, 3, N, 2, D / 2]; len() would fix T in an exported graph
+    halves = qkv.view(qkv.shape[0], 3, num_heads, 2, -1)
     first, second = halves[:, :2, :, 0], halves[:, :2, :, 1]  # [T, 2, N, D / 2]
     cosines, sines = (angles.to(qkv.dtype) for angles in by)
-    turned = [first * cosines - second * sines, second * cosines + first * sines]
-    return torch.cat([torch.stack(turned, dim=3), halves[:, 2:]], dim=1).view_as(qkv)
+    rotated = [first * cosines - second * sines, second * cosines + first * sines]
+    return torch.cat([torch.stack(rotated, dim=3), halves[:, 2:]], dim=1).view_as(qkv)  # [T, 3H]
 
 
 class ModernBertEmbeddings(nn.Module):
-    """Token and, where the configuration has that, the text it is of, normalised: to the first nothing is added.
+    """Token and, where the configuration has segments, segment (zero for the first), normalized.
 
-    Where it stands, attention will know.
+    Attention adds positions, by rotation.
     """
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden_size)
         self.norm = norm(config)
-        texts = config.type_vocab_size
-        self.token_type = nn.Embedding(texts, config.hidden_size, padding_idx=0) if texts else None
+        segments, hidden = config.type_vocab_size, config.hidden_size
+        self.token_type = nn.Embedding(segments, hidden, padding_idx=0) if segments else None
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
         x = self.word(input_ids)  # [T, H]
-        return self.norm(x if self.token_type is None else x + self.token_type(token_type_ids))
+        if self.token_type is not None:
+            x = x + self.token_type(token_type_ids)  # [T, H]
+        return self.norm(x)  # [T, H]
 
 
 def norm(config: ModernBertConfig) -> nn.LayerNorm:
@@ -188,26 +190,27 @@ def norm(config: ModernBertConfig) -> nn.LayerNorm:
 
 
 class ModernBertSelfAttention(nn.Module):
-    """Query, key and value in one projection; the first two are turned."""
+    """Multi-head self-attention with rotary positions; query, key and value are one projection."""
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.dropout = config.attention_probs_dropout_prob
-        biased = config.attention_bias
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=biased)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=biased)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
+        self.attend = ScaledDotProductAttention(
+            config.num_attention_heads, config.attention_probs_dropout_prob
+        )
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(
-        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None = None
+        self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None = None
     ) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        turned = rotate(self.qkv(x), self.num_heads, by)
-        return self.output(attention(turned, self.num_heads, layout, dropout, bias))  # [T, H]
+        qkv = rotate(self.qkv(x), self.num_heads, by)  # [T, 3H]
+        context = self.attend(qkv, layout, bias)  # [T, H]
+        return self.output(context)  # [T, H]
 
 
 class ModernBertFeedForward(nn.Module):
-    """One half of the wide layer says how much of the other passes (GeGLU, Shazeer 2020)."""
+    """A gated feed-forward: one half of the wide layer gates the other (GeGLU, Shazeer 2020)."""
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()
@@ -222,20 +225,18 @@ class ModernBertFeedForward(nn.Module):
 
 
 class ModernBertLayer(nn.Module):
-    """Pre-norm: each half looks at the stream normalised, and adds to the stream as it is."""
+    """One encoder layer, pre-norm: each half reads the normalized residual stream, and adds to it."""
 
     def __init__(self, config: ModernBertConfig, index: int):
         super().__init__()
         self.kind = config.layer_types[index]
-        # The first layer's input has just been normalised.
+        # The embeddings' output, which is the first layer's input, is already normalized.
         self.attention_norm = norm(config) if index else nn.Identity()
         self.attention = ModernBertSelfAttention(config)
         self.feed_forward_norm = norm(config)
         self.feed_forward = ModernBertFeedForward(config)
 
-    def forward(
-        self, x: Tensor, layout: Layout | Padded, by: Rotation, bias: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), layout, by, bias)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -257,7 +258,7 @@ class ModernBert(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Normal within two standard deviations; what adds to the stream begins smaller the more layers there are."""
+        """Initialize with a truncated normal, scaled by 1 / sqrt(2 * layers) for outputs to the residual stream."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-CUTOFF * std, b=CUTOFF * std)
@@ -266,35 +267,39 @@ class ModernBert(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, ModernBertLayer):
-            for adding in (module.attention.output, module.feed_forward.down):
-                adding.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
+            for projection in (module.attention.output, module.feed_forward.down):
+                projection.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
 
     def forward(
         self,
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout | Padded,
+        layout: AnyLayout,
     ) -> Tensor:
-        x = self.embeddings(input_ids, token_type_ids)
+        """`[T]` each -> `[T, H]`."""
+        x = self.embeddings(input_ids, token_type_ids)  # [T, H]
         c = self.config
-        turns = {
+        rotations = {
             kind: rotation(position_ids, c.head_size, theta) for kind, theta in c.thetas.items()
         }
-        biases = {GLOBAL: None, LOCAL: nearness(count_slots(layout), c.local_attention // 2, x)}
+        local = window_bias(count_slots(layout), c.local_attention // 2, x)  # [1, 1, S, S]
+        biases = {GLOBAL: None, LOCAL: local}
         for layer in self.layers:
-            x = layer(x, layout, turns[layer.kind], biases[layer.kind])
-        return self.norm(x)
+            x = layer(x, layout, rotations[layer.kind], biases[layer.kind])  # [T, H]
+        return self.norm(x)  # [T, H]
 
 
-def nearness(longest: int, reach: int, like: Tensor) -> Tensor:
-    """`[1, 1, S, S]`: nothing is added to the scores of keys within reach, and what forbids the others to those."""
-    places = torch.arange(longest, device=like.device)
-    far = (places[None, :] - places[:, None]).abs() > reach
-    forbidding = (
-        torch.finfo(torch.float16).min / 2
-    )  # no sum with a score is infinite in any precision
-    return (far * forbidding).to(like.dtype)[None, None]
+def window_bias(longest: int, reach: int, like: Tensor) -> Tensor:
+    """Return the score bias of local attention, `[1, 1, S, S]`: zero within reach, a large negative number beyond.
+
+    reach: tokens to each side
+    like: a tensor with the device and type of the result
+    """
+    places = torch.arange(longest, device=like.device)  # [S]
+    is_far = (places[None, :] - places[:, None]).abs() > reach  # [S, S]
+    masked = torch.finfo(torch.float16).min / 2  # its sum with a score is finite in any precision
+    return (is_far * masked).to(like.dtype)[None, None]  # [1, 1, S, S]
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
@@ -303,7 +308,7 @@ POOLED = {"cls": first_tokens, "mean": mean_tokens}
 
 
 class Transform(nn.Module):
-    """Dense, GELU, norm: what stands before every classifier."""
+    """Dense, GELU, norm, before every classifier: `[..., H]` -> `[..., H]`."""
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()
@@ -315,14 +320,14 @@ class Transform(nn.Module):
 
 
 class ModernBertTokenClassification(nn.Module):
-    """Logits per token; of two labels for an answer's start and end."""
+    """Logits per token; two labels for the start and end of an answer."""
 
     def __init__(self, config: ModernBertConfig, num_labels: int = 2):
         super().__init__()
         self.head = Transform(config)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
         return self.classifier(self.head(hidden_states))  # [T, C]
 
 
@@ -333,20 +338,21 @@ class ModernBertSequenceClassification(ModernBertTokenClassification):
         super().__init__(config, num_labels)
         self.pooled = POOLED[config.classifier_pooling]
 
-    def forward(self, hidden_states: Tensor, layout: Layout | Padded) -> Tensor:
-        return super().forward(self.pooled(hidden_states, layout), layout)  # [B, C]
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        pooled = self.pooled(hidden_states, layout)  # [B, H]
+        return super().forward(pooled, layout)  # [B, C]
 
 
 class ModernBertMaskedLM(Transform):
-    """Then the word embeddings themselves as the output matrix (tied), plus a bias."""
+    """Dense, GELU, norm, then the word embeddings as the output matrix (tied), plus a bias."""
 
     def __init__(self, config: ModernBertConfig):
         super().__init__(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
-        guess = super().forward(hidden_states)
-        return nn.functional.linear(guess, word_embeddings, self.bias)  # [M, V]
+        x = super().forward(hidden_states)  # [M, H]
+        return nn.functional.linear(x, word_embeddings, self.bias)  # [M, V]
 
 
 HEAD = {"head.dense": "head.dense", "head.norm": "head.norm", "classifier": "classifier"}
@@ -357,7 +363,7 @@ MODERNBERT = replace(
     encoder=ModernBert,
     architecture="ModernBert",
     prefix="model.",
-    trunk={
+    encoder_names={
         r"embeddings\.word": ["embeddings.tok_embeddings"],
         r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
         r"embeddings\.norm": ["embeddings.norm"],

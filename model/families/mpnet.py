@@ -1,9 +1,9 @@
-"""MPNet (Song et al. 2020): RoBERTa without segments, whose attention also knows how far apart two tokens are.
+"""MPNet (Song et al. 2020): RoBERTa without segments, and with relative positions in attention.
 
-The distance is put into a bucket, exact when near and on a logarithmic scale when far (as in T5, Raffel et al. 2020),
-and each bucket adds a number of its own to every head's scores, the same in all layers.
+Each distance between two tokens has a bucket: exact for near tokens, on a logarithmic scale for far ones (as in T5,
+Raffel et al. 2020). A bucket has one learned bias of the scores for each head, the same in all layers.
 
-T tokens, H hidden, N heads, S longest sequence
+Shapes as in `model/bert.py`.
 """
 
 import math
@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded, count_slots
+from model.attention import AnyLayout, count_slots
 from model.bert import Bert
 from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
 from model.families.roberta import ROBERTA, RobertaConfig
 
-FARTHEST = 128  # tokens; beyond it all is equally far
+FARTHEST = 128  # tokens; all larger distances share a bucket
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class MPNetConfig(RobertaConfig):
 
     @property
     def first_position(self) -> int:
-        return 2  # whatever the padding token's id
+        return 2  # for any padding token's id
 
 
 class MPNetEmbeddings(DistilBertEmbeddings):
-    """Token + position, normalised; the first positions are left out, as in RoBERTa."""
+    """Token + position, normalized; without the first positions, as in RoBERTa."""
 
     def __init__(self, config: MPNetConfig):
         super().__init__(config)
@@ -62,19 +62,20 @@ class MPNet(Bert):
         self.init_weights(self.distances)
         self.longest = config.max_length
         away = torch.arange(-self.longest, self.longest + 1)
-        # Looked up and not computed, for another runtime's logarithm may fall into another bucket.
+        # A table, because another runtime's logarithm may give another bucket.
         self.register_buffer("buckets", bucket(away, buckets), persistent=False)
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Tensor:
-        places = torch.arange(count_slots(layout), device=self.buckets.device)
-        buckets = self.buckets[places[None, :] - places[:, None] + self.longest]
+    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Tensor:
+        """The bias of the attention scores, `[1, N, S, S]`."""
+        places = torch.arange(count_slots(layout), device=self.buckets.device)  # [S]
+        buckets = self.buckets[places[None, :] - places[:, None] + self.longest]  # [S, S]
         return self.distances(buckets).permute(2, 0, 1)[None]  # [1, N, S, S]
 
 
 def bucket(distance: Tensor, count: int) -> Tensor:
-    """Which of `count` buckets a key is in that stands `distance` tokens after the query.
+    """Return the bucket, below `count`, of a key that is `distance` tokens after the query.
 
-    Half of them are for keys before (and at) the query, half for those after it; half of each are exact.
+    One half of the buckets is for keys up to the query, the other for keys after it; half of each half is exact.
     """
     half, exact = count // 2, count // 4
     far = distance.abs()
@@ -91,8 +92,8 @@ MPNET = replace(
     architecture="MPNet",
     tokenizer="wordpiece",
     prefix="mpnet.",
-    trunk={
-        **ROBERTA.trunk,
+    encoder_names={
+        **ROBERTA.encoder_names,
         r"distances": ["encoder.relative_attention_bias"],
         r"layers\.(\d+)\.attention\.qkv": [
             r"encoder.layer.\1.attention.attn.q",

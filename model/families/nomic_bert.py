@@ -1,9 +1,9 @@
-"""NomicBERT (Nussbaum et al. 2024): BERT with rotated positions and a gated feed-forward, made for embeddings.
+"""NomicBERT (Nussbaum et al. 2024): BERT with rotary positions and a gated feed-forward, for embeddings.
 
-Post-norm like BERT, with segments like BERT; positions are rotated like ModernBERT's, all layers look at everything,
-and the matrices of the layers have no biases.
+Post-norm and segments as in BERT; rotary positions as in ModernBERT. All layers have global attention, and their
+matrices have no biases.
 
-T tokens, H hidden, N heads, D head size
+Shapes as in `model/bert.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import AnyLayout
 from model.bert import Bert, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -28,7 +28,7 @@ from model.families.modernbert import (
 class NomicBertConfig(BertConfig):
     """Defaults are those of `nomic-ai/nomic-embed-text-v1.5`.
 
-    rope_theta: how slowly the slowest rotation goes
+    rope_theta: base of the RoPE frequencies
     """
 
     model_type: ClassVar[str] = "nomic_bert"
@@ -41,7 +41,7 @@ class NomicBertConfig(BertConfig):
     max_position_embeddings: int = 2048
     rope_theta: float = 1000.0
 
-    # Where ModernBERT has a choice.
+    # Settings of ModernBERT that are fixed here.
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
 
@@ -50,35 +50,35 @@ class NomicBertConfig(BertConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """In transformers' words or in those of its first code. Raises ValueError for variants that are not written.
+        """Read `config.json` with transformers' or the original names. Raises ValueError for unsupported variants.
 
-        Beyond the lengths that it was trained on, the first code stretches the rotations: it reads as far as those.
+        The original code scales the rotations beyond the training length; here the maximum length ends there.
         """
         known = {name: value for name, value in config.items() if value is not None}
-        said = {ours: known[first] for first, ours in AT_FIRST.items() if first in known} | known
-        for name, usual in USUAL.items():
-            if said.get(name, usual) != usual:
-                raise ValueError(f"{name} {said[name]!r} is not {usual!r}")
-        if said.get("rotary_scaling_factor"):
-            longest = said.get("max_position_embeddings", cls.max_position_embeddings)
-            trained = said.get("max_trained_positions") or cls.max_position_embeddings
-            said["max_position_embeddings"] = min(longest, trained)
-        rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
-        said["rope_theta"] = read_theta(rope, said.get("rope_theta"))
-        found = super().from_dict(said)
-        if said.get("head_dim") not in (None, found.head_size):
-            raise ValueError(f"head_dim {said['head_dim']!r} is not {found.head_size}")
-        return found
+        fields = {ours: known[old] for old, ours in ORIGINAL_NAMES.items() if old in known} | known
+        for name, value in REQUIRED_VALUES.items():
+            if fields.get(name, value) != value:
+                raise ValueError(f"{name} {fields[name]!r} is not {value!r}")
+        if fields.get("rotary_scaling_factor"):
+            longest = fields.get("max_position_embeddings", cls.max_position_embeddings)
+            trained = fields.get("max_trained_positions") or cls.max_position_embeddings
+            fields["max_position_embeddings"] = min(longest, trained)
+        rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        fields["rope_theta"] = read_theta(rope, fields.get("rope_theta"))
+        read = super().from_dict(fields)
+        if fields.get("head_dim") not in (None, read.head_size):
+            raise ValueError(f"head_dim {fields['head_dim']!r} is not {read.head_size}")
+        return read
 
     def to_dict(self) -> dict[str, Any]:
-        said = super().to_dict()
-        del said["position_embedding_type"]
-        theta = said.pop("rope_theta")
-        return {**said, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        fields = super().to_dict()
+        del fields["position_embedding_type"]
+        theta = fields.pop("rope_theta")
+        return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-# What the words were before transformers had it, and what else could be said.
-AT_FIRST = {
+# Names in the original code, and settings whose other values are not implemented.
+ORIGINAL_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -89,7 +89,7 @@ AT_FIRST = {
     "attn_pdrop": "attention_probs_dropout_prob",
     "rotary_emb_base": "rope_theta",
 }
-USUAL: dict[str, Any] = {
+REQUIRED_VALUES: dict[str, Any] = {
     "activation_function": "swiglu",
     "causal": False,
     "scale_attn_weights": True,
@@ -107,7 +107,7 @@ USUAL: dict[str, Any] = {
 
 
 class NomicBertEmbeddings(nn.Module):
-    """Token + segment, normalised. Where it stands, attention will know."""
+    """Token + segment, normalized. Attention adds positions, by rotation."""
 
     def __init__(self, config: NomicBertConfig):
         super().__init__()
@@ -117,11 +117,12 @@ class NomicBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.dropout(self.norm(self.word(input_ids) + self.token_type(token_type_ids)))
+        x = self.word(input_ids) + self.token_type(token_type_ids)  # [T, H]
+        return self.dropout(self.norm(x))  # [T, H]
 
 
 class GatedFeedForward(ModernBertFeedForward):
-    """Dropout comes after it, as in BERT, and not within."""
+    """ModernBERT's, without inner dropout: `Layer` applies dropout after it, as in BERT."""
 
     def __init__(self, config: NomicBertConfig):
         super().__init__(config)
@@ -139,7 +140,8 @@ class NomicBert(Bert):
     make_embeddings = NomicBertEmbeddings
     make_layer = NomicBertLayer
 
-    def shared(self, position_ids: Tensor, layout: Layout | Padded) -> Rotation:
+    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Rotation:
+        """The rotations of all positions."""
         return rotation(position_ids, self.config.head_size, self.config.rope_theta)
 
 
@@ -152,7 +154,7 @@ NOMIC_BERT = replace(
     architecture="NomicBert",
     mask_rate=0.3,
     prefix="nomic_bert.",
-    trunk={
+    encoder_names={
         r"embeddings\.word": ["embeddings.word_embeddings"],
         r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
         r"embeddings\.norm": ["emb_ln"],

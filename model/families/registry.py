@@ -1,4 +1,4 @@
-"""The families of encoders that are written here: a row each."""
+"""The table of all encoder families."""
 
 from model.config import BertConfig
 from model.families.albert import ALBERT
@@ -32,11 +32,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: BertConfig) -> Family:
+    """Return the family of a configuration."""
     return FAMILIES[config.model_type]
 
 
 def family_named(model_type: str) -> Family:
-    """Raises ValueError naming those that there are."""
+    """Return the family of a `model_type`. Raises ValueError with the known ones."""
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
     return FAMILIES[model_type]

@@ -1,10 +1,10 @@
-"""RoBERTa (Liu et al. 2019), and XLM-R and CamemBERT, which are RoBERTa with other texts and tokens.
+"""RoBERTa (Liu et al. 2019), and XLM-R and CamemBERT, which are RoBERTa with other training texts and vocabularies.
 
-BERT but for its embeddings: there is one segment, and positions begin after the padding token's id, as in fairseq. The
-tokenizer is of bytes (RoBERTa) or of pieces (the others), masking is drawn anew each time, and nothing is asked about
-the next sentence.
+The encoder is BERT with other embeddings: one segment, and positions that begin after the padding token's id, as in
+fairseq. The tokenizer is byte-level BPE (RoBERTa) or a unigram model (the others). Pretraining masks tokens anew in
+each epoch, and has no next-sentence prediction.
 
-T tokens, H hidden
+Shapes as in `model/bert.py`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class RobertaConfig(BertConfig):
 
 
 class RobertaEmbeddings(BertEmbeddings):
-    """BERT's, of which there is one segment, and the first positions are left out."""
+    """BERT's embeddings with one segment, and without the first positions."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)

@@ -1,7 +1,7 @@
-"""What sets one kind of encoder apart from another, for all who need not know which one it is.
+"""`Family`: the properties of one kind of encoder, for code that works with any.
 
-A family's own file has its configuration, its encoder and one `Family` that says how the hub calls its parts; the table
-in `families.py` has a row for each.
+A family's module has its configuration, its encoder, and one `Family` with the hub's names for its parts.
+`registry.FAMILIES` has all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from model.config import BertConfig
 
-# What is asked about the second of two texts in pretraining: is it the next one or from elsewhere, are they in order.
+# The pretraining objective on two texts: next sentence prediction, or sentence order prediction.
 Pairs = Literal["nsp", "sop"]
 
-# Our parameter's stem (what stands before `.weight` or `.bias`), as a pattern -> the hub's, three for a fused one.
+# Our parameter's name without `.weight` or `.bias`, as a pattern -> the hub's, three for the fused query, key, value.
 Stems = Mapping[str, list[str]]
 
 SUFFIXES = {
@@ -31,27 +31,27 @@ SUFFIXES = {
 class Family:
     """One kind of encoder.
 
-    architecture: how the names of the hub's classes begin
-    prefix: of the encoder's parameters where heads stand beside it
+    architecture: prefix of the hub's class names
+    prefix: of the encoder's parameters in checkpoints with heads
     trunk: the hub's names for the encoder's parameters
-    heads: for the parameters of the heads, by task
-    make_heads: makers of those that are not as in `heads.py`, by task: of the configuration and the number of labels;
-        and of what it is pretrained with, "masked_lm" or all of it, "pretraining"
-    objectives: for those of what it is pretrained with
-    pair_objective: what it is asked about two texts, if `objectives` has an answer to that
-    mask_rate: the share of the tokens that are hidden in pretraining
-    decoder: the output matrix of its masked language model, which is the word embeddings'
-    activation: after the dense layer between the first token and the classes
-    tokenizer: how its tokenizer cuts: words by their pieces, or bytes, or whole texts by the likeliest pieces
-    special_tokens: as the tokenizer spells them, in the order of their ids
-    frame: how they stand around a text, and around a pair; `:1` is for the second segment
+    heads: the hub's names for the parameters of the heads, by task
+    make_heads: by task, a function of configuration and number of labels that makes a head unlike that in `heads.py`;
+        also "masked_lm" for the masked language model head, and "pretraining" for the module that is pretrained
+    objectives: the hub's names for the parameters of the pretraining heads
+    pair_objective: the objective on two texts, used if `objectives` has a classifier for it
+    mask_rate: the share of tokens that pretraining masks
+    decoder: the hub's name of the masked language model's output matrix, which is tied to the word embeddings
+    activation: after the dense layer of the pooler
+    tokenizer: its algorithm
+    special_tokens: the tokenizer's, in the order of their ids
+    frame: the templates of special tokens for a text and for a pair; `:1` marks the second segment
     """
 
     config: type[BertConfig]
     encoder: type[nn.Module]
     architecture: str
     prefix: str
-    trunk: Stems
+    encoder_names: Stems
     heads: Mapping[str, Mapping[str, str]]
     make_heads: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)
@@ -69,14 +69,14 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        """What `config.json` calls it."""
+        """The family's `model_type` in `config.json`."""
         return self.config.model_type
 
     @property
     def pairs(self) -> Pairs | None:
-        """What it is asked about two texts in pretraining; None if it is given one at a time."""
+        """The pretraining objective on two texts; None if pretraining uses single texts."""
         return self.pair_objective if "next_sentence.classifier" in self.objectives else None
 
     def architecture_of(self, task: str) -> str:
-        """The hub's class for a task."""
+        """Return the hub's class name for a task."""
         return self.architecture + SUFFIXES[task]

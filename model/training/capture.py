@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from model.attention import weight_captures
+from model.attention import AnyLayout, ScaledDotProductAttention
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Captured:
     projections: [T, 3H] queries, keys and values of each layer, before any rotation by position
     attention_weights: [B, N, S, S] of each layer; each row (a query's weights) sums to one
 
-    A layer that is applied several times (ALBERT) has an item for each time.
+    A layer that is applied several times (ALBERT) has an item for each time. Shapes as in `model/bert.py`.
     """
 
     hidden_states: list[Tensor] = field(default_factory=list)
@@ -29,9 +29,10 @@ class Captured:
 def capture(
     encoder: nn.Module, *, projections: bool = False, attention_weights: bool = False
 ) -> Iterator[Captured]:
-    """Capture the hidden states and, where requested, more of an encoder's passes inside the block.
+    """Capture the hidden states and, where requested, more of an encoder's forward passes inside the block.
 
-    Attention weights are computed for the capture alone, which costs time and memory.
+    All of it comes from forward hooks, which are removed at the end of the block. Attention weights are computed for
+    the capture only, which costs time and memory.
     """
     captured = Captured()
 
@@ -43,6 +44,13 @@ def capture(
 
     def keep_projection(module: nn.Module, inputs: object, output: Tensor) -> None:
         captured.projections.append(output)
+
+    def keep_weights(
+        module: ScaledDotProductAttention,
+        inputs: tuple[Tensor, AnyLayout, Tensor | None],
+        output: Tensor,
+    ) -> None:
+        captured.attention_weights.append(module.weights(*inputs))
 
     hooks = [
         module.register_forward_hook(keep_hidden)
@@ -56,14 +64,16 @@ def capture(
             if name.endswith(".attention.qkv")
         ]
     if attention_weights:
-        weight_captures.append(captured.attention_weights)
+        hooks += [
+            module.register_forward_hook(keep_weights)
+            for module in encoder.modules()
+            if isinstance(module, ScaledDotProductAttention)
+        ]
     try:
         yield captured
     finally:
         for hook in hooks:
             hook.remove()
-        if attention_weights:
-            weight_captures.pop()
 
 
 def _layers(encoder: nn.Module) -> Iterator[nn.Module]:

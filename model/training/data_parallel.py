@@ -1,7 +1,7 @@
-"""Several processes that train one model together, as `torchrun` starts them; or one that is alone.
+"""Data-parallel training in the processes that `torchrun` starts, or in a single process.
 
-Each has the whole model and reads its part of every batch. Gradients are added up, so that together they do what one
-process would with the whole batch.
+Each process has the whole model and reads its part of every batch. Gradients are summed over the processes, so the
+result is that of one process with the whole batch.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from model.training import optim
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others: number `rank` of `world`, which computes on `device`."""
+    """This process: number `rank` of `world` processes, which computes on `device`."""
 
     rank: int
     world: int
@@ -28,9 +28,9 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def join(cls) -> Iterator["Ranks"]:
-        """Meet the other processes that `torchrun` started, if it did: with NCCL on GPUs, with gloo on CPUs.
+        """Join the process group if `torchrun` started this process: with NCCL on GPUs, with gloo on CPUs.
 
-        Raises ConnectionError where another one is gone while this one waits for it.
+        Raises ConnectionError where another process has ended while this one waits for it.
         """
         device = optim.pick_device()
         if not os.environ.get("RANK"):
@@ -42,8 +42,10 @@ class Ranks:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield cls(dist.get_rank(), dist.get_world_size(), device)
-            with contextlib.suppress(RuntimeError):  # whoever is gone by now has said why
-                dist.barrier()  # nobody hangs up on one that is not done
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a process that has failed reports its own error
+                dist.barrier()  # a process ends only when all are done
         except RuntimeError as error:
             if not _is_lost(error):
                 raise
@@ -54,21 +56,21 @@ class Ranks:
             dist.destroy_process_group()
 
     @property
-    def leads(self) -> bool:
-        """Is it the one that writes and tells?"""
+    def is_leader(self) -> bool:
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
-        """What the first process prepares, the others find done."""
-        if not self.leads:
+        """Run the block in the first process, then in the others."""
+        if not self.is_leader:
             dist.barrier()
         yield
-        if self.leads and self.world > 1:
+        if self.is_leader and self.world > 1:
             dist.barrier()
 
-    def agreed(self, value: Any) -> Any:
-        """The first process' value, for all."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first process' value in all processes."""
         if self.world == 1:
             return value
         values = [value]
@@ -76,24 +78,24 @@ class Ranks:
         return values[0]
 
     def total(self, values: dict[str, float]) -> dict[str, float]:
-        """The sums over all processes, by name."""
+        """Return the sums over all processes, by name."""
         if self.world == 1:
             return values
         sums = torch.tensor([*values.values()], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         return dict(zip(values, sums.tolist(), strict=True))
 
-    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients become their sums over all processes, which have them for the same parameters."""
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their sums over all processes, which must have them for the same parameters."""
         if self.world == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        together = nn.utils.parameters_to_vector(gradients)
-        dist.all_reduce(together)
-        nn.utils.vector_to_parameters(together, gradients)
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat, gradients)
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    """Does an error of the backend say that another process has ended?"""
-    said = str(error).lower()
-    return isinstance(error, dist.DistError) or "connection" in said or "gloo" in said
+    """Return whether an error of the backend means that another process has ended."""
+    message = str(error).lower()
+    return isinstance(error, dist.DistError) or "connection" in message or "gloo" in message

@@ -1,8 +1,9 @@
-"""What a model is taught, by labels and by other models: answers, vectors, hidden states, how tokens relate.
+"""Training on labels and on teachers: logits, vectors, hidden states, and relations between tokens.
 
-A *lesson* is a stream of batches and those who are asked about them. `Teaching` gives its losses, each with its weight.
+A `TrainingTask` is a stream of batches with the teachers of each head. `DistillationObjective` computes its weighted
+losses.
 
-T tokens, B sequences, S longest, C labels, H hidden, N relation heads, D vector
+Shapes as in `model/bert.py`, except N relation heads and D numbers of a vector.
 """
 
 import json
@@ -16,20 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Layout, real_slots, to_slots
-from model.checkpoints import checkpoint
+from model.attention import PackedLayout, real_slots, to_slots
+from model.checkpoints import reader
 from model.checkpoints.source import read_source, read_tokenizer
 from model.data import examples
 from model.data.examples import Batch, Loss
 from model.data.word_replacement import Replacement, find_neighbors
-from model.heads import IGNORE_INDEX, Model, make_head
+from model.heads import IGNORE_INDEX, EncoderWithHeads, make_head
 from model.training.capture import capture
 from service.core import bundle
 from service.core.encode import Encoder, Window
 
 LOSSES = ("labels", "logits", "hidden", "relations", "embedding", "similarity")
-BY_TOKEN = ("hidden", "relations")  # what needs the same tokens in both models
-DISTANCES = ("cosine", "mse")
+TOKEN_LOSSES = ("hidden", "relations")  # require the same tokens in student and teacher
+VECTOR_DISTANCES = ("cosine", "mse")
 
 
 # -- teachers ---------------------------------------------------------------------------------------------------------
@@ -37,33 +38,33 @@ DISTANCES = ("cosine", "mse")
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that is asked and not changed; `name` is what it was asked for by."""
+    """A frozen model. name: as the settings name its checkpoint"""
 
     name: str
-    model: Model
+    model: EncoderWithHeads
     tokenizer: tokenizers.Tokenizer
 
     @property
     def longest(self) -> int:
-        """Tokens that it has positions for."""
+        """The maximum length, in tokens."""
         return self.model.config.max_length
 
 
 def load(source: str, device: torch.device) -> Teacher:
-    """Any checkpoint with its heads, or a bare encoder. Raises CheckpointError."""
-    folder = checkpoint.locate(source)
-    if checkpoint.has_heads(folder):
+    """Load any checkpoint with its heads, or an encoder alone. Raises CheckpointError."""
+    folder = reader.locate(source)
+    if reader.has_heads(folder):
         whole = read_source(folder)
         model, tokenizer = whole.model, whole.tokenizer
     else:
-        model, tokenizer = Model(checkpoint.read_config(folder), {}), read_tokenizer(folder)
-        model.encoder = checkpoint.load_encoder(folder, pooler=False)
+        model, tokenizer = EncoderWithHeads(reader.read_config(folder), {}), read_tokenizer(folder)
+        model.encoder = reader.load_encoder(folder, pooler=False)
     model.requires_grad_(False)
     return Teacher(source, model.eval().to(device), tokenizer)
 
 
-def difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenizer) -> str:
-    """In what two tokenizers differ; nothing where every text becomes the same tokens."""
+def tokenizer_difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenizer) -> str:
+    """Return the difference of two tokenizers, "" where every text becomes the same tokens."""
     if ours.get_vocab() != theirs.get_vocab():
         return f"vocabularies (of {ours.get_vocab_size():,} and {theirs.get_vocab_size():,} tokens)"
     documents = [json.loads(tokenizer.to_str()) for tokenizer in (ours, theirs)]
@@ -74,12 +75,15 @@ def difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenizer) -> str:
         "post_processor": "special tokens around a text",
     }
     first, second = documents
-    return next((said for part, said in parts.items() if first[part] != second[part]), "")
+    return next((name for part, name in parts.items() if first[part] != second[part]), "")
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The head of a teacher that answers for one of ours; `columns` of its logits are our labels, in order."""
+class TeacherHead:
+    """The head of a teacher that teaches one of ours.
+
+    columns: of its logits, for each of our labels in order
+    """
 
     teacher: Teacher
     head: str
@@ -90,42 +94,44 @@ class Answers:
         return self.teacher.model.described[self.head]
 
 
-def kinds_of(task: str) -> tuple[str, ...]:
-    """List the losses by which a head of this task learns a teacher's answers."""
+def output_losses(task: str) -> tuple[str, ...]:
+    """List the losses by which a head of this task learns a teacher's outputs."""
     return ("embedding", "similarity") if task == "embedding" else ("logits",)
 
 
-def ask(teacher: Teacher, name: str, head: bundle.Head) -> Answers | None:
-    """Who answers for a head; None if nobody does. Of vectors, any teacher's pooled hidden states will do.
+def match_teacher_head(teacher: Teacher, name: str, head: bundle.Head) -> TeacherHead | None:
+    """Return the teacher's head that teaches one of ours; None if it has none.
 
-    Raises ValueError for a head of that name that is another.
+    An embedding head is taught by any teacher's pooled hidden states.
+    Raises ValueError where the teacher's head of the same name is incompatible.
     """
     described = teacher.model.described
-    if name in described and not _answers_alike(described[name], head):
-        told = f"{_told(head)}, and in {teacher.name} {_told(described[name])}"
-        raise ValueError(f"heads.{name}: {told}")
-    if chosen := find_head(teacher, name, head):
-        return Answers(teacher, chosen, _columns(described[chosen].labels, head.labels))
+    if name in described and not _is_compatible(described[name], head):
+        raise ValueError(
+            f"heads.{name}: {_describe_head(head)}, and in {teacher.name} {_describe_head(described[name])}"
+        )
+    if chosen := find_matching_head(teacher, name, head):
+        return TeacherHead(teacher, chosen, _columns(described[chosen].labels, head.labels))
     if head.task != "embedding":
         return None
     pooled = head.model_copy(update={"dimensions": teacher.model.config.hidden_size})
     described[name] = pooled
     teacher.model.heads[name] = make_head(teacher.model.config, pooled)
-    return Answers(teacher, name)
+    return TeacherHead(teacher, name)
 
 
-def find_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
-    """The teacher's head that answers as ours does: that of the same name, else the only one."""
+def find_matching_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
+    """Return the name of the teacher's compatible head: the one of the same name, else the only one."""
     described = teacher.model.described
-    alike = [n for n, other in described.items() if _answers_alike(other, head)]
-    return name if name in alike else alike[0] if len(alike) == 1 else None
+    compatible = [n for n, other in described.items() if _is_compatible(other, head)]
+    return name if name in compatible else compatible[0] if len(compatible) == 1 else None
 
 
-def keep_heads(student: Model, whole: Teacher) -> list[str]:
-    """Begin with the heads that another model has, too, label by label; gives the names of these."""
+def keep_heads(student: EncoderWithHeads, whole: Teacher) -> list[str]:
+    """Initialize the student's heads from another model's compatible heads, label by label. Returns their names."""
     kept = []
     for name, head in student.described.items():
-        if found := find_head(whole, name, head):
+        if found := find_matching_head(whole, name, head):
             theirs = whole.model.heads[found].state_dict()
             rows = list(_columns(whole.model.described[found].labels, head.labels))
             if rows:  # some families classify the ends of answers, which have no labels
@@ -137,7 +143,7 @@ def keep_heads(student: Model, whole: Teacher) -> list[str]:
 
 
 def _columns(theirs: Sequence[str], ours: Sequence[str]) -> tuple[int, ...]:
-    """Which of their labels are ours, in order; a grade is one, whatever it is called."""
+    """Return the indices of our labels in theirs, in our order. Names of a graded head's single label may differ."""
     in_order = ours if set(theirs) == set(ours) else theirs
     return tuple(theirs.index(label) for label in in_order)
 
@@ -146,25 +152,25 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-def _answers_alike(theirs: bundle.Head, ours: bundle.Head) -> bool:
-    """Are two heads of one task, and do they answer with the same labels in the same manner?"""
+def _is_compatible(theirs: bundle.Head, ours: bundle.Head) -> bool:
+    """Return whether two heads have the same task, problem type and labels."""
     if theirs.task != ours.task or ours.task in ("qa", "embedding"):
         return theirs.task == ours.task
-    manners = {head.problem_type or "single_label_classification" for head in (ours, theirs)}
+    problem_types = {head.problem_type or "single_label_classification" for head in (ours, theirs)}
     graded = examples.is_graded(ours) and examples.is_graded(theirs)
-    return len(manners) == 1 and (graded or set(theirs.labels) == set(ours.labels))
+    return len(problem_types) == 1 and (graded or set(theirs.labels) == set(ours.labels))
 
 
-def _told(head: bundle.Head) -> str:
+def _describe_head(head: bundle.Head) -> str:
     labels = f" of {', '.join(head.labels)}" if head.labels else ""
     return f"{head.problem_type or head.task}{labels}"
 
 
-# -- lessons ----------------------------------------------------------------------------------------------------------
+# -- training tasks ---------------------------------------------------------------------------------------------------
 
 
-class Stream(Protocol):
-    """`tasks.Stream`, or what gives batches as it does; `head` is "" for texts that are for none."""
+class BatchStream(Protocol):
+    """The interface of `examples.ExampleStream`. head: "" for plain text, which has no head"""
 
     name: str
     head: str
@@ -178,128 +184,136 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A stream of batches, and those who are asked about them.
+class TrainingTask:
+    """A stream of batches with the teachers for them.
 
-    answers: by each head that the batches are for, who is asked; None where labels are all there is
-    trunk: whose hidden states and relations are learnt
-    twins: the same rows as tokens of a teacher whose tokenizer is another, by its name
-    replacement: of words by similar words, in the texts that student and teacher read
+    teacher_heads: the teacher's head for each head that the batches train; None where it has labels only
+    encoder_teacher: the teacher of hidden states and relations
+    retokenized: the same rows as tokens of each teacher with another tokenizer, by the teacher's name
+    replacement: of words by similar words, in the texts of student and teacher
     """
 
-    stream: Stream
-    answers: Mapping[str, Answers | None]
-    trunk: Teacher | None = None
-    twins: Mapping[str, Stream] = field(default_factory=dict)
+    stream: BatchStream
+    teacher_heads: Mapping[str, TeacherHead | None]
+    encoder_teacher: Teacher | None = None
+    retokenized: Mapping[str, BatchStream] = field(default_factory=dict)
     replacement: Replacement | None = None
 
     @property
     def teachers(self) -> list[Teacher]:
-        """Each once."""
-        return _each_once([self], self.answers)
+        """The distinct teachers."""
+        return _unique_teachers([self], self.teacher_heads)
 
     def batch(
         self, seed: tuple[int, ...], step: int, progress: float = 1.0
     ) -> tuple[Batch, dict[str, Batch]]:
-        """The batch of a step, and the same as tokens of each teacher that has others, by its name.
+        """Return the batch of a step, and its texts as tokens of each teacher with another tokenizer, by name.
 
         progress: from 0 at the first step of the run to 1 at the last
         """
-        twins = {name: twin.batch(seed, step) for name, twin in self.twins.items()}
+        retokenized = {n: stream.batch(seed, step) for n, stream in self.retokenized.items()}
         batch = self.stream.batch(seed, step)
         if self.replacement:
             batch = self.replacement.apply(batch, [*seed, step], progress)
-        return batch, twins
+        return batch, retokenized
 
 
-def _each_once(lessons: Sequence[Lesson], answers: Mapping[str, Answers | None]) -> list[Teacher]:
-    asked = [each.teacher for each in answers.values() if each]
-    trunks = [each.trunk for each in lessons if each.trunk]
-    return list({teacher.name: teacher for teacher in (*asked, *trunks)}.values())
+def _unique_teachers(
+    tasks: Sequence[TrainingTask], teacher_heads: Mapping[str, TeacherHead | None]
+) -> list[Teacher]:
+    of_heads = [each.teacher for each in teacher_heads.values() if each]
+    of_encoders = [each.encoder_teacher for each in tasks if each.encoder_teacher]
+    return list({teacher.name: teacher for teacher in (*of_heads, *of_encoders)}.values())
 
 
-def lessons(
+def training_tasks(
     rows: Sequence[Any],
     name: str,
     head: bundle.Head,
     settings: examples.HeadSettings,
     encoder: Encoder,
-    answers: Answers | None,
-    trunk: Teacher | None = None,
-) -> list[Lesson]:
-    """What a head's rows teach it: a lesson for each stream of them.
+    teacher_head: TeacherHead | None,
+    encoder_teacher: Teacher | None = None,
+) -> list[TrainingTask]:
+    """Return a training task for each stream of a head's rows.
 
-    Raises DataError for rows that are not the head's, and ValueError where a teacher of each token's answer reads
-    other tokens, or words are to be replaced and no teacher with the same tokens answers.
+    Raises DataError for rows that do not fit the head. Raises ValueError where a teacher of single tokens has another
+    tokenizer, and where words are to be replaced without a teacher that has the same tokenizer.
     """
 
-    def read(encoder: Encoder) -> list[examples.Stream]:
-        found = list(examples.examples(rows, head, encoder, settings.stride))
-        return examples.streams(name, settings, head, found)
+    def read(encoder: Encoder) -> list[examples.ExampleStream]:
+        drawable = list(examples.examples(rows, head, encoder, settings.stride))
+        return examples.streams(name, settings, head, drawable)
 
     other = None
-    if answers:
-        other = read_alike(answers.teacher, encoder, f"heads.{name}", head.per_token)
+    if teacher_head:
+        other = teacher_encoder(teacher_head.teacher, encoder, f"heads.{name}", head.per_token)
     replacement = None
     if settings.replace_words:
-        if not answers or other:
+        if not teacher_head or other:
             raise ValueError(
                 f"heads.{name}: replace_words requires a teacher with the student's tokenizer, whose answers count"
             )
-        embeddings = answers.teacher.model.encoder.embeddings.word.weight
-        neighbors = find_neighbors(answers.teacher.tokenizer, embeddings)
+        embeddings = teacher_head.teacher.model.encoder.embeddings.word.weight
+        neighbors = find_neighbors(teacher_head.teacher.tokenizer, embeddings)
         replacement = Replacement(neighbors, settings.replace_words)
     streams = read(encoder)
-    twins = [{answers.teacher.name: twin} for twin in read(other)] if other else [{}] * len(streams)
+    retokenized: list[dict[str, BatchStream]] = [{}] * len(streams)
+    if other:
+        retokenized = [{teacher_head.teacher.name: stream} for stream in read(other)]
     return [
-        Lesson(stream, {name: answers}, trunk, twin, replacement)
-        for stream, twin in zip(streams, twins, strict=True)
+        TrainingTask(stream, {name: teacher_head}, encoder_teacher, others, replacement)
+        for stream, others in zip(streams, retokenized, strict=True)
     ]
 
 
-def read_alike(teacher: Teacher, encoder: Encoder, what: str, by_token: bool) -> Encoder | None:
-    """The teacher's own encoder, or None where ours gives its tokens, too.
+def teacher_encoder(
+    teacher: Teacher, encoder: Encoder, what: str, by_token: bool
+) -> Encoder | None:
+    """Return an encoder with the teacher's tokenizer, or None where the student's gives the same tokens.
 
-    Raises ValueError for texts that are too long for it, and for other tokens where they are needed one by one.
+    what: the setting, for messages
+    by_token: whether the same tokens are required
+    Raises ValueError for a maximum length beyond the teacher's, and for different tokens where by_token is set.
     """
     if encoder.max_length > teacher.longest:
         raise ValueError(
             f"{what}: {teacher.name} has {teacher.longest} positions for {encoder.max_length} tokens"
         )
-    differ = difference(encoder.tokenizer, teacher.tokenizer)
-    if differ and by_token:
+    difference = tokenizer_difference(encoder.tokenizer, teacher.tokenizer)
+    if difference and by_token:
         raise ValueError(
             f"{what} is learnt token by token, and the tokenizers of student and {teacher.name} "
-            f"differ in their {differ}"
+            f"differ in their {difference}"
         )
-    return Encoder(teacher.tokenizer, encoder.max_length) if differ else None
+    return Encoder(teacher.tokenizer, encoder.max_length) if difference else None
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
 
 
 class CapturedBatch(NamedTuple):
-    """What a model makes of a batch.
+    """The tensors of a model's forward pass.
 
     outputs: of heads by name, in full precision
     hidden: `[T, H]` of the embeddings and after each layer
-    qkv: `[T, 3H]` each layer's queries, keys and values, where they were asked for
+    qkv: `[T, 3H]` each layer's queries, keys and values, where requested
     """
 
     outputs: dict[str, Tensor]
     hidden: list[Tensor]
     qkv: list[Tensor]
-    layout: Layout
+    layout: PackedLayout
 
 
-def look(
-    model: Model,
+def run_batch(
+    model: EncoderWithHeads,
     encodings: Sequence[Window],
     heads: Sequence[str],
     dtype: torch.dtype = torch.float32,
     relations: bool = False,
 ) -> CapturedBatch:
-    """Pass a batch through a model on its own device, computing in `dtype`."""
+    """Run a model on a batch, on the model's device and in `dtype`. relations: capture qkv, too"""
     device = next(model.parameters()).device
     inputs = examples.pack(encodings, device)
     with (
@@ -312,57 +326,60 @@ def look(
 
 
 def divergence(ours: Tensor, theirs: Tensor, temperature: float, dim: int = -1) -> Tensor:
-    """KL of softmax(ours / temperature) from softmax(theirs / temperature), times temperature squared: as large a
-    gradient at any temperature (Hinton et al. 2015). What both rule out, by minus infinity, adds nothing."""
+    """Return KL(softmax(theirs / temperature) || softmax(ours / temperature)) * temperature^2, without `dim`.
+
+    The factor keeps the size of the gradient at any temperature (Hinton et al. 2015). Places where both are minus
+    infinity add nothing.
+    """
     log_p = F.log_softmax(theirs / temperature, dim=dim)
     log_q = F.log_softmax(ours / temperature, dim=dim)
     terms = (log_p.exp() * (log_p - log_q)).masked_fill(log_p == -math.inf, 0.0)
     return terms.sum(dim) * temperature**2
 
 
-def answer_loss(
-    head: bundle.Head, logits: Tensor, taught: Tensor, batch: Batch, temperature: float
+def logits_loss(
+    head: bundle.Head, logits: Tensor, targets: Tensor, batch: Batch, temperature: float
 ) -> Loss:
-    """How far a head's answers are from its teacher's, where its own loss would look, and the same chance.
+    """Return the divergence of a head's logits from its teacher's, at the places that the task's own loss uses.
 
-    logits, taught: `[B, C]` or `[T, C]`, as its task has them. A regression learns the teacher's numbers by their
-    squared error.
+    logits, targets: `[B, C]` or `[T, C]`, the student's and the teacher's. A regression has their squared error.
     """
     match head.task:
         case "classification" if head.problem_type == "regression":
-            return Loss(F.mse_loss(logits, taught), 1.0)
+            return Loss(F.mse_loss(logits, targets), 1.0)
         case "classification" if (
             head.problem_type == "multi_label_classification" or logits.shape[1] == 1
         ):
-            yes_or_no = [torch.stack([x, torch.zeros_like(x)], dim=-1) for x in (logits, taught)]
-            return Loss(divergence(*yes_or_no, temperature).mean(), examples.evenly(2))
+            binary = [torch.stack([x, torch.zeros_like(x)], dim=-1) for x in (logits, targets)]
+            return Loss(divergence(*binary, temperature).mean(), examples.uniform_loss(2))
         case "classification":
-            chance = examples.evenly(logits.shape[1])
-            return Loss(divergence(logits, taught, temperature).mean(), chance)
+            uniform = examples.uniform_loss(logits.shape[1])
+            return Loss(divergence(logits, targets, temperature).mean(), uniform)
         case "ner":
-            meant = examples.tagged(batch, logits) != IGNORE_INDEX
-            found = divergence(logits[meant], taught[meant], temperature)
-            return Loss(found.mean(), examples.evenly(logits.shape[1]))
+            labeled = examples.tagged(batch, logits) != IGNORE_INDEX  # [T]
+            each = divergence(logits[labeled], targets[labeled], temperature)
+            return Loss(each.mean(), examples.uniform_loss(logits.shape[1]))
         case "qa":
             slots, choices = examples.among_candidates(logits, batch)
-            taught, _ = examples.among_candidates(taught, batch)
+            targets, _ = examples.among_candidates(targets, batch)
             return Loss(
-                divergence(slots, taught, temperature, dim=1).mean(), examples.evenly(choices)
+                divergence(slots, targets, temperature, dim=1).mean(),
+                examples.uniform_loss(choices),
             )
     raise AssertionError(f"{head.task} has no logits; this is a bug")
 
 
 def vector_loss(ours: Tensor, theirs: Tensor, distance: str) -> Loss:
-    """`[B, D]` pooled vectors: 1 - cosine, or the squared error of each number."""
+    """Return the distance of pooled vectors `[B, D]`: 1 - cosine, or the squared error of each number."""
     if distance == "mse":
         return Loss(F.mse_loss(ours, theirs), 1.0)
     return Loss((1 - F.cosine_similarity(ours, theirs)).mean(), 1.0)
 
 
 def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
-    """Compare the cosines of all pairs of a batch's vectors by their squared error: `[B, D]`, of any two widths.
+    """Return the squared error of the cosines of all pairs of a batch's vectors: `[B, D]`, of any two widths.
 
-    The vectors of the student itself come to be as similar as the teacher's, with no map between widths.
+    It trains the student's own vectors, without a projection between widths.
     """
     if len(ours) < 2:
         return Loss(ours.sum() * 0.0, 1.0)
@@ -371,48 +388,49 @@ def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
     return Loss(F.mse_loss(*(each[others] for each in cosines)), 1.0)
 
 
-def relation_loss(ours: Tensor, theirs: Tensor, layout: Layout, num_heads: int) -> Loss:
-    """How a sequence's queries relate to each other, its keys, and its values: MiniLMv2 (Wang et al. 2021).
+def relation_loss(ours: Tensor, theirs: Tensor, layout: PackedLayout, num_heads: int) -> Loss:
+    """Return the loss of the self-relations of queries, keys and values: MiniLMv2 (Wang et al. 2021).
 
-    ours, theirs: `[T, 3H]`, of widths that may differ. Each third is cut into `num_heads` relation heads; of every
-    token there, softmax(x @ x.T / sqrt(size)) over its own sequence; KL from the teacher's, the mean over tokens and
-    heads, the sum over the three.
+    ours, theirs: `[T, 3H]`, of widths that may differ. Each third is split into `num_heads` relation heads, with
+    softmax(x @ x.T / sqrt(size)) over each token's sequence. The loss is the KL divergence from the teacher's: the mean
+    over tokens and heads, the sum over the three.
     """
-    found = [
+    each_third = [
         divergence(_relations(a, layout, num_heads), _relations(b, layout, num_heads), 1.0)
         for a, b in zip(ours.float().chunk(3, dim=1), theirs.float().chunk(3, dim=1), strict=True)
     ]
-    real = real_slots(layout)[:, None].expand_as(found[0])
-    return Loss(torch.stack([each[real].mean() for each in found]).sum(), 1.0)
+    real = real_slots(layout)[:, None].expand_as(each_third[0])  # [B, N, S]
+    return Loss(torch.stack([each[real].mean() for each in each_third]).sum(), 1.0)
 
 
-def _relations(x: Tensor, layout: Layout, num_heads: int) -> Tensor:
-    """`[T, H]` to scores `[B, N, S, S]`, minus infinity for keys that are none."""
-    slots = to_slots(x, layout)
+def _relations(x: Tensor, layout: PackedLayout, num_heads: int) -> Tensor:
+    """`[T, H]` to scores `[B, N, S, S]`, minus infinity for keys without a token."""
+    slots = to_slots(x, layout)  # [B, S, H]
     heads = slots.view(*slots.shape[:2], num_heads, -1).transpose(1, 2)  # [B, N, S, H / N]
-    scores = heads @ heads.transpose(-1, -2) * heads.shape[-1] ** -0.5
+    scores = heads @ heads.transpose(-1, -2) * heads.shape[-1] ** -0.5  # [B, N, S, S]
     return scores.masked_fill(~real_slots(layout)[:, None, None, :], -math.inf)
 
 
-Part = tuple[float, Loss]  # what it counts, and itself
+WeightedLoss = tuple[float, Loss]  # weight and loss
 
 
-class Teaching(nn.Module):
-    """The losses of lessons. Its parameters are maps between widths, which are learnt and then dropped.
+class DistillationObjective(nn.Module):
+    """The losses of training tasks. Its parameters are projections between widths, which only training uses.
 
-    answers: by head, who is asked for its answers
-    weights: how much each of LOSSES counts; nothing if it is not there
-    anneal: for heads with labels and a teacher, the weight goes from the teacher's answers to the labels over the steps
+    teacher_heads: the teacher's head, by head
+    weights: of each of LOSSES, 0 if absent
+    anneal: for heads with labels and a teacher, the weight moves from the teacher's loss to the labels' over the steps
         (Clark et al. 2019)
-    hidden: pairs of a student's and a teacher's hidden states: 0 for the embeddings', k for those after k layers
+    hidden: pairs of a student's and a teacher's hidden states: 0 after the embeddings, k after k layers
     relation_layer: of the teacher, from 0; the student's is its last
+    distance: of vectors, one of VECTOR_DISTANCES
     """
 
     def __init__(
         self,
-        model: Model,
-        lessons: Sequence[Lesson],
-        answers: Mapping[str, Answers | None],
+        model: EncoderWithHeads,
+        tasks: Sequence[TrainingTask],
+        teacher_heads: Mapping[str, TeacherHead | None],
         weights: Mapping[str, float],
         *,
         temperature: float = 1.0,
@@ -423,8 +441,8 @@ class Teaching(nn.Module):
         distance: str = "cosine",
     ):
         super().__init__()
-        self.lessons = lessons
-        self.answers = answers
+        self.tasks = tasks
+        self.teacher_heads = teacher_heads
         self.weights = {name: weights.get(name, 0.0) for name in LOSSES}
         self.temperature = temperature
         self.anneal = anneal
@@ -434,21 +452,21 @@ class Teaching(nn.Module):
         self.distance = distance
         self.maps = nn.ModuleDict()
         width = model.config.hidden_size
-        for lesson in lessons:
-            if lesson.trunk:
-                theirs = lesson.trunk.model.config.hidden_size
+        for task in tasks:
+            if task.encoder_teacher:
+                theirs = task.encoder_teacher.model.config.hidden_size
                 for pair in self.pairs if theirs != width else ():
                     self._add_map(_hidden_map(*pair), width, theirs)
-            for name, asked in lesson.answers.items():
-                if asked and asked.described.task == "embedding":
-                    wide = model.described[name].dimensions, asked.described.dimensions
-                    if wide[0] != wide[1]:
-                        self._add_map(f"vectors_{name}", *wide)
+            for name, teacher_head in task.teacher_heads.items():
+                if teacher_head and teacher_head.described.task == "embedding":
+                    widths = model.described[name].dimensions, teacher_head.described.dimensions
+                    if widths[0] != widths[1]:
+                        self._add_map(f"vectors_{name}", *widths)
 
     @property
     def teachers(self) -> list[Teacher]:
-        """Each once."""
-        return _each_once(self.lessons, self.answers)
+        """The distinct teachers."""
+        return _unique_teachers(self.tasks, self.teacher_heads)
 
     def _add_map(self, name: str, ours: int, theirs: int) -> None:
         if name not in self.maps:
@@ -456,86 +474,91 @@ class Teaching(nn.Module):
 
     def forward(
         self,
-        model: Model,
-        lesson: Lesson,
+        model: EncoderWithHeads,
+        task: TrainingTask,
         batch: Batch,
-        read: Mapping[str, Batch],
+        retokenized: Mapping[str, Batch],
         progress: float,
         dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Part]:
-        """The losses of a batch by name, the labels' under that of the stream.
+    ) -> dict[str, WeightedLoss]:
+        """Return the weighted losses of a batch by name; the loss of labels has the stream's name.
 
-        read: the batch as tokens of each teacher that has others, by its name
+        retokenized: the batch as tokens of each teacher with another tokenizer, by the teacher's name
         progress: from 0 at the first step to 1 at the last
         """
-        relations = bool(self.weights["relations"] and lesson.trunk)
-        ours = look(model, batch.encodings, [*lesson.answers], dtype, relations)
+        relations = bool(self.weights["relations"] and task.encoder_teacher)
+        ours = run_batch(model, batch.encodings, [*task.teacher_heads], dtype, relations)
         theirs: dict[str, CapturedBatch] = {}
         with torch.no_grad():
-            for teacher in lesson.teachers:
-                asked = [a.head for a in lesson.answers.values() if a and a.teacher is teacher]
-                seen = read.get(teacher.name, batch).encodings
-                wanted = relations and teacher is lesson.trunk
-                theirs[teacher.name] = look(teacher.model, seen, asked, dtype, wanted)
-        found = self._answers(model, lesson, batch, ours, theirs, progress)
-        if lesson.trunk:
-            found |= self._trunk(lesson, ours, theirs[lesson.trunk.name], relations)
-        return found
+            for teacher in task.teachers:
+                heads = [h.head for h in task.teacher_heads.values() if h and h.teacher is teacher]
+                encodings = retokenized.get(teacher.name, batch).encodings
+                with_relations = relations and teacher is task.encoder_teacher
+                theirs[teacher.name] = run_batch(
+                    teacher.model, encodings, heads, dtype, with_relations
+                )
+        losses = self._head_losses(model, task, batch, ours, theirs, progress)
+        if task.encoder_teacher:
+            losses |= self._encoder_losses(task, ours, theirs[task.encoder_teacher.name], relations)
+        return losses
 
-    def _answers(
+    def _head_losses(
         self,
-        model: Model,
-        lesson: Lesson,
+        model: EncoderWithHeads,
+        task: TrainingTask,
         batch: Batch,
         ours: CapturedBatch,
         theirs: Mapping[str, CapturedBatch],
         progress: float,
-    ) -> dict[str, Part]:
-        stream, found = lesson.stream, {}
-        annealed = self.anneal and lesson.answers.get(stream.head) is not None
+    ) -> dict[str, WeightedLoss]:
+        stream, weighted = task.stream, {}
+        annealed = self.anneal and task.teacher_heads.get(stream.head) is not None
         if stream.head and self.weights["labels"]:
             share = progress if annealed else 1.0
             loss = stream.loss(ours.outputs[stream.head], batch)
-            found[stream.name] = (self.weights["labels"] * share, loss)
-        for name, asked in lesson.answers.items():
+            weighted[stream.name] = (self.weights["labels"] * share, loss)
+        for name, teacher_head in task.teacher_heads.items():
             head = model.described[name]
-            if asked is None:
+            if teacher_head is None:
                 continue
-            output, taught = ours.outputs[name], theirs[asked.teacher.name].outputs[asked.head]
+            output, targets = (
+                ours.outputs[name],
+                theirs[teacher_head.teacher.name].outputs[teacher_head.head],
+            )
             losses: dict[str, Loss] = {}
             if head.task == "embedding":
                 key = f"vectors_{name}"
                 mapped = self.maps[key](output) if key in self.maps else output
                 if self.weights["embedding"]:
-                    losses["embedding"] = vector_loss(mapped, taught, self.distance)
+                    losses["embedding"] = vector_loss(mapped, targets, self.distance)
                 if self.weights["similarity"]:
-                    losses["similarity"] = similarity_loss(output, taught)
+                    losses["similarity"] = similarity_loss(output, targets)
             else:
-                if asked.columns:
-                    taught = taught[:, list(asked.columns)]
-                losses["logits"] = answer_loss(head, output, taught, batch, self.temperature)
+                if teacher_head.columns:
+                    targets = targets[:, list(teacher_head.columns)]
+                losses["logits"] = logits_loss(head, output, targets, batch, self.temperature)
             share = 1 - progress if annealed else 1.0
             for kind, loss in losses.items():
                 part = kind if name == stream.head else f"{name} {kind}"
-                found[f"{stream.name}/{part}"] = (self.weights[kind] * share, loss)
-        return found
+                weighted[f"{stream.name}/{part}"] = (self.weights[kind] * share, loss)
+        return weighted
 
-    def _trunk(
-        self, lesson: Lesson, ours: CapturedBatch, theirs: CapturedBatch, relations: bool
-    ) -> dict[str, Part]:
-        name, found = lesson.stream.name, {}
+    def _encoder_losses(
+        self, task: TrainingTask, ours: CapturedBatch, theirs: CapturedBatch, relations: bool
+    ) -> dict[str, WeightedLoss]:
+        name, weighted = task.stream.name, {}
         if self.pairs:
             errors = [
                 F.mse_loss(self._mapped(a, b, ours.hidden[a].float()), theirs.hidden[b].float())
                 for a, b in self.pairs
             ]
             loss = Loss(torch.stack(errors).mean(), 1.0)
-            found[f"{name}/hidden"] = (self.weights["hidden"], loss)
+            weighted[f"{name}/hidden"] = (self.weights["hidden"], loss)
         if relations:
             qkv = theirs.qkv[self.relation_layer]
             loss = relation_loss(ours.qkv[-1], qkv, ours.layout, self.relation_heads)
-            found[f"{name}/relations"] = (self.weights["relations"], loss)
-        return found
+            weighted[f"{name}/relations"] = (self.weights["relations"], loss)
+        return weighted
 
     def _mapped(self, a: int, b: int, states: Tensor) -> Tensor:
         key = _hidden_map(a, b)

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, Muon beside it, the schedule of rates, and the precision that a machine computes best in."""
+"""Optimizers (AdamW with decay groups, Muon), the learning rate schedule, and the best precision of a machine."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,16 +17,16 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019); matrices decay, biases and norms (one-dimensional) do not.
 
-    head_lr: a learning rate of their own for the parameters under `heads.`
+    head_lr: the learning rate of the parameters under `heads.`, by default `lr`
     """
-    trunk: list[nn.Parameter] = []
+    encoder: list[nn.Parameter] = []
     heads: list[nn.Parameter] = []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (heads if head_lr and name.startswith("heads.") else trunk).append(parameter)
+            (heads if head_lr and name.startswith("heads.") else encoder).append(parameter)
     groups = [
         {"params": [p for p in part if matrix == (p.dim() >= 2)], "weight_decay": decay, "scale": s}
-        for part, s in ((trunk, 1.0), (heads, head_lr / lr if head_lr else 1.0))
+        for part, s in ((encoder, 1.0), (heads, head_lr / lr if head_lr else 1.0))
         for matrix, decay in ((True, weight_decay), (False, 0.0))
         if part
     ]
@@ -34,10 +34,10 @@ def adamw(
 
 
 class Muon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024) in the precision that its matrices' device multiplies best in.
+    """Muon (Jordan et al. 2024) in the fastest precision of its matrices' device.
 
-    torch's own always takes bfloat16, with which a CPU without units for it spends a hundred times as long. As there,
-    the momentum is Nesterov's.
+    torch's own always computes in bfloat16, which is a hundred times slower on a CPU without bfloat16 units. The
+    momentum is Nesterov's in both.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, weight_decay: float):
@@ -64,7 +64,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
-    """The matrix with all its singular values near 1, by Newton-Schulz iteration."""
+    """Return the matrix with all its singular values near 1, by Newton-Schulz iteration."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = (matrix.T if tall else matrix).to(best_precision(matrix.device))
@@ -75,28 +75,28 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int) ->
     return x.T if tall else x
 
 
-class Together:
-    """Several optimisers that step as one, each with parameters of its own."""
+class CombinedOptimizer:
+    """Several optimizers with separate parameters, used as one."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         self.optimizers = optimizers
-        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
 
     def step(self) -> None:
-        for one in self.optimizers:
-            one.step()
+        for each in self.optimizers:
+            each.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.optimizers:
-            one.zero_grad(set_to_none)
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): one.state_dict() for number, one in enumerate(self.optimizers)}
+        return {str(number): each.state_dict() for number, each in enumerate(self.optimizers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for number, one in enumerate(self.optimizers):
-            one.load_state_dict(state[str(number)])
-        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+        for number, each in enumerate(self.optimizers):
+            each.load_state_dict(state[str(number)])
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
 
 
 OPTIMIZERS = ("adamw", "muon")
@@ -110,15 +110,15 @@ def optimizer(
     weight_decay: float,
     betas: tuple[float, float],
     head_lr: float | None = None,
-) -> torch.optim.AdamW | Together:
-    """One of OPTIMIZERS: AdamW, or Muon at `muon_lr` for the matrices of the layers and AdamW for all else."""
+) -> torch.optim.AdamW | CombinedOptimizer:
+    """Return one of OPTIMIZERS: AdamW, or Muon at `muon_lr` for the layers' matrices and AdamW for the rest."""
     if kind == "adamw":
         return adamw(named_parameters, lr, weight_decay, betas, head_lr)
     named = list(named_parameters)
     matrices = [p for name, p in named if "layers." in name and p.dim() == 2]
     others = [(name, p) for name, p in named if not any(p is matrix for matrix in matrices)]
     groups = [{"params": matrices, "scale": muon_lr / lr}]
-    return Together(
+    return CombinedOptimizer(
         Muon(groups, lr=muon_lr, weight_decay=weight_decay),
         adamw(others, lr, weight_decay, betas, head_lr),
     )
@@ -139,28 +139,28 @@ def linear_schedule(step: int, steps: int, warmup: float, hold: float = 0.0) -> 
     return max(0.0, (steps - step) / max(1, steps - falling))
 
 
-def heard(step: int, steps: int, share: float) -> int:
-    """In how many of the first `step` steps something takes part whose share of them goes evenly from `share` to 1."""
+def scheduled_steps(step: int, steps: int, share: float) -> int:
+    """Return in how many of the first `step` steps a task is scheduled whose share rises linearly from `share` to 1."""
     return math.floor(share * step + (1 - share) * step**2 / (2 * steps))
 
 
-def set_lr(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer | CombinedOptimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
 
 
-def add_gradients(
-    loss: Tensor, parameters: Sequence[nn.Parameter], norm: float, of: Sequence[nn.Parameter]
+def add_normalized_gradients(
+    loss: Tensor, parameters: Sequence[nn.Parameter], norm: float, shared: Sequence[nn.Parameter]
 ) -> None:
-    """Add a loss's gradients to those of the parameters, scaled so that those of `of` have this norm together.
+    """Add a loss's gradients to those of the parameters, scaled so that the gradient of `shared` has this norm.
 
-    With a norm for each of several losses, a step goes as far for one as for another, however steep they are (as
-    Chen et al. 2018 want, but at every step and for all of the trunk). A loss that is flat there adds nothing.
+    Losses with equal norms have equal influence on a step, whatever the size of their gradients (similar to GradNorm,
+    Chen et al. 2018, but at every step and for the whole encoder). A loss with a zero gradient adds nothing.
     """
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    known = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
-    steepness = torch.nn.utils.get_total_norm([known[p] for p in of if p in known])
-    scale = torch.where(steepness > 0, norm / steepness, 0.0)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    known = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+    own_norm = torch.nn.utils.get_total_norm([known[p] for p in shared if p in known])
+    scale = torch.where(own_norm > 0, norm / own_norm, 0.0)
     for parameter, gradient in known.items():
         scaled = gradient * scale
         parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
@@ -169,17 +169,17 @@ def add_gradients(
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
-def precision(asked: str, device: torch.device) -> torch.dtype:
-    """What to compute in: as asked, or the best here."""
+def precision(name: str, device: torch.device) -> torch.dtype:
+    """Return the type of one of PRECISIONS; `auto` is the best one of the device."""
     fixed = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    return fixed.get(asked) or best_precision(device)
+    return fixed.get(name) or best_precision(device)
 
 
 def best_precision(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies in it, else float32.
+    """Return bfloat16 where the hardware has units for it, else float32.
 
-    Autocast to bfloat16 on a CPU without such units is many times slower than float32, so the choice goes by
-    capability, never by the kind of device.
+    Autocast to bfloat16 on a CPU without such units is many times slower than float32, so the choice depends on the
+    capability, not on the kind of device.
     """
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -193,9 +193,9 @@ def pick_device() -> torch.device:
 
 
 def seed_dropout(seed: int, step: int, rank: int = 0) -> None:
-    """Make what the step draws at random in torch (dropout) follow from the seed and the step alone.
+    """Seed torch's random numbers (dropout) of a step, as a function of seed and step.
 
-    rank: of several processes, which draw differently
+    rank: of the process; each has other random numbers
     """
     torch.manual_seed((seed * 1_000_003 + step + (rank << 40)) % 2**63)
 

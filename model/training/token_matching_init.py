@@ -1,10 +1,9 @@
-"""Heads that begin by looking at tokens like their own.
+"""Token-matching initialization of attention heads.
 
-Where a text has the words of a question stands its answer; to find that by gradient descent alone takes an encoder more
-text than a small one ever reads. A head whose queries and keys are the same projection of a token looks at equal tokens
-from the start, and has only to learn what to make of them (Trockman & Kolter 2023, arXiv 2305.09828). That wants an
-encoder whose tokens do not carry where they stand but are rotated by it, and which has segments: without them what the
-question says and what the text says again look the same.
+Answers are near the words of the question, but a small encoder reads too little text to learn such matching by gradient
+descent alone. A head whose queries and keys are the same projection attends to equal tokens from the start, and only
+learns to use them (Trockman & Kolter 2023, arXiv 2305.09828). This requires rotary positions, because position
+embeddings would make equal tokens differ, and segments, which separate the question from the text.
 """
 
 import torch
@@ -13,17 +12,18 @@ from torch import nn
 from model.config import BertConfig
 from model.families.modernbert import slow_dimensions
 
-REACH = 128  # tokens; an equal one farther away scores less and less, a mere half at twice as many
-SURE = 8.0  # the score of an equal token near by, where others' are about 0 and some 2 apart
+REACH = 128  # tokens; the score of an equal token falls with the distance, to a half at twice this
+MATCH_SCORE = (
+    8.0  # of an equal token nearby; those of other tokens are about 0 with a deviation of 2
+)
 
 
-def begin_matching(encoder: nn.Module, layers: int, seed: int) -> None:
-    """Let half of the heads of the first `layers` layers look at equal tokens, near and some `REACH` tokens away.
+def init_token_matching(encoder: nn.Module, layers: int, seed: int) -> None:
+    """Initialize half of the heads of the first `layers` layers to attend to equal tokens within about REACH tokens.
 
-    What these heads asked and were asked by is lost; their values and all other heads stay. Of queries and keys the
-    numbers are used that hardly turn over so many tokens.
-    Raises ValueError for an encoder that does not rotate by position, or has not so many layers, or heads too few or
-    too small.
+    The queries and keys of these heads are replaced; their values and all other heads are kept. Queries and keys use
+    the dimensions that rotate little over REACH tokens.
+    Raises ValueError for an encoder without rotary positions, with fewer layers, or with too few or too small heads.
     """
     config: BertConfig = encoder.config
     parts = dict(encoder.named_modules())
@@ -38,16 +38,14 @@ def begin_matching(encoder: nn.Module, layers: int, seed: int) -> None:
                 f"matching_layers: layer {layer + 1} of this {config.model_type} has no heads that can match tokens"
             )
         scale = (
-            SURE * size**0.5 / len(slow)
-        ) ** 0.5  # for the part that is left of a normalised token
+            MATCH_SCORE * size**0.5 / len(slow)
+        ) ** 0.5  # for the projected part of a normalized token
         with torch.no_grad():
             weight = qkv.weight.view(3, heads, size, width)
-            weight[:2, : heads // 2] *= (
-                0.1  # not nothing, or the rest of their numbers would never learn
-            )
+            weight[:2, : heads // 2] *= 0.1  # not 0, or the other dimensions would get no gradient
             for head in range(heads // 2):
-                alike = torch.empty(len(slow), width)
-                nn.init.orthogonal_(alike, generator=generator)
-                weight[:2, head, slow] = scale * alike
+                projection = torch.empty(len(slow), width)
+                nn.init.orthogonal_(projection, generator=generator)
+                weight[:2, head, slow] = scale * projection
             if qkv.bias is not None:
                 qkv.bias.view(3, heads, size)[:2, : heads // 2] = 0

@@ -1,10 +1,10 @@
 """A training run on disk and on the terminal: settings, progress, TensorBoard, metrics, the loss, resuming.
 
-<output>/settings.json   what was asked for
-<output>/metrics.json    what came out
+<output>/settings.json   the settings
+<output>/metrics.json    the results
 <output>/loss.png        the loss over the steps
 <output>/tensorboard/    scalars
-<output>/last.pt         model and optimiser after the last saved step
+<output>/last.pt         model and optimizer after the last saved step
 """
 
 import argparse
@@ -24,13 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-Settings = TypeVar("Settings")
+S = TypeVar("S")
 
 
-def read_settings(kind: type[Settings], description: str) -> Settings:
-    """A run's settings: a TOML file first (see `read_config`), then `--name value` for any of its fields.
+def read_settings(kind: type[S], description: str) -> S:
+    """Read a run's settings from a TOML file (see `read_config`) and then from `--name value` options.
 
-    Lists and tables are given on the command line as JSON.
+    Lists and tables are JSON on the command line. Exits with status 2 for a wrong setting.
     """
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument(
@@ -38,8 +38,8 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
     )
     for field in fields(kind):  # type: ignore[arg-type]
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    config = given.pop("config")
+    options = vars(parser.parse_args())
+    config = options.pop("config")
     try:
         values = read_config(config) if config else {}
     except (OSError, ValueError) as error:
@@ -48,7 +48,7 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
     for name in values:
         if name not in known:
             parser.error(f"{config}: unknown setting {name!r}: one of {', '.join(known)}")
-    for name, text in given.items():
+    for name, text in options.items():
         try:
             values[name] = text if known[name].type is str else json.loads(text)
         except ValueError:
@@ -74,10 +74,10 @@ def read_settings(kind: type[Settings], description: str) -> Settings:
 
 
 def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """What a TOML file says, and where it says nothing, the file beside it that it `extends`, table by table.
+    """Return the content of a TOML file, merged over that of the file that it `extends`, table by table.
 
-    extending: the files that led to this one
-    Raises OSError for a file that cannot be read, ValueError for one that is no TOML or extends itself.
+    extending: the files that extend this one
+    Raises OSError for an unreadable file, ValueError for one that is no TOML or extends itself.
     """
     values = tomllib.loads(path.read_text(encoding="utf-8"))
     if not (base := values.pop("extends", None)):
@@ -87,22 +87,22 @@ def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     if extended.resolve() in chain:
         raise ValueError(f"{extended} extends itself")
     try:
-        return _over(values, read_config(extended, chain))
+        return _merge(values, read_config(extended, chain))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{extended}: {error}") from None
 
 
-def _over(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Both, and of what both have the former; of tables both again."""
-    found = others | values
+def _merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Merge two tables recursively; `values` have priority."""
+    merged = others | values
     for name in others.keys() & values.keys():
         if isinstance(values[name], dict) and isinstance(others[name], dict):
-            found[name] = _over(values[name], others[name])
-    return found
+            merged[name] = _merge(values[name], others[name])
+    return merged
 
 
-def command(kind: type[Settings], description: str, work: Callable[[Settings], object]) -> None:
-    """What a training script does when it is called: read its settings and work; what is wrong is said in a line."""
+def run_script(kind: type[S], description: str, work: Callable[[S], object]) -> None:
+    """Run a training script: read its settings, call `work`, and report an expected error in one line."""
     settings = read_settings(kind, description)
     try:
         work(settings)
@@ -112,36 +112,38 @@ def command(kind: type[Settings], description: str, work: Callable[[Settings], o
 
 @dataclass
 class TrainingRun:
-    """Where a run writes, and how it tells of itself."""
+    """The files and the log of a run."""
 
     output: Path
     steps: int
     history: list[tuple[int, float]]
     started: float
     settings: Any
-    tells: bool = True  # or does another process of the same run?
-    work: Callable[[int], float] = lambda _: 1.0  # how long a step takes, beside others
+    is_leader: bool = True  # False: another process of the run writes and logs
+    work: Callable[[int], float] = lambda _: 1.0  # the duration of a step, in any unit
 
     @classmethod
-    def open(cls, output: str, steps: int, settings: Any, tells: bool = True, **more: Any) -> Self:
+    def open(
+        cls, output: str, steps: int, settings: Any, is_leader: bool = True, **more: Any
+    ) -> Self:
         folder = Path(output)
-        if tells:
+        if is_leader:
             folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, steps, [], time.monotonic(), settings, tells, **more)
+        return cls(folder, steps, [], time.monotonic(), settings, is_leader, **more)
 
     def __post_init__(self) -> None:
-        self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.tells else None
+        self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.is_leader else None
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
-            disable=not (self.tells and sys.stdout.isatty()),
+            disable=not (self.is_leader and sys.stdout.isatty()),
         )
         self.bar = self.progress.add_task("training", total=self.steps, state="")
-        self.until = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
+        self.work_before = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
         self.tokens = 0
-        self.taken = 0
+        self.steps_done = 0
         self.smooth: float | None = None
 
     def __enter__(self) -> Self:
@@ -154,9 +156,9 @@ class TrainingRun:
             self.writer.close()
 
     def step(self, step: int, losses: dict[str, float], tokens: int, lr: float) -> None:
-        """Record one optimiser step: its losses by name (`loss` is the whole), its tokens, its learning rate."""
+        """Record one optimizer step: its losses by name (`loss` is the sum), its tokens, its learning rate."""
         self.tokens += tokens
-        self.taken += 1
+        self.steps_done += 1
         loss = losses["loss"]
         self.smooth = loss if self.smooth is None else 0.98 * self.smooth + 0.02 * loss
         self.history.append((step, loss))
@@ -168,13 +170,13 @@ class TrainingRun:
         state = f"loss {self.smooth:.3f}  {speed:,.0f} tokens/s  {left:.0f} min left"
         self.progress.update(self.bar, completed=step + 1, state=state)
         if self.progress.disable and (step + 1) % 50 == 0:
-            self.say(f"step {step + 1}/{self.steps}  {state}")
+            self.log(f"step {step + 1}/{self.steps}  {state}")
 
-    def seconds_left(self, taken: int) -> float:
-        """From the steps of this process, when so many of all are taken."""
-        done = self.until[taken] - self.until[taken - self.taken]
-        to_do = self.until[self.steps] - self.until[taken]
-        return (time.monotonic() - self.started) * to_do / done
+    def seconds_left(self, step: int) -> float:
+        """Estimate the remaining time before `step`, from the speed of this process."""
+        done = self.work_before[step] - self.work_before[step - self.steps_done]
+        remaining = self.work_before[self.steps] - self.work_before[step]
+        return (time.monotonic() - self.started) * remaining / done
 
     def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
@@ -183,15 +185,15 @@ class TrainingRun:
         if self.writer:
             self.writer.add_scalar(name, value, step)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if not self.progress.disable:
             self.progress.console.print(text)
-        elif self.tells:
+        elif self.is_leader:
             print(text, flush=True)
 
     def save(self, step: int, model: nn.Module, optimizer: Any, **extra: Any) -> None:
-        """Keep all that a resumed run needs, so that a crash leaves the old or the new, never half of one."""
-        if not self.tells:
+        """Write the state that a resumed run needs, in one rename."""
+        if not self.is_leader:
             return
         state = {
             "step": step,
@@ -204,9 +206,9 @@ class TrainingRun:
         os.replace(partial, self.output / "last.pt")
 
     def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Load the last saved state, if there is one; its `step` is the next to take.
+        """Load the last saved state, if there is one; its `step` is the next one.
 
-        What was asked for is written where a step is left to take: else it is not what made what is there.
+        Writes the settings unless the run is complete: then the results belong to the old settings.
         """
         path = self.output / "last.pt"
         if not path.is_file():
@@ -218,18 +220,18 @@ class TrainingRun:
         self.history = [tuple(point) for point in state["history"]]
         if state["step"] < self.steps:
             self._write_settings()
-        self.say(f"resuming {self.output} at step {state['step']}")
+        self.log(f"resuming {self.output} at step {state['step']}")
         return state
 
     def _write_settings(self) -> None:
-        if self.tells:
-            told = json.dumps(asdict(self.settings), indent=2)
-            (self.output / "settings.json").write_text(told + "\n")
+        if self.is_leader:
+            document = json.dumps(asdict(self.settings), indent=2)
+            (self.output / "settings.json").write_text(document + "\n")
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        """Write `metrics.json` and `loss.png`; a run that was at its end already keeps its speed."""
+        """Write `metrics.json` and `loss.png`. A run that was already complete keeps its speed."""
         path = self.output / "metrics.json"
-        if not self.taken and path.is_file():
+        if not self.steps_done and path.is_file():
             speed = json.loads(path.read_text())["tokens_per_second"]
             metrics = {**metrics, "tokens_per_second": speed}
         path.write_text(json.dumps(metrics, indent=2) + "\n")
@@ -237,6 +239,7 @@ class TrainingRun:
 
 
 def draw_loss(history: list[tuple[int, float]], path: Path) -> None:
+    """Plot the loss over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -30,14 +30,14 @@ def test_a_family_is_measured(tmp_path, monkeypatch):
     """Differences are those of rounding, and the packed graph takes some time."""
     monkeypatch.setattr(families, "ROUNDS", 1)
     row = families.measure("distilbert", tmp_path)
-    assert max(row.hidden, row.packed, row.company, row.company_int8) < 1e-4
+    assert max(row.hidden, row.packed, row.batch_difference, row.batch_difference_int8) < 1e-4
     assert row.speed > 0
 
 
 def test_a_difference_is_told(tmp_path):
     """A model that is not transformers' is far from it."""
     peer = families.save_peer("distilbert", tmp_path)
-    model = families.checkpoint.load_model(tmp_path)
+    model = families.reader.load_model(tmp_path)
     batch = families.sample(model)
     assert families.compare_hidden(model, peer, batch) < 1e-4
     model.encoder.layers[0].attention.output.bias.data[0] += 1

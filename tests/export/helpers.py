@@ -8,7 +8,7 @@ import onnx
 from numpy.typing import NDArray
 
 from export.goldens import torch_outputs
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core import packing
 from service.core.packing import Packed
 from service.core.session import ort
@@ -85,7 +85,9 @@ def padded_feeds(packed: Packed, padding: int = 0) -> Arrays:
     return feeds
 
 
-def run_portable(proto: onnx.ModelProto, model: Model, packed: Packed, padding: int = 0) -> Arrays:
+def run_portable(
+    proto: onnx.ModelProto, model: EncoderWithHeads, packed: Packed, padding: int = 0
+) -> Arrays:
     """The portable graph's outputs, those per token packed again."""
     feeds = padded_feeds(packed, padding)
     real = feeds["attention_mask"].astype(bool)
@@ -103,5 +105,5 @@ def assert_close(expected: Arrays, found: Arrays) -> None:
         np.testing.assert_allclose(found[name], value, **TOLERANCE, err_msg=name)
 
 
-def assert_same_as_torch(model: Model, found: Arrays, packed: Packed) -> None:
+def assert_same_as_torch(model: EncoderWithHeads, found: Arrays, packed: Packed) -> None:
     assert_close(torch_outputs(model, packed), found)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.verify import COMPANY_TOLERANCE, RunGraph, graph_runner
+from export.verify import BATCH_TOLERANCE, RunGraph, graph_runner
 from service.core import bundle, packing
 from service.core.bundle import Bundle
 from service.core.encode import Encoder, Encoding
@@ -64,7 +64,7 @@ def served(request: pytest.FixtureRequest, sentences: list[str]) -> Served:
 @pytest.mark.parametrize("size", [2, 8, 32])
 def test_batches(served: Served, size: int) -> None:
     """A text gets the same answer alone and in a batch of others, longer and shorter ones."""
-    assert served.worst(served.run(served.encodings[:size])) <= COMPANY_TOLERANCE
+    assert served.worst(served.run(served.encodings[:size])) <= BATCH_TOLERANCE
 
 
 @pytest.mark.parametrize("neighbour", HOSTILE.values(), ids=HOSTILE)
@@ -72,13 +72,13 @@ def test_hostile_neighbours(served: Served, neighbour: str) -> None:
     """Nor does any neighbour change it: not by its length, its activations or its emptiness."""
     hostile = served.encoder.texts([neighbour])[0].windows[0]
     *others, _ = served.run([*served.encodings[:4], hostile])
-    assert served.worst(others) <= COMPANY_TOLERANCE
+    assert served.worst(others) <= BATCH_TOLERANCE
 
 
 def test_place_in_the_batch(served: Served) -> None:
     """Nor does the place that it has in the batch."""
     backwards = served.run(served.encodings[::-1])
-    assert served.worst(backwards[::-1]) <= COMPANY_TOLERANCE
+    assert served.worst(backwards[::-1]) <= BATCH_TOLERANCE
 
 
 def test_usual_int8_fails_this_test(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_usual_int8_fails_this_test(tiny_bundle: Path, tmp_path: Path) -> None:
     first, hostile = (item.windows[0] for item in encoded)
     alone = session.run(packing.pack([first]))["embeddings"][0]
     together = session.run(packing.pack([first, hostile]))["embeddings"][0]
-    assert np.abs(alone - together).max() > 1000 * COMPANY_TOLERANCE
+    assert np.abs(alone - together).max() > 1000 * BATCH_TOLERANCE

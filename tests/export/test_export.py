@@ -15,8 +15,8 @@ from export import trace_graphs, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from export.passes import quantize
-from export.provenance import read_told
-from model.checkpoints.checkpoint import load_model
+from export.provenance import read_metadata
+from model.checkpoints.reader import load_model
 from service.core import bundle
 from service.core.encode import Encoder
 from service.core.session import RUNTIME, SessionOptions, open_session
@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "fp16 alone": (
         lambda _: None,
         ["--precision", "fp16"],
-        "--precision: fp16 runs on a GPU only; name fp32 or int8 beside it",
+        "--precision: fp16 runs on a GPU only; add fp32 or int8",
     ),
     "no provenance": (lambda _: None, ["--provenance", "nowhere.toml"], "nowhere.toml"),
     "unknown head": (
@@ -456,7 +456,7 @@ def test_refused_provenance(
 def test_shipped_provenance_is_the_lock_s() -> None:
     """Of its data sets the shipped bundle says what the lock says, and what its provenance file names."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
-    told = read_told(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
+    told = read_metadata(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
     alike = {"name", "terms", "commercial_use", "used_for"}
     assert len(told["datasets"]) > 5
     assert [data.model_dump(include=alike) for data in shipped.datasets] == [
@@ -547,7 +547,7 @@ def test_company_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A graph whose answers depend on the batch is never written."""
-    whole = verify.check_company
+    whole = verify.check_batch_invariance
 
     def check(run: Any, encodings: Any, what: str) -> float:
         def swayed(batch: Any) -> Any:
@@ -558,7 +558,7 @@ def test_company_failure(
 
         return whole(swayed, encodings, what)
 
-    monkeypatch.setattr(verify, "check_company", check)
+    monkeypatch.setattr(verify, "check_batch_invariance", check)
     status = export(tiny_checkpoint, out)
     assert_refused(status, f"{precision}: answers differ by ", out, capsys)
 

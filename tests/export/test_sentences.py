@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from export.goldens import run_torch
-from model.checkpoints import checkpoint
+from model.checkpoints import head_config, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import Source, read_source
 from model.families.registry import FAMILIES
@@ -53,7 +53,7 @@ def scores(source: Source) -> list[float]:
 def save_ours(source: Source, task: str, folder: Path) -> str:
     """The one head of a source, written as training writes it."""
     source.tokenizer.save(str(folder / "tokenizer.json"))
-    checkpoint.save_head(folder, source.model, task, folder / "tokenizer.json")
+    writer.save_head(folder, source.model, task, folder / "tokenizer.json")
     return str(folder)
 
 
@@ -97,7 +97,7 @@ def edit(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(document | fields))
 
 
-IDENTITY, SIGMOID = checkpoint.IDENTITY, checkpoint.SIGMOID
+IDENTITY, SIGMOID = head_config.IDENTITY, head_config.SIGMOID
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from onnx.external_data_helper import uses_external_data
 
 from export import trace_graphs
 from export.passes import mask_free_attention
-from model.checkpoints.checkpoint import load_model
+from model.checkpoints.reader import load_model
 from model.config import BertConfig
-from model.families.modernbert import ModernBertConfig, rotation_speeds
-from model.heads import Model
+from model.families.modernbert import ModernBertConfig, rope_frequencies
+from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import Head
 from service.core.session import CPU, Session, SessionOptions
@@ -43,12 +43,12 @@ AWKWARD_HEADS = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Path) -> Model:
+def tiny(tiny_checkpoint: Path) -> EncoderWithHeads:
     return load_model(tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
-def awkward() -> Model:
+def awkward() -> EncoderWithHeads:
     """One layer, odd sizes, and heads named to collide with whatever they can."""
     config = BertConfig(
         vocab_size=50,
@@ -58,11 +58,11 @@ def awkward() -> Model:
         intermediate_size=40,
         max_position_embeddings=512,
     )
-    return perturb(Model(config, AWKWARD_HEADS))
+    return perturb(EncoderWithHeads(config, AWKWARD_HEADS))
 
 
 @pytest.fixture(scope="module")
-def awkward_packed(awkward: Model) -> onnx.ModelProto:
+def awkward_packed(awkward: EncoderWithHeads) -> onnx.ModelProto:
     return trace_graphs.export_packed(awkward)
 
 
@@ -139,27 +139,29 @@ class TestContract:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestParity:
-    def test_packed(self, lengths: list[int], tiny: Model, traced: Traced) -> None:
+    def test_packed(self, lengths: list[int], tiny: EncoderWithHeads, traced: Traced) -> None:
         """The packed graph gives PyTorch's outputs, whatever lengths ride together."""
         packed = batch(lengths, tiny.config.vocab_size)
         assert_same_as_torch(tiny, run_packed(traced.packed, packed), packed)
 
     @pytest.mark.parametrize("padding", [0, 3], ids=["", "more padding than needed"])
-    def test_portable(self, padding: int, lengths: list[int], tiny: Model, traced: Traced) -> None:
+    def test_portable(
+        self, padding: int, lengths: list[int], tiny: EncoderWithHeads, traced: Traced
+    ) -> None:
         """So does the portable graph, however much padding its mask hides."""
         packed = batch([min(length, 500) for length in lengths], tiny.config.vocab_size)
         found = run_portable(traced.portable, tiny, packed, padding)
         assert_same_as_torch(tiny, found, packed)
 
     def test_awkward_heads(
-        self, lengths: list[int], awkward: Model, awkward_packed: onnx.ModelProto
+        self, lengths: list[int], awkward: EncoderWithHeads, awkward_packed: onnx.ModelProto
     ) -> None:
         """Heads named as the trace names its own values keep their names, order and numbers."""
         packed = batch(lengths, 50)
         assert_same_as_torch(awkward, run_packed(awkward_packed, packed), packed)
 
 
-def test_awkward_portable(awkward: Model) -> None:
+def test_awkward_portable(awkward: EncoderWithHeads) -> None:
     """The portable graph, too, bears heads that are named as its own values."""
     packed = batch([4, 9], 50)
     found = run_portable(trace_graphs.export_portable(awkward), awkward, packed)
@@ -170,9 +172,9 @@ def test_awkward_portable(awkward: Model) -> None:
     "name",
     sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *trace_graphs.PORTABLE_INPUTS}),
 )
-def test_head_named_as_an_input(name: str, awkward: Model) -> None:
+def test_head_named_as_an_input(name: str, awkward: EncoderWithHeads) -> None:
     """A head cannot bear an input's name; it is refused before anything is traced."""
-    model = Model(awkward.config, {name: Head(task="qa")})
+    model = EncoderWithHeads(awkward.config, {name: Head(task="qa")})
     with pytest.raises(ValueError, match=f"{name}.*input"):
         trace_graphs.export_packed(model)
 
@@ -189,7 +191,9 @@ def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
         max_position_embeddings=64,
         layer_norm_eps=1e-5,
     )
-    model = perturb(Model(config, {"entities": HEADS["entities"], "sentiment": HEADS["sentiment"]}))
+    model = perturb(
+        EncoderWithHeads(config, {"entities": HEADS["entities"], "sentiment": HEADS["sentiment"]})
+    )
     packed = batch([3, 64, 17], 40)
     assert_same_as_torch(model, run_packed(trace_graphs.export_packed(model), packed), packed)
 
@@ -206,13 +210,13 @@ def test_rotations_far_from_the_beginning() -> None:
         pad_token_id=0,
         global_rope_theta=10_000.0,
     )
-    proto = trace_graphs.export_packed(Model(config, {"answers": Head(task="qa")}))
+    proto = trace_graphs.export_packed(EncoderWithHeads(config, {"answers": Head(task="qa")}))
     (angles,) = (node.input[0] for node in proto.graph.node if node.op_type == "Cos")
 
     packed = batch([8192], 50)
     found = run_value(proto, angles, packed)
 
-    speeds = rotation_speeds(64, 10_000.0).numpy()
+    speeds = rope_frequencies(64, 10_000.0).numpy()
     expected = packed.position_ids[:, None].astype(np.float32) * speeds
     np.testing.assert_array_equal(found.squeeze(), expected)
 
@@ -282,7 +286,9 @@ class TestSharedWeights:
         starts = [offset for offset, _ in set.union(*external(saved).values())]
         assert [0] * len(starts) == [start % trace_graphs.ALIGNMENT for start in starts]
 
-    def test_saved_graph_answers_the_same(self, saved: Path, tiny: Model, traced: Traced) -> None:
+    def test_saved_graph_answers_the_same(
+        self, saved: Path, tiny: EncoderWithHeads, traced: Traced
+    ) -> None:
         """Where the weights stand does not change what the graph computes."""
         from service.core.session import ort
 

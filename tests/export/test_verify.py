@@ -10,7 +10,7 @@ from export.verify import (
     COSINE_MARGIN,
     FP16_COSINE,
     ParityError,
-    check_company,
+    check_batch_invariance,
     check_half,
     check_int8,
     check_parity,
@@ -81,7 +81,7 @@ def test_parity_of_large_numbers() -> None:
 
 def test_company_may_not_matter() -> None:
     """Answers that are the same in a batch as alone pass, wherever they are wrong."""
-    assert 0 == check_company(answering(lambda _: 7.0), ENCODINGS, "int8")
+    assert 0 == check_batch_invariance(answering(lambda _: 7.0), ENCODINGS, "int8")
 
 
 @pytest.mark.parametrize("moved", [1e-3, np.nan])
@@ -90,7 +90,7 @@ def test_company_that_matters_is_refused(moved: float) -> None:
     with pytest.raises(
         ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"
     ):
-        check_company(answering(lambda size: moved * (size > 1)), ENCODINGS, "int8 packed")
+        check_batch_invariance(answering(lambda size: moved * (size > 1)), ENCODINGS, "int8 packed")
 
 
 @pytest.mark.parametrize(

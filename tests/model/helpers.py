@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import Layout, Padded
+from model.attention import PackedLayout, PaddedLayout
 from model.config import BertConfig
 from model.training.training_run import TrainingRun
 from service.core import packing
@@ -58,10 +58,10 @@ def batch(lengths: Sequence[int], vocab_size: int = 96, seed: int = 0) -> Packed
     return Packed(ids, types, packing.positions(layout), layout)
 
 
-def ours(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Layout]:
+def ours(packed: Packed) -> tuple[Tensor, Tensor, Tensor, PackedLayout]:
     """What our modules take."""
     ids = (packed.input_ids, packed.token_type_ids, packed.position_ids)
-    return (*map(torch.as_tensor, ids), Layout.of(packed.layout))  # type: ignore[return-value]
+    return (*map(torch.as_tensor, ids), PackedLayout.of(packed.layout))  # type: ignore[return-value]
 
 
 def theirs(packed: Packed) -> dict[str, Tensor]:
@@ -77,13 +77,13 @@ def theirs(packed: Packed) -> dict[str, Tensor]:
     }
 
 
-def padded(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Padded]:
+def padded(packed: Packed) -> tuple[Tensor, Tensor, Tensor, PaddedLayout]:
     """What our modules take in the trivial layout, where every slot is a token."""
     arguments = theirs(packed)
     positions = torch.arange(packed.layout.longest).expand(len(packed.lengths), -1)
     ids = (arguments["input_ids"], arguments["token_type_ids"], positions)
     flat = (tensor.reshape(-1) for tensor in ids)
-    return (*flat, Padded(arguments["attention_mask"]))  # type: ignore[return-value]
+    return (*flat, PaddedLayout(arguments["attention_mask"]))  # type: ignore[return-value]
 
 
 def real(slots: Tensor, packed: Packed) -> Tensor:

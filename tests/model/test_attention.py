@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import Layout, Padded, attention
+from model.attention import PackedLayout, PaddedLayout, ScaledDotProductAttention, attention
 from service.core import packing
 from tests.model.helpers import LENGTHS, TOLERANCE
 
 HEADS, HIDDEN = 4, 24
 
 
-def draw(lengths: list[int], seed: int = 0) -> tuple[Tensor, Layout]:
+def draw(lengths: list[int], seed: int = 0) -> tuple[Tensor, PackedLayout]:
     generator = torch.Generator().manual_seed(seed)
     qkv = torch.randn(sum(lengths), 3 * HIDDEN, generator=generator)
-    return qkv, Layout.of(packing.make_layout(lengths))
+    return qkv, PackedLayout.of(packing.make_layout(lengths))
 
 
 def by_definition(
@@ -51,11 +51,11 @@ def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
     torch.testing.assert_close(context, by_definition(qkv, lengths), **TOLERANCE)
 
 
-def pad(qkv: Tensor, layout: Layout) -> tuple[Tensor, Padded]:
+def pad(qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, PaddedLayout]:
     """The same in the trivial layout."""
     columns = torch.arange(layout.unpack.shape[1])
     mask = (columns < layout.lengths[:, None]).long()
-    return qkv.index_select(0, layout.unpack.flatten()), Padded(mask)
+    return qkv.index_select(0, layout.unpack.flatten()), PaddedLayout(mask)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -93,7 +93,7 @@ def test_padded_mask_hides() -> None:
     changed = qkv.clone()
     changed[8:] = 1e4
 
-    before, after = (attention(x, HEADS, Padded(mask)) for x in (qkv, changed))
+    before, after = (attention(x, HEADS, PaddedLayout(mask)) for x in (qkv, changed))
 
     torch.testing.assert_close(after[:8], before[:8], rtol=0, atol=0)
 
@@ -204,17 +204,14 @@ def test_dropout_drops_weights() -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_captured_weights_are_those_of_attention(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Captured weights sum to one, are zero on padding, and give attention's own context."""
+def test_weights_are_those_of_attention(lengths: list[int]) -> None:
+    """Attention weights sum to one, are zero on padding, and give attention's own context."""
     qkv, layout = draw(lengths)
-    captured: list[Tensor] = []
+    attend = ScaledDotProductAttention(HEADS, dropout=0.0)
 
-    monkeypatch.setattr("model.attention.weight_captures", [captured])
-    found = attention(qkv, HEADS, layout)
+    found = attend(qkv, layout)
 
-    [weights] = captured
+    weights = attend.weights(qkv, layout)
     batch, longest = layout.unpack.shape
     assert weights.shape == (batch, HEADS, longest, longest)
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from model import attention_map
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
 from model.fill import read_encoder
 from tests.model.helpers import TOLERANCE, perturb, shape
 
@@ -25,7 +25,7 @@ def saved(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     encoder = perturb(perturb(Bert(shape(vocab_size=vocab_size)), 1), 2)
     assert isinstance(encoder, Bert)
     path = tmp_path_factory.mktemp("saved")
-    checkpoint.save_encoder(path, encoder, tokenizer_file)
+    writer.save_encoder(path, encoder, tokenizer_file)
     return path
 
 
@@ -36,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_as_transformers(saved: Path) -> None:
     """The weights of every layer and head are those of transformers, and rows sum to one."""
-    encoder = checkpoint.load_encoder(saved)
+    encoder = reader.load_encoder(saved)
     [encoded] = read_encoder(saved).texts([TEXT])
 
     maps = attention_map.attention_maps(encoder, encoded.windows[0])

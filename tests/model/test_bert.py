@@ -12,7 +12,7 @@ from torch import Tensor
 
 import model
 from model.bert import Bert
-from model.checkpoints import checkpoint, hub_names
+from model.checkpoints import hub_names, reader
 from model.config import BertConfig, preset
 from model.families.bert_names import BERT
 from model.training.capture import capture
@@ -74,7 +74,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
     encoder = Bert(config).eval()
-    hub_names.from_hub(encoder, peer.state_dict(), hub_names.trunk_names(BERT), "transformers")
+    hub_names.from_hub(encoder, peer.state_dict(), hub_names.encoder_names(BERT), "transformers")
 
     for seed, lengths in enumerate(LENGTHS.values()):
         assert_parity(encoder, peer, batch(lengths, seed=seed))
@@ -83,7 +83,7 @@ def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def real_pair(minilm: Path) -> tuple[Bert, transformers.BertModel]:
     """MiniLM, read by us and by transformers."""
-    return checkpoint.load_encoder(minilm), transformers.BertModel.from_pretrained(minilm).eval()
+    return reader.load_encoder(minilm), transformers.BertModel.from_pretrained(minilm).eval()
 
 
 def windows(minilm: Path, texts: Sequence[str]) -> Packed:

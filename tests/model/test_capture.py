@@ -31,3 +31,16 @@ def test_hidden_states_alone_by_default() -> None:
         encoder(*ours(batch([5, 3], vocab_size=200)))
 
     assert [] == captured.projections == captured.attention_weights
+
+
+def test_other_encoders_are_not_captured() -> None:
+    """A pass of another encoder inside the block adds nothing: a student next to its teacher is not captured."""
+    encoder, other = (Bert(shape(vocab_size=200)).eval() for _ in range(2))
+
+    with (
+        torch.no_grad(),
+        capture(encoder, projections=True, attention_weights=True) as captured,
+    ):
+        other(*ours(batch([5, 3], vocab_size=200)))
+
+    assert [] == captured.hidden_states == captured.projections == captured.attention_weights

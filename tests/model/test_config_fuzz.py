@@ -10,7 +10,7 @@ import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.config_table import tables_of
 from model.checkpoints.hub_names import CheckpointError
 from tests.parity.test_config_settings import save
@@ -65,7 +65,7 @@ def read_or_refuse(folder: Path, document: Any) -> None:
     shutil.copytree(folder, copy)
     (copy / "config.json").write_text(json.dumps(document), encoding="utf-8")
     try:
-        checkpoint.load_model(copy)
+        reader.load_model(copy)
     except CheckpointError as error:
         refusal = str(error)
     else:

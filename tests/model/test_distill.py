@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, normalizers
 
 from model import distill, evaluate, finetune, tokenizer
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
 from model.distill import DistillSettings
 from model.families.registry import FAMILIES
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import distillation
 from model.training.capture import capture
 from model.training.training_run import read_config
@@ -81,9 +81,9 @@ def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "answers": Head(task="qa"),
         "vectors": Head(task="embedding", pooling="mean", dimensions=32),
     }
-    model = perturb(Model(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
+    model = perturb(EncoderWithHeads(shape(vocab_size=200, num_hidden_layers=LAYERS), described))
     folder = tmp_path_factory.mktemp("joint") / "checkpoint"
-    checkpoint.save_joint(folder, model, tokenizer_file)
+    writer.save_joint(folder, model, tokenizer_file)
     return folder
 
 
@@ -101,7 +101,7 @@ def taught(
         num_hidden_layers=2,
         initializer_range=0.05,
     )
-    checkpoint.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
+    writer.save_encoder(folder / "encoder", Bert(fresh), tokenizer_file)
     finetune.finetune(
         finetune.FinetuneSettings(
             output=str(folder / "run"),
@@ -161,7 +161,7 @@ ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "simila
 # -- what a student begins as -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", distillation.DISTANCES)
+@pytest.mark.parametrize("distance", distillation.VECTOR_DISTANCES)
 def test_a_student_of_all_layers_is_the_teacher(
     distance: str,
     joint: Path,
@@ -205,7 +205,7 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
         "pad_token_id": trained.token_to_id(known.special_tokens["pad"]),
     }
     encoder = perturb(known.encoder(known.config(**fields), pooler=False))
-    checkpoint.save_encoder(folder, encoder, folder / "trained.json")
+    writer.save_encoder(folder, encoder, folder / "trained.json")
     return folder
 
 
@@ -221,7 +221,7 @@ def test_every_family_gives_layers(
     assert abs(history(tmp_path / "all")[0]) < 1e-5
     start(source, losses, layers=[0, 2], **text)
     whole, half = (
-        checkpoint.load_encoder(p, pooler=False) for p in (source, tmp_path / "run/checkpoint")
+        reader.load_encoder(p, pooler=False) for p in (source, tmp_path / "run/checkpoint")
     )
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     assert half.config == replace(whole.config.keeping([0, 2]), **rates)
@@ -245,10 +245,10 @@ def test_a_first_layer_that_is_another_stays_first(
     """ModernBERT's has no norm before it, and DeBERTa's may have a convolution beside it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     if family == "deberta-v2":
-        changed = checkpoint.read_config(source)
+        changed = reader.read_config(source)
         changed = replace(changed, conv_kernel_size=3)
         encoder = FAMILIES[family].encoder(changed, pooler=False)
-        checkpoint.save_encoder(source, encoder, source / "tokenizer.json")
+        writer.save_encoder(source, encoder, source / "tokenizer.json")
     with pytest.raises(ValueError, match=f"{family}'s first layer differs from the others"):
         start(source, {"hidden": 1.0}, layers=[1, 2], corpus=[str(corpus_file)])
 
@@ -301,7 +301,7 @@ def test_heads_come_with_the_layers(
     heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada", "Mileva"]}
     start(joint, {"labels": 1.0}, heads=heads, lr=0.0)
     assert "\nheads kept: names, answers, turned; new: mood\n" in capsys.readouterr().out
-    student, teacher = (checkpoint.load_model(p) for p in (tmp_path / "run/checkpoint", joint))
+    student, teacher = (reader.load_model(p) for p in (tmp_path / "run/checkpoint", joint))
     for name in ("names", "answers"):
         for mine, its in zip(
             student.heads[name].parameters(), teacher.heads[name].parameters(), strict=True
@@ -335,7 +335,7 @@ def test_a_fresh_student(
     }
     text = {"heads": tables(data), "corpus": [str(corpus_file)], "relation_heads": 8}
     start(joint, {**ALL, "labels": 1.0}, preset="tiny", family=family, shape=small, steps=4, **text)
-    student = checkpoint.load_model(tmp_path / "run/checkpoint")
+    student = reader.load_model(tmp_path / "run/checkpoint")
     assert (student.config.model_type, student.config.hidden_size) == (family, 16)
     assert [*student.described] == ["names", "entities", "answers", "vectors"]
     assert not [name for name in student.state_dict() if "map" in name]
@@ -346,7 +346,7 @@ def test_a_fresh_student(
 
 
 def answers(folder: Path, file: str) -> list[str]:
-    model = checkpoint.load_model(folder)
+    model = reader.load_model(folder)
     (name,) = model.described
     encoder = Encoder.from_file(folder / "tokenizer.json", 32)
     run = evaluate.torch_run(model, [name])
@@ -392,7 +392,7 @@ def test_text_alone_teaches(
     costs = history(tmp_path / "run")
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) / 2
     assert set(found["heads"]["vectors"]) == set(found["teachers"][str(joint)]["heads"]["vectors"])
-    described = checkpoint.load_model(tmp_path / "run/checkpoint").described
+    described = reader.load_model(tmp_path / "run/checkpoint").described
     assert described == {"embedding": Head(task="embedding", pooling="mean", dimensions=32)}
 
 
@@ -426,8 +426,8 @@ def test_what_a_text_is(
         s = DistillSettings(
             output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text
         )
-        lesson = distill.read_texts(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
-        assert lesson.twins == {}
+        lesson = distill.text_task(s, shape(), Encoder(known, 12), tokenizer_file, {}, teacher)
+        assert lesson.retokenized == {}
         stream = lesson.stream
         for step in range(20):
             drawn = stream.batch((1, 0), step).encodings
@@ -495,13 +495,13 @@ def test_both_read_the_same_texts(
 ) -> None:
     """Of rows and of text, each in tokens of its own."""
     read: list[list[list[int]]] = []
-    look = distillation.look
+    look = distillation.run_batch
 
-    def watched(model: Model, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
+    def watched(model: EncoderWithHeads, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
-    monkeypatch.setattr(distillation, "look", watched)
+    monkeypatch.setattr(distillation, "run_batch", watched)
     heads = tables(data, "names", "vectors")
     fresh = {
         "preset": "tiny",
@@ -525,9 +525,9 @@ def test_both_read_the_same_sentences(
     text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
     s = DistillSettings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
     known = load_tokenizer(other)
-    asked = {"vectors": distillation.Answers(teacher, "vectors")}
-    lesson = distill.read_texts(s, shape(), Encoder(known, 64), other, asked, None)
-    streams = (lesson.stream, lesson.twins[str(joint)])
+    asked = {"vectors": distillation.TeacherHead(teacher, "vectors")}
+    lesson = distill.text_task(s, shape(), Encoder(known, 64), other, asked, None)
+    streams = (lesson.stream, lesson.retokenized[str(joint)])
     mine, its = (t.batch((1, 0), 2).encodings for t in streams)
     assert [known.decode(w.input_ids) for w in mine] == [
         teacher.tokenizer.decode(w.input_ids) for w in its
@@ -589,7 +589,7 @@ def test_text_asks_who_answers_for_a_head(
 ) -> None:
     """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
-    checkpoint.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
+    writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
     found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
@@ -611,7 +611,7 @@ def test_passages_of_a_step_are_of_one_length(
         corpus_batch_size=8,
     )
     teacher = distillation.load(str(joint), torch.device("cpu"))
-    lesson = distill.read_texts(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
+    lesson = distill.text_task(s, shape(), Encoder(known, 64), tokenizer_file, {}, teacher)
     steps = [lesson.stream.batch((1, 0), step).encodings for step in range(40)]
     text = lesson.stream.corpus
     ends = set(text.sentence_starts[1:].tolist())
@@ -654,7 +654,7 @@ def test_single_teachers_of_a_joint_student(
     assert found["heads"]["names"]["accuracy"] > 0.8
     assert found["teachers"] == {
         str(taught): {
-            "parameters": finetune.count_parameters(checkpoint.load_model(taught)),
+            "parameters": finetune.count_parameters(reader.load_model(taught)),
             "heads": {
                 "names": json.loads((taught.parent / "metrics.json").read_text())["heads"]["names"]
             },
@@ -669,14 +669,14 @@ def test_annealing_ends_with_the_labels(
 ) -> None:
     """It begins with the teacher's answers alone, and every step gives a little to the labels."""
     shares: list[list[float]] = []
-    forward = distillation.Teaching.forward
+    forward = distillation.DistillationObjective.forward
 
     def watched(*given: Any) -> Any:
         parts = forward(*given)
         shares.append([weight for weight, _ in parts.values()])
         return parts
 
-    monkeypatch.setattr(distillation.Teaching, "forward", watched)
+    monkeypatch.setattr(distillation.DistillationObjective, "forward", watched)
     heads = tables(data, "names")
     heads["names"]["teacher"] = str(taught)
     finetune.finetune(
@@ -790,7 +790,7 @@ def test_both_are_judged_on_the_same_rows(
     assert found["teachers"] == {
         str(taught): {"parameters": known["parameters"], "heads": {"mood": known["heads"]["names"]}}
     }
-    student = checkpoint.load_model(tmp_path / "run/checkpoint")
+    student = reader.load_model(tmp_path / "run/checkpoint")
     assert found["parameters"] == finetune.count_parameters(student) < known["parameters"]
     assert set(found["heads"]["mood"]) == set(known["heads"]["names"])
     assert teachers_of(tmp_path / "run") == [str(taught)]
@@ -835,7 +835,7 @@ def test_the_student_is_an_ordinary_checkpoint(
     text = TEXTS[5]
     read = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     window = Encoder.from_file(folder / "tokenizer.json", 32).texts([text])[0].windows[0]
-    seen = distillation.look(checkpoint.load_model(folder), [window], ["classification"])
+    seen = distillation.run_batch(reader.load_model(folder), [window], ["classification"])
     torch.testing.assert_close(
         seen.outputs["classification"], theirs(**read).logits, rtol=0, atol=1e-5
     )
@@ -957,8 +957,8 @@ def test_albert_with_several_groups(
 ) -> None:
     """Whose layers are nobody's own."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
-    grouped = replace(checkpoint.read_config(source), num_hidden_groups=2)
-    checkpoint.save_encoder(
+    grouped = replace(reader.read_config(source), num_hidden_groups=2)
+    writer.save_encoder(
         source, FAMILIES["albert"].encoder(grouped, pooler=False), source / "tokenizer.json"
     )
     with pytest.raises(ValueError, match="layers: 2 groups of layers share them"):

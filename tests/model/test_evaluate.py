@@ -14,10 +14,10 @@ from scipy.stats import spearmanr
 from seqeval.metrics import f1_score
 
 from model import evaluate, tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import writer
 from model.data import examples, labelled_rows
 from model.families.registry import FAMILIES
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from service.core.encode import Encoder, Encoding
 from tests.model.helpers import perturb, shape
@@ -45,10 +45,10 @@ HEADS = {
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> EncoderWithHeads:
     """Small and untrained, but far from zero, so that its answers differ."""
     torch.manual_seed(0)
-    model = Model(shape(vocab_size=200), HEADS)
+    model = EncoderWithHeads(shape(vocab_size=200), HEADS)
     perturb(model)
     return model
 
@@ -98,13 +98,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def judge(
-    model: Model, encoder: Encoder, name: str, files: Mapping[str, Path], **options: int
+    model: EncoderWithHeads, encoder: Encoder, name: str, files: Mapping[str, Path], **options: int
 ) -> evaluate.Evaluation:
     run = evaluate.torch_run(model, [name])
     return evaluate.judge(run, encoder, model.described[name], name, files[name], **options)
 
 
-def alone(model: Model, name: str, encoding: Encoding) -> NDArray[np.float32]:
+def alone(model: EncoderWithHeads, name: str, encoding: Encoding) -> NDArray[np.float32]:
     """One encoding's output, by the model itself."""
     with torch.no_grad():
         return examples.forward(model, [encoding], [name])[name].numpy()
@@ -119,7 +119,7 @@ def close(expected: float) -> object:
 
 
 def test_accuracy_is_the_share_of_right_argmaxes(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """The same as without decoding, one text at a time."""
     found = labelled_rows.read(files["sentiment"], "classification")
@@ -136,7 +136,7 @@ def test_accuracy_is_the_share_of_right_argmaxes(
 
 
 def test_a_label_holds_from_one_half(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Each of several labels is decided by the sign of its own logit."""
     found = labelled_rows.read(files["topics"], "classification", "multi_label_classification")
@@ -152,7 +152,7 @@ def test_a_label_holds_from_one_half(
 
 
 def test_a_regression_is_judged_by_correlation(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Spearman's of the logits."""
     found = labelled_rows.read(files["stars"], "classification", "regression")
@@ -164,7 +164,7 @@ def test_a_regression_is_judged_by_correlation(
 
 
 def test_a_word_has_the_tag_of_its_first_token(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Found by walking over characters; entities are then compared by seqeval."""
     found = labelled_rows.read(files["entities"], "ner")
@@ -203,7 +203,7 @@ def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
 
 
 def test_an_answer_is_the_likeliest_text(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Found by trying every start and end, in the one window of each question."""
     found = labelled_rows.read(files["answers"], "qa")
@@ -230,7 +230,7 @@ def test_an_answer_is_the_likeliest_text(
 
 
 def test_similarity_is_the_cosine_of_vectors(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Of both texts of a pair, each by itself."""
     found = labelled_rows.read(files["vectors"], "embedding")
@@ -251,7 +251,7 @@ def test_similarity_is_the_cosine_of_vectors(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_any_run_can_be_asked(
-    name: str, model: Model, encoder: Encoder, files: Mapping[str, Path]
+    name: str, model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """One that takes texts one by one gives the answers of one that batches them."""
 
@@ -284,7 +284,7 @@ def test_outputs_come_in_the_order_of_encodings(encoder: Encoder) -> None:
 
 def test_evaluation_is_without_dropout_and_leaves_training_on(encoder: Encoder) -> None:
     """A model in training is the same model when it is evaluated."""
-    model = Model(shape(vocab_size=200), {"a": HEADS["sentiment"]}).train()
+    model = EncoderWithHeads(shape(vocab_size=200), {"a": HEADS["sentiment"]}).train()
     windows = [encoder.texts(["Ada"])[0].windows[0]] * 2
     first, second = evaluate.torch_run(model, ["a"])(windows)
     np.testing.assert_array_equal(first["a"], second["a"])
@@ -300,14 +300,14 @@ def test_a_limit_spreads_over_the_file(limit: int, expected: list[int]) -> None:
 
 
 def test_limited_evaluation_counts_only_its_rows(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Each row has one answer."""
     assert len(judge(model, encoder, "sentiment", files, limit=7).answers) == 7
 
 
 def test_scores_of_some_pairs_cannot_be_judged(
-    model: Model, encoder: Encoder, tmp_path: Path
+    model: EncoderWithHeads, encoder: Encoder, tmp_path: Path
 ) -> None:
     """They have no metric in common; the error names the row."""
     path = tmp_path / "a.jsonl"
@@ -385,7 +385,7 @@ def test_no_threshold_is_better(seed: int) -> None:
 
 
 def test_the_best_threshold_gives_the_best_f1(
-    model: Model, encoder: Encoder, files: Mapping[str, Path]
+    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """Decoding with it reaches what was promised."""
     run = evaluate.torch_run(model, ["answers"])
@@ -427,7 +427,7 @@ def test_the_nearest_vector_is_another_one() -> None:
     ],
 )
 def test_every_head_has_a_main_metric(
-    name: str, metric: str, model: Model, encoder: Encoder, files: Mapping[str, Path]
+    name: str, metric: str, model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
 ) -> None:
     """The first of those that are measured."""
     assert next(iter(judge(model, encoder, name, files).metrics)) == metric
@@ -473,7 +473,7 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
 
 
 def test_the_command_prints_a_table_and_a_line_of_json(
-    model: Model,
+    model: EncoderWithHeads,
     files: Mapping[str, Path],
     tokenizer_file: Path,
     tmp_path: Path,
@@ -481,7 +481,7 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table for people, one JSON line last for machines."""
-    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     asked = [f"--eval={name}={files[name]}" for name in ("sentiment", "answers")]
     command = ["evaluate", str(tmp_path / "joint"), *asked, "--max-length=48"]
     monkeypatch.setattr("sys.argv", command)
@@ -496,14 +496,14 @@ def test_the_command_prints_a_table_and_a_line_of_json(
 
 
 def test_the_command_refuses_an_unknown_head(
-    model: Model,
+    model: EncoderWithHeads,
     tokenizer_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It says which heads there are."""
-    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", "mood=a.jsonl"])
     with pytest.raises(SystemExit):
         evaluate.main()
@@ -511,10 +511,10 @@ def test_the_command_refuses_an_unknown_head(
 
 
 def test_the_command_says_what_is_wrong_with_a_file(
-    model: Model, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: EncoderWithHeads, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a line, not a traceback."""
-    checkpoint.save_joint(tmp_path / "joint", model, tokenizer_file)
+    writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     (tmp_path / "a.jsonl").write_text("{}")
     asked = f"sentiment={tmp_path / 'a.jsonl'}"
     monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "joint"), "--eval", asked])

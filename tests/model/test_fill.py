@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from model import fill, tokenizer
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.heads import Pretraining, make_pretraining
@@ -28,7 +28,7 @@ def pretrained(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -
     model = perturb(perturb(Pretraining(config), 1), 2)
     assert isinstance(model, Pretraining)
     path = tmp_path_factory.mktemp("pretrained")
-    checkpoint.save_pretraining(path, model, tokenizer_file)
+    writer.save_pretraining(path, model, tokenizer_file)
     return path
 
 
@@ -47,7 +47,7 @@ def refusal(
 
 def test_as_transformers(pretrained: Path) -> None:
     """Every blank gets the tokens and probabilities that it gets in transformers."""
-    model = checkpoint.load_pretraining(pretrained)
+    model = reader.load_pretraining(pretrained)
 
     blanks = fill.fill(model, fill.read_encoder(pretrained), TEXT, top_k=7)
 
@@ -72,10 +72,10 @@ def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -
     learnt.save(str(tmp_path / "tokenizer.json"))
     config = preset("tiny", family.config, vocab_size=learnt.get_vocab_size())
     made = perturb(make_pretraining(config, next_sentence=False))
-    checkpoint.save_pretraining(tmp_path / "made", made, tmp_path / "tokenizer.json")
+    writer.save_pretraining(tmp_path / "made", made, tmp_path / "tokenizer.json")
 
     folder = fill.find_checkpoint(str(tmp_path / "made"))
-    model, text = checkpoint.load_pretraining(folder), f"Ada drew {mask}."
+    model, text = reader.load_pretraining(folder), f"Ada drew {mask}."
     [[(token, probability)]] = fill.fill(model, fill.read_encoder(folder), text, top_k=1)
 
     filler = transformers.pipeline("fill-mask", str(folder), device="cpu")
@@ -88,7 +88,7 @@ def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -
 
 def test_more_than_there_are(pretrained: Path) -> None:
     """Asked for more tokens than there are, it gives all, and their probabilities sum to one."""
-    model, encoder = checkpoint.load_pretraining(pretrained), fill.read_encoder(pretrained)
+    model, encoder = reader.load_pretraining(pretrained), fill.read_encoder(pretrained)
 
     [guesses] = fill.fill(model, encoder, "[MASK]", top_k=10**6)
 
@@ -103,7 +103,7 @@ def test_table(
     run(monkeypatch, TEXT, "--checkpoint", str(pretrained), "--top-k", "2")
 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    model = checkpoint.load_pretraining(pretrained)
+    model = reader.load_pretraining(pretrained)
     first, second = fill.fill(model, fill.read_encoder(pretrained), TEXT, top_k=2)
     assert lines[0] == TEXT.split()
     assert ["blank", "token", "probability"] in lines
@@ -140,12 +140,12 @@ def test_default_checkpoint(
     """Without a name our own pretrained checkpoint is taken; if there is none, how to get one."""
     monkeypatch.chdir(tmp_path)
     advice = refusal(monkeypatch, capsys, "[MASK]")
-    assert f"no checkpoint at {fill.OURS}" in advice
+    assert f"no checkpoint at {fill.DEFAULT_CHECKPOINT}" in advice
     assert "python -m model.pretrain model/configs/mini-pretrain.toml" in advice
     assert "--checkpoint" in advice
 
-    fill.OURS.parent.mkdir(parents=True)
-    fill.OURS.symlink_to(pretrained)
+    fill.DEFAULT_CHECKPOINT.parent.mkdir(parents=True)
+    fill.DEFAULT_CHECKPOINT.symlink_to(pretrained)
     run(monkeypatch, "[MASK]")
 
     assert "probability" in capsys.readouterr().out
@@ -173,10 +173,10 @@ def test_no_masked_lm(
     tmp_path: Path,
 ) -> None:
     """A checkpoint without a masked language model is an error, as is one without a tokenizer."""
-    checkpoint.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
+    writer.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
     arguments = ("[MASK]", "--checkpoint", str(tmp_path))
     assert "has no masked language model" in refusal(monkeypatch, capsys, *arguments)
 
-    checkpoint.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
+    writer.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
     (tmp_path / "tokenizer.json").unlink()
     assert "needs tokenizer.json, which is missing" in refusal(monkeypatch, capsys, *arguments)

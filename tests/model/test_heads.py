@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.heads import (
+    EncoderWithHeads,
     MaskedLM,
-    Model,
     Pretraining,
     SentenceEmbedding,
     SequenceClassification,
@@ -39,10 +39,10 @@ HEADS = {
 
 
 @pytest.fixture
-def joint() -> Model:
+def joint() -> EncoderWithHeads:
     """One encoder with heads of every task."""
-    model = perturb(Model(shape(), HEADS))
-    assert isinstance(model, Model)
+    model = perturb(EncoderWithHeads(shape(), HEADS))
+    assert isinstance(model, EncoderWithHeads)
     return model
 
 
@@ -61,7 +61,7 @@ def test_make_head(name: str, kind: type[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def test_outputs(joint: Model) -> None:
+def test_outputs(joint: EncoderWithHeads) -> None:
     """A model answers by head name, with a row per sequence or per token."""
     outputs = joint(*ours(batch([4, 6])))
 
@@ -75,7 +75,7 @@ def test_outputs(joint: Model) -> None:
 
 
 @torch.no_grad()
-def test_some_heads(joint: Model) -> None:
+def test_some_heads(joint: EncoderWithHeads) -> None:
     """Only the heads asked for are computed, and they say what they say among all."""
     arguments = ours(batch([4, 6]))
 
@@ -87,7 +87,7 @@ def test_some_heads(joint: Model) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_packed_is_alone_is_padded(joint: Model, lengths: list[int]) -> None:
+def test_packed_is_alone_is_padded(joint: EncoderWithHeads, lengths: list[int]) -> None:
     """Every head's outputs are the same packed with others, alone, and in a padded rectangle."""
     packed = batch(lengths)
 

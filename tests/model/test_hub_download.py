@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.hub_download import (
     SETTINGS_FILES,
     commit_of,
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "someone/model"
 LOCATE = """
 import json, sys
-from model.checkpoints.checkpoint import locate
+from model.checkpoints.reader import locate
 from model.checkpoints.hub_names import CheckpointError
 found = []
 for source in sys.argv[1:]:
@@ -119,7 +119,7 @@ def test_shards(server: Hub, saved: Path, tmp_path: Path) -> None:
     found = locate(server, tmp_path / "cache", "some/shards", "some/pickle")
     assert shards == {path.name for path in Path(found[0]).iterdir()}
     assert {"config.json", "pytorch_model.bin"} == {path.name for path in Path(found[1]).iterdir()}
-    states = [checkpoint.load_encoder(path).state_dict() for path in found]
+    states = [reader.load_encoder(path).state_dict() for path in found]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
@@ -167,7 +167,7 @@ def test_local_names(tmp_path: Path) -> None:
     """A local path with an @ is a local path where it exists."""
     folder = tmp_path / "model@v1"
     folder.mkdir()
-    assert folder == checkpoint.locate(str(folder))
+    assert folder == reader.locate(str(folder))
     with pytest.raises(CheckpointError, match="leave out --revision"):
         join_name(str(folder), "v1")
 

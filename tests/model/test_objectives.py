@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from model import pretrain, tokenizer
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.data import corpus
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials
 from model.families.registry import FAMILIES
@@ -140,8 +140,8 @@ def learn(
         shape = {**SMALL, **OWN[name]}
         pretrain.pretrain(settings(name, words, topics_file, out / "run", **recipe, shape=shape))
         kept, in_pairs = out / "run" / "checkpoint", family.pairs is not None
-        model = make_pretraining(checkpoint.read_config(kept), in_pairs)
-        checkpoint.init_pretraining(model, kept)
+        model = make_pretraining(reader.read_config(kept), in_pairs)
+        reader.init_pretraining(model, kept)
 
         text = corpus.load([topics_file], words, out / "cache")
         specials = Specials.of(Tokenizer.from_file(str(words)), family)

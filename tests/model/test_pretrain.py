@@ -391,11 +391,11 @@ def test_fewer_and_fewer_are_hidden(
     step, evaluate = pretrain.Trainer.step, pretrain.evaluate
 
     def stepped(self: Any, whole: pretraining_batches.Samples, *args: Any) -> Any:
-        trained.append(sum(whole.guesses) / whole.tokens)
+        trained.append(sum(whole.predictions) / whole.tokens)
         return step(self, whole, *args)
 
     def evaluated(model: Any, fixed: list[pretraining_batches.Samples], tokens: int) -> Any:
-        held.extend(sum(whole.guesses) / whole.tokens for whole in fixed)
+        held.extend(sum(whole.predictions) / whole.tokens for whole in fixed)
         return evaluate(model, fixed, tokens)
 
     monkeypatch.setattr(pretrain.Trainer, "step", stepped)
@@ -553,7 +553,7 @@ def test_goes_on_with_the_same_tokens(
     model = Pretraining(
         shape(vocab_size=small_tokenizer.get_vocab_size(), max_position_embeddings=32)
     )
-    pretrain.checkpoint.save_pretraining(begun, model, tokenizer_file)
+    pretrain.writer.save_pretraining(begun, model, tokenizer_file)
     told = json.loads(tokenizer_file.read_text())
     words = told["model"]["vocab"]
     (a, number), (b, other) = [*words.items()][-2:]
@@ -587,7 +587,7 @@ def test_what_does_not_fit(
     monkeypatch.chdir(tmp_path)
     Path("notes.md").touch()
     other = Pretraining(shape(vocab_size=150, max_position_embeddings=32))
-    pretrain.checkpoint.save_pretraining("other", other, tokenizer_file)
+    pretrain.writer.save_pretraining("other", other, tokenizer_file)
 
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, tmp_path / "run", {**arguments, **fields})

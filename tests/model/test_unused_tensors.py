@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.hub_names import CheckpointError
 from model.families.registry import FAMILIES
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, theirs
@@ -38,7 +38,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"config\.json: quantization_config = .*bitsandbytes"
     ):
-        checkpoint.load_model(tmp_path)
+        reader.load_model(tmp_path)
 
 
 def test_unknown_tensor(tmp_path: Path) -> None:
@@ -46,11 +46,11 @@ def test_unknown_tensor(tmp_path: Path) -> None:
     save(tmp_path, transformers.BertForPreTraining)
     add(tmp_path, bert__encoder__layer__0__output__dense__SCB=torch.ones(32))
     message = r"no part of a bert model uses the tensor bert\.encoder\.layer\.0\.output\.dense\.SCB"
-    for load in (checkpoint.load_encoder, checkpoint.load_pretraining):
+    for load in (reader.load_encoder, reader.load_pretraining):
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load_model(tmp_path, "embedding")
+        reader.load_model(tmp_path, "embedding")
 
 
 PRETRAINED = [
@@ -74,7 +74,7 @@ def test_heads_of_pretraining(model_type: str, kind: Any, tmp_path: Path) -> Non
     with torch.no_grad():
         states = real(peer(**arguments).last_hidden_state, packed)
         expected = torch.stack([part.mean(0) for part in states.split(packed.lengths.tolist())])
-        found = checkpoint.load_model(tmp_path, "embedding")(*ours(packed))["embedding"]
+        found = reader.load_model(tmp_path, "embedding")(*ours(packed))["embedding"]
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
@@ -85,13 +85,13 @@ def test_pooler(model_type: str, tmp_path: Path) -> None:
     family = FAMILIES[model_type]
     if not family.encoder.has_pooler:
         pytest.skip("the family has no pooler")
-    (stem,) = family.trunk[r"pooler\.dense"]
+    (stem,) = family.encoder_names[r"pooler\.dense"]
     path = tmp_path / "model.safetensors"
     name = f"{family.prefix}{stem}.weight"
     save_file({**load_file(path), name: torch.ones(32, 32)}, path, metadata={"format": "pt"})
     peer = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
     assert not any(name.startswith(f"{family.prefix}pooler") for name in peer.state_dict())
-    assert {"ner"} == checkpoint.load_model(tmp_path).described.keys()
+    assert {"ner"} == reader.load_model(tmp_path).described.keys()
 
 
 class TestTask:
@@ -101,22 +101,22 @@ class TestTask:
         peer = save(tmp_path, transformers.BertForSequenceClassification, num_labels=3)
         edit(tmp_path, architectures=architectures)
         with pytest.raises(CheckpointError, match=r"classifier\.bias is of a head .* --task"):
-            checkpoint.load_model(tmp_path)
+            reader.load_model(tmp_path)
 
         with torch.no_grad():
             expected = peer(**theirs(PACKED)).logits
-            found = checkpoint.load_model(tmp_path, "classification")(*ours(PACKED))
+            found = reader.load_model(tmp_path, "classification")(*ours(PACKED))
         torch.testing.assert_close(found["classification"], expected, **TOLERANCE)
-        assert {"embedding"} == checkpoint.load_model(tmp_path, "embedding").described.keys()
+        assert {"embedding"} == reader.load_model(tmp_path, "embedding").described.keys()
 
     def test_unknown_architecture(self, tmp_path: Path) -> None:
         """The encoder of a class that Quartet does not have is read as an embedding model."""
         save(tmp_path, transformers.BertForMaskedLM)
         with pytest.raises(CheckpointError, match=r"BertForMaskedLM is none of .*--task"):
-            checkpoint.load_model(tmp_path)
-        assert {"embedding"} == checkpoint.load_model(tmp_path, "embedding").described.keys()
+            reader.load_model(tmp_path)
+        assert {"embedding"} == reader.load_model(tmp_path, "embedding").described.keys()
         with pytest.raises(CheckpointError, match=r"tensors are missing: classifier"):
-            checkpoint.load_model(tmp_path, "ner")
+            reader.load_model(tmp_path, "ner")
 
     def test_contradiction(self, tmp_path: Path) -> None:
         """A task that is not the one in `architectures` is refused."""
@@ -124,7 +124,7 @@ class TestTask:
         with pytest.raises(
             CheckpointError, match="BertForTokenClassification, a ner head, and --task qa"
         ):
-            checkpoint.load_model(tmp_path, "qa")
+            reader.load_model(tmp_path, "qa")
 
     def test_joint(self, tmp_path: Path) -> None:
         """The heads of a joint checkpoint are in `heads.json`, and no task is needed."""
@@ -133,4 +133,4 @@ class TestTask:
         with pytest.raises(
             CheckpointError, match=r"heads\.json names the heads .*leave out --task"
         ):
-            checkpoint.load_model(tmp_path, "ner")
+            reader.load_model(tmp_path, "ner")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.hub_names import CheckpointError, check_numbers
 from model.checkpoints.weight_files import find_weights, read_tensors
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
@@ -55,7 +55,7 @@ def save_pickle(peer: Any, folder: Path, shards: int = 1) -> Path:
 @torch.no_grad()
 def assert_same_states(peer: Any, folder: Path) -> None:
     expected = real(peer(**theirs(PACKED)).last_hidden_state, PACKED)
-    found = checkpoint.load_encoder(folder)(*ours(PACKED))
+    found = reader.load_encoder(folder)(*ours(PACKED))
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
@@ -209,7 +209,7 @@ def test_adapter(peer: Any, tmp_path: Path) -> None:
     peer.save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: .*merge_and_unload\(\)"):
-        checkpoint.load_encoder(tmp_path)
+        reader.load_encoder(tmp_path)
 
 
 def test_prefix_twice(peer: Any, tmp_path: Path) -> None:
@@ -219,4 +219,4 @@ def test_prefix_twice(peer: Any, tmp_path: Path) -> None:
     state = load_file(path)
     save_file({**state, "bert.pooler.dense.bias": state["pooler.dense.bias"] + 1}, path)
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias and bert\.pooler\.dense\.bias"):
-        checkpoint.load_encoder(tmp_path)
+        reader.load_encoder(tmp_path)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from model.checkpoints import checkpoint
+from model.checkpoints import reader
 from model.checkpoints.config_table import CONFIG_TABLES, OF_FAMILY, tables_of, unknown_settings
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting
@@ -220,7 +220,7 @@ def assert_same_logits(folder: Path, model_type: str) -> torch.Tensor:
     packed.input_ids[packed.input_ids == pad] = 5
     arguments = theirs(packed)
     arguments["input_ids"][arguments["attention_mask"] == 0] = pad
-    model = checkpoint.load_model(folder)
+    model = reader.load_model(folder)
     ids, types, *rest = ours(packed)
     segments = ("bert", "albert", "electra", "nomic_bert", "deberta", "deberta-v2")
     if model_type not in segments or model.config.type_vocab_size < 2:
@@ -292,7 +292,7 @@ def test_refused(family: str, name: str, value: Any, tmp_path: Path) -> None:
     """A setting that is refused is named with its file, in one line."""
     folder = edit(save(tmp_path, family), **{name: value})
     with pytest.raises(CheckpointError, match=rf"^[^\n]*config\.json: [^\n]*{name}[^\n]*$"):
-        checkpoint.load_model(folder)
+        reader.load_model(folder)
 
 
 @pytest.mark.parametrize(("family", "setting"), settings(Handling.REFUSED))
@@ -305,7 +305,7 @@ def test_harmless_values(family: str, setting: Setting, tmp_path: Path) -> None:
         if value == {} and setting.name == "quantization_config":
             continue  # transformers asks it for its method
         edit(folder, **{setting.name: value})
-        checkpoint.load_model(folder)
+        reader.load_model(folder)
         if value is not None:
             assert_same_logits(folder, family)
 

@@ -649,7 +649,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
     "no object": (
         "BertTokenizer",
         lambda folder: write_json(folder / "tokenizer_config.json", [1]),
-        ("tokenizer_config.json: [1] is not a JSON object",),
+        ("tokenizer_config.json: must be a JSON object, not list",),
     ),
 }
 

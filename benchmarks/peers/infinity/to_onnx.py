@@ -1,13 +1,13 @@
-"""Write a checkpoint's ONNX graph by optimum's exporter, and beside it the one that infinity would optimise from it.
+"""Write a checkpoint's ONNX graph with optimum's exporter, and the graph that infinity optimizes from it.
 
     python to_onnx.py MODEL OUT MAX_TOKENS
 
-Infinity optimises a graph at its first start and keeps the result for later ones. With the optimum of today that
-step fails, and it would serve the graph as exported. Here it is done with the same options, so that infinity finds
-what it looks for: attention and GELU fused.
+Infinity optimizes a graph at its first start and caches the result. With current versions of optimum that step fails,
+and infinity would serve the graph as exported. This script does the step with the same options, so that infinity finds
+the cached result: attention and GELU fused.
 
-Infinity's optimum engine cuts texts where the position table ends. The graph has a table of its own, so the
-configuration is free to say where MiniLM's texts really end.
+Infinity's optimum engine truncates texts at the size of the position table in the configuration. The graph has its own
+table, so the configuration can have MiniLM's maximum length instead.
 """
 
 import json

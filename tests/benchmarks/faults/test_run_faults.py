@@ -71,7 +71,7 @@ def _in_a_hurry(monkeypatch):
 @contextmanager
 def site(server, model, scratch):
     with servers.serving(server, model, scratch) as running:
-        yield Site(server, running, rounds.encoded(server, "embed", TEXTS), slow_s=1.0)
+        yield Site(server, running, rounds.encode_requests(server, "embed", TEXTS), slow_s=1.0)
 
 
 def suffered(fault, server, model, scratch):
@@ -140,7 +140,7 @@ def test_bad_texts_are_put_where_texts_are():
     """Each server is asked in its own words, with something else for the text."""
     for name in ("quartet fp32", "infinity torch"):
         one = servers.named(name)
-        body = Site(one, None, []).asking([1]).partition(b"\r\n\r\n")[2]
+        body = Site(one, None, []).request_with([1]).partition(b"\r\n\r\n")[2]
         assert [1] in json.loads(body).values()
         assert one.calls["embed"].body("x").keys() == json.loads(body).keys()
 
@@ -184,9 +184,9 @@ def test_nobody_is_no_answer():
     """Where nobody listens, that is what is told."""
 
     async def found():
-        return await run_faults.ask(servers.free_port(), b"GET / HTTP/1.1\r\n\r\n")
+        return await run_faults.send_request(servers.free_port(), b"GET / HTTP/1.1\r\n\r\n")
 
-    assert "nobody" == run_faults.named(uvloop.run(found()).status)
+    assert "nobody" == run_faults.status_name(uvloop.run(found()).status)
 
 
 def test_the_table_has_a_column_for_each(capsys):
@@ -209,7 +209,7 @@ def test_answers_in_time_are_counted_apart():
 def test_who_is_cut_off_while_insisting_is_counted(tmp_path):
     """A crowd that the server ends has no goodput, and no figure is made up for it."""
     requests = [request_bytes("/embed", b"{}")]
-    found = overload.insisting(servers.free_port(), requests, 2, 0.2)
+    found = overload.retry_at_once(servers.free_port(), requests, 2, 0.2)
 
     assert (0, 1) == (found.requests, found.others[REFUSED])
 

@@ -77,7 +77,7 @@ def test_sessions_share_the_work():
         if not batch:
             ended.append(other)
 
-    part = onnxruntime_baseline.in_turn(run, batches, 1e-9, 0.0, ended, sessions=2)
+    part = onnxruntime_baseline.run_window(run, batches, 1e-9, 0.0, ended, sessions=2)
     assert [*one_round, ()] == ran
     assert part.tokens == onnxruntime_baseline.tokens(one_round[0])
     assert part.ran == sum(range(1, 41))

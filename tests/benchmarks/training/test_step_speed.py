@@ -49,7 +49,7 @@ def test_the_same_samples(monkeypatch):
     [inputs], [samples] = given, taken
     assert torch.equal(inputs["input_ids"], samples.input_ids)
     assert inputs["attention_mask"].sum(1).tolist() == [*samples.lengths]
-    assert (inputs["labels"] != -100).sum(1).tolist() == [*samples.guesses]
+    assert (inputs["labels"] != -100).sum(1).tolist() == [*samples.predictions]
     assert torch.equal(inputs["labels"][samples.hidden], samples.original_ids[samples.hidden])
     assert torch.equal(inputs["next_sentence_label"], samples.is_next)
     assert learnt == [True]

@@ -638,7 +638,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     "bfloat16": (regraph(bfloat16), "cannot serve weights of BFLOAT16"),
     "four bits": (regraph(four_bits), "cannot serve weights of 4 bits"),
     "weights in many files": (two_weight_files, "its weights lie in 2 files"),
-    "pooled who knows how": (unpooled, "how sentence_embedding was pooled is neither said"),
+    "unknown pooling": (unpooled, "the pooling of sentence_embedding is neither declared"),
     "pooled another way": (max_pooled, "cannot serve pooling max"),
 }
 
@@ -677,7 +677,7 @@ def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixt
     proto.graph.initializer[0].ClearField("raw_data")
     write(folder, "ner", proto)
     assert 1 == main(["--onnx", str(folder), str(out)])
-    assert "its weights must lie beside it, not at parts/table" in capsys.readouterr().err
+    assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
 
 
 def test_a_precision_cannot_be_asked_for(folder: Path, out: Path) -> None:

@@ -13,7 +13,7 @@ from model.config import BertConfig
 from model.families.modernbert import ModernBertConfig
 from model.families.mpnet import MPNetConfig
 from model.families.nomic_bert import NomicBertConfig
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from tests.conftest import Traced
 from tests.export.helpers import (
@@ -43,7 +43,7 @@ LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 60, 7]}
 
 @dataclasses.dataclass(frozen=True)
 class Graphs:
-    model: Model
+    model: EncoderWithHeads
     whole: onnx.ModelProto
     narrow: onnx.ModelProto
 
@@ -57,7 +57,7 @@ def narrowed(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS)
 def graphs(request: pytest.FixtureRequest) -> Graphs:
-    model = perturb(Model(request.param, FIRSTS))
+    model = perturb(EncoderWithHeads(request.param, FIRSTS))
     whole = trace_graphs.export_packed(model)
     return Graphs(model, whole, narrowed(whole))
 
@@ -93,7 +93,7 @@ def test_products_are_of_first_tokens(graphs: Graphs) -> None:
 
 def test_attention_of_first_queries() -> None:
     """BERT's last attention has one query for each sequence; the one before has all."""
-    proto = narrowed(trace_graphs.export_packed(perturb(Model(CONFIGS["bert"], FIRSTS))))
+    proto = narrowed(trace_graphs.export_packed(perturb(EncoderWithHeads(CONFIGS["bert"], FIRSTS))))
     first, last = (n.output[0] for n in proto.graph.node if n.op_type == "MultiHeadAttention")
     for value, queries in ((first, 9), (last, 1)):
         assert (3, queries, 32) == run_value(proto, value, batch([5, 9, 3], 50)).shape

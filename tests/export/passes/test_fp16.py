@@ -15,9 +15,9 @@ from onnx import TensorProto, helper
 from export import cuda_emulator, trace_graphs, verify
 from export.goldens import run_torch, torch_outputs
 from export.passes import fp16 as half
-from model.checkpoints.checkpoint import load_model
+from model.checkpoints.reader import load_model
 from model.config import BertConfig
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import cosine
 from service.core.encode import Encoding
@@ -38,7 +38,7 @@ FLOAT, HALF, INT32, INT64 = (
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Path) -> Model:
+def tiny(tiny_checkpoint: Path) -> EncoderWithHeads:
     return load_model(tiny_checkpoint)
 
 
@@ -190,9 +190,9 @@ def test_only_the_kernel_is_missing_on_a_cpu(gpu_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["token_offset", "cu_seqlens"])
-def test_head_named_as_an_input(name: str, tiny: Model) -> None:
+def test_head_named_as_an_input(name: str, tiny: EncoderWithHeads) -> None:
     """A head cannot bear the name of CUDA's inputs either."""
-    model = Model(tiny.config, {name: HEADS["answers"]})
+    model = EncoderWithHeads(tiny.config, {name: HEADS["answers"]})
     with pytest.raises(ValueError, match=f"{name}.*input"):
         trace_graphs.export_cuda(model)
 
@@ -202,14 +202,16 @@ def test_head_named_as_an_input(name: str, tiny: Model) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestParity:
-    def test_emulated(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
+    def test_emulated(self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path) -> None:
         """Evaluated node by node, the graph gives PyTorch's outputs for all heads, but for fp16's rounding."""
         packed = batch(lengths, tiny.config.vocab_size)
         found = cuda_emulator.emulated(gpu_bundle / "fp16.onnx")(packed)
         assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
         assert {np.dtype(np.float32)} == {value.dtype for value in found.values()}
 
-    def test_wider_slots(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
+    def test_wider_slots(
+        self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path
+    ) -> None:
         """More slots than the longest text has change nothing."""
         packed = batch(lengths, tiny.config.vocab_size)
         evaluated = cuda_emulator.evaluator(gpu_bundle / "fp16.onnx")
@@ -220,14 +222,18 @@ class TestParity:
         for expected, found in zip(one, wide, strict=True):
             np.testing.assert_array_equal(found, expected)
 
-    def test_half_in_pytorch(self, lengths: list[int], tiny: Model, gpu_bundle: Path) -> None:
+    def test_half_in_pytorch(
+        self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path
+    ) -> None:
         """So does PyTorch in the same precisions: the two differ by the order of their sums."""
         packed = batch(lengths, tiny.config.vocab_size)
         found = cuda_emulator.emulated(gpu_bundle / "fp16.onnx")(packed)
         expected = torch_outputs(half.halved(tiny), packed)
         assert min(cosines(expected, found).values()) > 1 - ROUNDING
 
-    def test_in_the_runtime(self, lengths: list[int], tiny: Model, halved: onnx.ModelProto) -> None:
+    def test_in_the_runtime(
+        self, lengths: list[int], tiny: EncoderWithHeads, halved: onnx.ModelProto
+    ) -> None:
         """So does ONNX Runtime on a CPU, once its attention there is put in the place of CUDA's."""
         packed = batch(lengths, tiny.config.vocab_size)
         session = open_graph(with_attention_on_a_cpu(halved))
@@ -247,7 +253,7 @@ class TestParity:
         assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
 
 
-def huge(norm: float) -> Model:
+def huge(norm: float) -> EncoderWithHeads:
     """A layer that adds 40,000 to a channel in which a norm gave 8 times the given."""
     config = BertConfig(
         vocab_size=40,
@@ -257,7 +263,7 @@ def huge(norm: float) -> Model:
         intermediate_size=80,
         max_position_embeddings=64,
     )
-    model = perturb(Model(config, {"embeddings": HEADS["embeddings"]}), scale=0.02)
+    model = perturb(EncoderWithHeads(config, {"embeddings": HEADS["embeddings"]}), scale=0.02)
     (layer,) = model.encoder.layers
     with torch.no_grad():
         layer.attention.output.bias[3] = 40_000
@@ -352,7 +358,7 @@ def wrong_positions(packed: Packed) -> Arrays:
 
 @pytest.mark.parametrize("change", [wrong_offsets, wrong_positions])
 def test_wrong_wiring_is_found(
-    change: object, tiny: Model, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    change: object, tiny: EncoderWithHeads, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens in others' slots, or positions that run on, cost far more than fp16's rounding may."""
     assert callable(change)
@@ -384,7 +390,7 @@ def test_minilm(minilm_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def checked(gpu_bundle: Path, tiny: Model) -> tuple:
+def checked(gpu_bundle: Path, tiny: EncoderWithHeads) -> tuple:
     """What `check_on_gpu` is given, and a run that answers right."""
     opened = bundle.load(gpu_bundle)
     record = next(g for g in opened.manifest.graphs if g.precision == "fp16")

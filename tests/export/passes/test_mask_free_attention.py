@@ -14,7 +14,7 @@ from export.passes.mask_free_attention import drop_masks
 from model.config import BertConfig
 from model.families.albert import AlbertConfig
 from model.families.modernbert import ModernBertConfig
-from model.heads import Model
+from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from tests.conftest import Traced
 from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed
@@ -31,8 +31,8 @@ def attentions(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in proto.graph.node if node.op_type == "MultiHeadAttention"]
 
 
-def bert(**fields: object) -> Model:
-    return perturb(Model(BertConfig(**{**SMALL, **fields}), HEADS))
+def bert(**fields: object) -> EncoderWithHeads:
+    return perturb(EncoderWithHeads(BertConfig(**{**SMALL, **fields}), HEADS))
 
 
 def test_no_attention_has_a_mask(traced: Traced) -> None:
@@ -70,17 +70,21 @@ def test_weights_stay(traced: Traced) -> None:
 
 MODELS = {
     "each layer its own weights": bert(),
-    "all layers the same": perturb(Model(AlbertConfig(**SMALL, embedding_size=16), HEADS)),
+    "all layers the same": perturb(
+        EncoderWithHeads(AlbertConfig(**SMALL, embedding_size=16), HEADS)
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
-def exported(request: pytest.FixtureRequest) -> tuple[Model, onnx.ModelProto]:
+def exported(request: pytest.FixtureRequest) -> tuple[EncoderWithHeads, onnx.ModelProto]:
     return request.param, trace_graphs.export_packed(request.param)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_same_as_torch(exported: tuple[Model, onnx.ModelProto], lengths: list[int]) -> None:
+def test_same_as_torch(
+    exported: tuple[EncoderWithHeads, onnx.ModelProto], lengths: list[int]
+) -> None:
     """The graph without masks answers as PyTorch does, whatever stands in the slots behind a text."""
     model, proto = exported
     assert {3} == {len(node.input) for node in attentions(proto)}
@@ -114,7 +118,7 @@ def test_far_from_every_score() -> None:
 def test_what_turns_its_queries_keeps_the_mask() -> None:
     """ModernBERT's queries and keys are rotated after the product: its attention is told lengths as before."""
     config = ModernBertConfig(**SMALL)
-    proto = trace_graphs.export_packed(perturb(Model(config, HEADS)))
+    proto = trace_graphs.export_packed(perturb(EncoderWithHeads(config, HEADS)))
     assert all(node.input[4] for node in attentions(proto))
     before = proto.SerializeToString(deterministic=True)
     drop_masks(proto)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model import evaluate, tokenizer
 from model.data import examples
-from model.data.examples import Batch, Example, HeadSettings, Stream
+from model.data.examples import Batch, Example, ExampleStream, HeadSettings
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX
@@ -371,14 +371,14 @@ def test_a_batch_follows_from_seed_and_step_alone() -> None:
     assert examples.draw(100, 8, (2, 0), 7) != later != examples.draw(100, 8, (1, 1), 7)
 
 
-def groups(*sizes: int, negatives: Sequence[int] = ()) -> Stream:
+def groups(*sizes: int, negatives: Sequence[int] = ()) -> ExampleStream:
     """Texts that belong together, in groups, with so many negatives; a text is known by its length."""
     lengths = iter(range(1, sum(sizes) + sum(negatives) + 1))
     found = []
     for number, (size, more) in enumerate(zip_longest(sizes, negatives, fillvalue=0)):
         texts = [next(lengths) for _ in range(size + more)]
         found.append(Example(tuple(map(window, texts)), np.asarray([number, *texts]), more))
-    return Stream("s", "s", found, 4, 1.0, examples.ranking_loss)
+    return ExampleStream("s", "s", found, 4, 1.0, examples.ranking_loss)
 
 
 def test_pairs_are_drawn_from_groups() -> None:
@@ -534,7 +534,7 @@ def test_what_is_right_is_no_negative(
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-@pytest.mark.parametrize("distance", examples.DISTANCES)
+@pytest.mark.parametrize("distance", examples.TRIPLET_DISTANCES)
 def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
     """An anchor may be its own positive, at a distance of nothing."""
     vectors = random_vectors(2).repeat(3, 1)[:5].requires_grad_()

@@ -365,9 +365,9 @@ class TestSamples:
         """Of each text as many tokens are hidden as come nearest to the share, and one at least."""
         found = sampled(spoken, pairs, rate=0.3)
         special = 3 if pairs else 2
-        assert found.guesses == tuple(round(0.3 * (n - special)) for n in found.lengths)
-        assert set(sampled(spoken, pairs, rate=0.001).guesses) == {1}
-        assert len(found.pack().masked) == sum(found.guesses) == found.counts["mlm"]
+        assert found.predictions == tuple(round(0.3 * (n - special)) for n in found.lengths)
+        assert set(sampled(spoken, pairs, rate=0.001).predictions) == {1}
+        assert len(found.pack().masked) == sum(found.predictions) == found.counts["mlm"]
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
     @pytest.mark.parametrize("count", [1, 2, 4, 6])
@@ -405,7 +405,7 @@ class TestSamples:
 
         found = sampled(short, None, rate=0.9)
 
-        assert found.hidden.sum(dim=1).tolist() == list(found.guesses)
+        assert found.hidden.sum(dim=1).tolist() == list(found.predictions)
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
     def test_another_process(self, spoken: Corpus, tmp_path: Path, pairs: Pairs | None) -> None:

@@ -115,7 +115,7 @@ def test_words_are_replaced_where_a_teacher_answers(tokenizer_file: Path) -> Non
     settings = HeadSettings("classification", [], replace_words=0.3)
     rows = [examples.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
     with pytest.raises(ValueError, match=r"heads\.mood: replace_words requires a teacher"):
-        distillation.lessons(rows, "mood", CLASSES, settings, encoder, None)
+        distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, None)
 
 
 def test_a_share_of_words_is_from_0_to_1() -> None:

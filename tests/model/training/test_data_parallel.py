@@ -109,13 +109,13 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 layer = nn.Linear(2, 1, bias=False)
-spare = nn.Linear(2, 1)  # which nobody uses
+unused = nn.Linear(2, 1)  # without gradients
 alone = threads()
 with Ranks.join() as ranks:
     layer(torch.tensor([1.0, ranks.rank])).sum().backward()
-    ranks.add_up([*layer.parameters(), *spare.parameters()])
+    ranks.sum_gradients([*layer.parameters(), *unused.parameters()])
     among = threads()
-print(f"{layer.weight.grad.tolist()} {spare.weight.grad} {among > alone} {threads() == alone}.")
+print(f"{layer.weight.grad.tolist()} {unused.weight.grad} {among > alone} {threads() == alone}.")
 """
 
 

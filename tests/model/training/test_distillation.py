@@ -12,15 +12,16 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from model import tokenizer
-from model.attention import Layout
+from model.attention import PackedLayout
 from model.bert import Bert
-from model.checkpoints import checkpoint
+from model.checkpoints import writer
+from model.checkpoints.hub_names import CheckpointError
 from model.data import examples as tasks
 from model.data.examples import Batch
 from model.families.registry import FAMILIES
-from model.heads import IGNORE_INDEX, Model, Pretraining
+from model.heads import IGNORE_INDEX, EncoderWithHeads, Pretraining
 from model.training import distillation
-from model.training.distillation import Answers, Lesson, Teacher, Teaching
+from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from service.core import packing
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
@@ -59,14 +60,14 @@ class TestAnswers:
     def test_of_texts(self, temperature: float) -> None:
         """KL of the softmax, the mean over texts."""
         ours, theirs = logits(4, 3), logits(4, 3, seed=1)
-        found = distillation.answer_loss(CLASSES, ours, theirs, Batch([], []), temperature)
+        found = distillation.logits_loss(CLASSES, ours, theirs, Batch([], []), temperature)
         torch.testing.assert_close(found.value, kl(ours, theirs, temperature) / 4, **CLOSE)
-        assert found.chance == math.log(3)
+        assert found.uniform == math.log(3)
 
     def test_of_several_labels(self, temperature: float) -> None:
         """KL of each label's two probabilities, the mean over texts and labels."""
         ours, theirs = logits(4, 3), logits(4, 3, seed=1)
-        found = distillation.answer_loss(SEVERAL, ours, theirs, Batch([], []), temperature)
+        found = distillation.logits_loss(SEVERAL, ours, theirs, Batch([], []), temperature)
         p, q = (torch.sigmoid(x / temperature) for x in (theirs, ours))
         terms = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
         torch.testing.assert_close(found.value, terms.mean() * temperature**2, rtol=1e-4, atol=1e-5)
@@ -74,7 +75,7 @@ class TestAnswers:
     def test_of_one_label(self, temperature: float) -> None:
         """A softmax of one is certain of everything: it is told by its sigmoid."""
         head = CLASSES.model_copy(update={"labels": ("relevant",)})
-        found = distillation.answer_loss(
+        found = distillation.logits_loss(
             head, logits(4, 1), logits(4, 1, seed=1), Batch([], []), temperature
         )
         assert found.value > 0.1
@@ -82,7 +83,7 @@ class TestAnswers:
     def test_of_numbers(self, temperature: float) -> None:
         """Squared error, at any temperature."""
         ours, theirs = logits(4, 1), logits(4, 1, seed=1)
-        found = distillation.answer_loss(GRADED, ours, theirs, Batch([], []), temperature)
+        found = distillation.logits_loss(GRADED, ours, theirs, Batch([], []), temperature)
         torch.testing.assert_close(found.value, ((ours - theirs) ** 2).mean())
 
     def test_of_tokens(self, temperature: float) -> None:
@@ -92,7 +93,7 @@ class TestAnswers:
             np.array([IGNORE_INDEX, 1, 0, IGNORE_INDEX]),
             np.array([IGNORE_INDEX, 2, IGNORE_INDEX]),
         ]
-        found = distillation.answer_loss(TAGS, ours, theirs, Batch([], labels), temperature)
+        found = distillation.logits_loss(TAGS, ours, theirs, Batch([], labels), temperature)
         text = [1, 2, 5]
         torch.testing.assert_close(
             found.value, kl(ours[text], theirs[text], temperature) / 3, **CLOSE
@@ -109,7 +110,7 @@ class TestAnswers:
         lengths = [len(window) for window in windows]
         ours, theirs = logits(sum(lengths), 2), logits(sum(lengths), 2, seed=1)
         ours.requires_grad_()
-        found = distillation.answer_loss(SPANS, ours, theirs, Batch(windows, []), temperature)
+        found = distillation.logits_loss(SPANS, ours, theirs, Batch(windows, []), temperature)
         each = []
         for window, a, b in zip(windows, ours.split(lengths), theirs.split(lengths), strict=True):
             may = torch.as_tensor(tasks.candidates(window))
@@ -123,8 +124,8 @@ class TestAnswers:
 def test_equal_answers_cost_nothing() -> None:
     """And unequal ones do, so that it is no wonder."""
     for head, size in ((CLASSES, (4, 3)), (SEVERAL, (4, 3)), (GRADED, (4, 1))):
-        same = distillation.answer_loss(head, logits(*size), logits(*size), Batch([], []), 2.0)
-        other = distillation.answer_loss(
+        same = distillation.logits_loss(head, logits(*size), logits(*size), Batch([], []), 2.0)
+        other = distillation.logits_loss(
             head, logits(*size), logits(*size, seed=1), Batch([], []), 2.0
         )
         assert same.value.abs() < 1e-6 < 0.1 < other.value
@@ -159,7 +160,7 @@ def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
     total = sum(lengths)
     ours, theirs = logits(total, 3 * 8) / 3, logits(total, 3 * 16, seed=1) / 3
     ours.requires_grad_()
-    layout = Layout.of(packing.make_layout(lengths))
+    layout = PackedLayout.of(packing.make_layout(lengths))
     found = distillation.relation_loss(ours, theirs, layout, num_heads).value
     by_hand = relations_by_hand(ours, theirs, lengths, num_heads)
     torch.testing.assert_close(found, by_hand, rtol=1e-4, atol=1e-5)
@@ -199,24 +200,26 @@ def test_similarities_of_a_batch() -> None:
 
 
 def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
-    model = Model(shape(vocab_size=200), heads).eval().requires_grad_(False)
+    model = EncoderWithHeads(shape(vocab_size=200), heads).eval().requires_grad_(False)
     return Teacher("some teacher", model, load_tokenizer(tokenizer_file))
 
 
 def test_the_head_that_answers(tokenizer_file: Path) -> None:
     """That of the same name; else the only one with the same labels."""
     asked = teacher(tokenizer_file, mood=CLASSES, tone=CLASSES, tags=TAGS)
-    assert distillation.ask(asked, "tone", CLASSES).head == "tone"
-    assert distillation.ask(asked, "entities", TAGS).head == "tags"
-    assert distillation.ask(asked, "colour", CLASSES) is None  # two heads fit
-    assert distillation.ask(asked, "answers", SPANS) is None
+    assert distillation.match_teacher_head(asked, "tone", CLASSES).head == "tone"
+    assert distillation.match_teacher_head(asked, "entities", TAGS).head == "tags"
+    assert distillation.match_teacher_head(asked, "colour", CLASSES) is None  # two heads fit
+    assert distillation.match_teacher_head(asked, "answers", SPANS) is None
 
 
 def test_labels_in_another_order(tokenizer_file: Path) -> None:
     """Are looked up by their names."""
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
-    answers = distillation.ask(teacher(tokenizer_file, classification=CLASSES), "mood", turned)
-    assert answers == Answers(answers.teacher, "classification", (2, 0, 1))
+    answers = distillation.match_teacher_head(
+        teacher(tokenizer_file, classification=CLASSES), "mood", turned
+    )
+    assert answers == TeacherHead(answers.teacher, "classification", (2, 0, 1))
 
 
 def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
@@ -225,9 +228,9 @@ def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
     with pytest.raises(
         ValueError, match=r"heads\.mood: .* of a, b, and in some teacher .* of a, b, c"
     ):
-        distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", other)
+        distillation.match_teacher_head(teacher(tokenizer_file, mood=CLASSES), "mood", other)
     with pytest.raises(ValueError, match=r"single_label.*multi_label"):
-        distillation.ask(teacher(tokenizer_file, mood=SEVERAL), "mood", CLASSES)
+        distillation.match_teacher_head(teacher(tokenizer_file, mood=SEVERAL), "mood", CLASSES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,7 +247,7 @@ def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None
         "pad_token_id": 0,
     }
     described = {"mood": CLASSES, "tags": TAGS, "spans": SPANS, "vectors": VECTORS}
-    ours, theirs = (Model(known.config(**fields), dict(described)) for _ in range(2))
+    ours, theirs = (EncoderWithHeads(known.config(**fields), dict(described)) for _ in range(2))
     whole = Teacher("other", theirs, load_tokenizer(tokenizer_file))
     assert distillation.keep_heads(ours, whole) == [*described]
     for name, head in ours.heads.items():
@@ -255,7 +258,7 @@ def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None
 def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
     """Its hidden states, pooled as ours are."""
     asked = teacher(tokenizer_file, mood=CLASSES)
-    answers = distillation.ask(asked, "vectors", VECTORS)
+    answers = distillation.match_teacher_head(asked, "vectors", VECTORS)
     inputs = arguments(batch([5, 3]))
     states = asked.model.encoder(*inputs)
     found = asked.model(*inputs, heads=[answers.head])[answers.head]
@@ -268,10 +271,10 @@ def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[st
     """Vocabulary, normalisation, how words are found, what stands around a text; or in nothing."""
     texts = [text for document in documents for text in document]
     ours = load_tokenizer(tokenizer_file)
-    assert distillation.difference(ours, load_tokenizer(tokenizer_file)) == ""
+    assert distillation.tokenizer_difference(ours, load_tokenizer(tokenizer_file)) == ""
     smaller = tokenizer.train(texts, vocab_size=120)
     said = f"vocabularies (of {ours.get_vocab_size()} and 120 tokens)"
-    assert distillation.difference(ours, smaller) == said
+    assert distillation.tokenizer_difference(ours, smaller) == said
     for part, other, said in (
         ("normalizer", normalizers.BertNormalizer(lowercase=False), "normalisation"),
         ("pre_tokenizer", pre_tokenizers.Whitespace(), "splitting into words"),
@@ -283,13 +286,13 @@ def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[st
     ):
         theirs = load_tokenizer(tokenizer_file)
         setattr(theirs, part, other)
-        assert distillation.difference(ours, theirs) == said
+        assert distillation.tokenizer_difference(ours, theirs) == said
 
 
 # -- lessons ----------------------------------------------------------------------------------------------------------
 
 
-def lesson(answers: Answers | None, trunk: Teacher | None = None) -> tuple[Lesson, Batch]:
+def lesson(answers: TeacherHead | None, trunk: Teacher | None = None) -> tuple[TrainingTask, Batch]:
     """Of three texts with labels."""
     windows = [
         Encoder(load_tokenizer(FILE[0]), 32).texts([text])[0].windows[0]
@@ -297,7 +300,7 @@ def lesson(answers: Answers | None, trunk: Teacher | None = None) -> tuple[Lesso
     ]
     examples = [tasks.Example((w,), np.asarray(i % 3)) for i, w in enumerate(windows)]
     (stream,) = tasks.streams("mood", SETTINGS, CLASSES, examples)
-    return Lesson(stream, {"mood": answers}, trunk), stream.batch((1, 0), 0)
+    return TrainingTask(stream, {"mood": answers}, trunk), stream.batch((1, 0), 0)
 
 
 SETTINGS = tasks.HeadSettings(task="classification", train=[], batch_size=3)
@@ -311,11 +314,13 @@ def _file(tokenizer_file: Path) -> None:
 
 def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> None:
     """The rate is that of the progress, and a lesson without a teacher's neighbors gives the texts as they are."""
-    answers = distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
+    answers = distillation.match_teacher_head(
+        teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
+    )
     settings = tasks.HeadSettings("classification", [], batch_size=2, replace_words=1.0)
     encoder = Encoder(load_tokenizer(tokenizer_file), 32)
     rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
-    (found,) = distillation.lessons(rows, "mood", CLASSES, settings, encoder, answers)
+    (found,) = distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, answers)
     plain = found.stream.batch((1, 0), 0).encodings
     for progress, same in ((0.0, False), (1.0, True)):
         drawn, twins = found.batch((1, 0), 0, progress)
@@ -326,8 +331,10 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
 
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
     """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
-    answers = distillation.ask(teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES)
-    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    answers = distillation.match_teacher_head(
+        teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
+    )
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(answers)
     weights = {"labels": 2.0, "logits": 3.0}
     cases = [
@@ -337,16 +344,18 @@ def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
         (False, 0.25, (2, 3)),
     ]
     for anneal, progress, expected in cases:
-        teaching = Teaching(student, [taught], {"mood": answers}, weights, anneal=anneal)
+        teaching = DistillationObjective(
+            student, [taught], {"mood": answers}, weights, anneal=anneal
+        )
         parts = teaching(student, taught, drawn, {}, progress)
         assert (parts["mood"][0], parts["mood/logits"][0]) == expected
 
 
 def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
     """A head without a teacher, beside others that have one."""
-    student = Model(shape(vocab_size=200), {"mood": CLASSES}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None)
-    teaching = Teaching(student, [taught], {}, {"labels": 1.0}, anneal=True)
+    teaching = DistillationObjective(student, [taught], {}, {"labels": 1.0}, anneal=True)
     assert {
         name: weight for name, (weight, _) in teaching(student, taught, drawn, {}, 0.0).items()
     } == {"mood": 1.0}
@@ -356,20 +365,20 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
     """A student that answers with the same labels in another order has nothing to learn."""
     asked = teacher(tokenizer_file, mood=CLASSES)
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
-    student = Model(shape(vocab_size=200), {"mood": turned}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200), {"mood": turned}).eval()
     student.load_state_dict(asked.model.state_dict())
     for name in ("weight", "bias"):
         getattr(student.heads["mood"].classifier, name).data = getattr(
             asked.model.heads["mood"].classifier, name
         )[[2, 0, 1]]
-    answers = distillation.ask(asked, "mood", turned)
+    answers = distillation.match_teacher_head(asked, "mood", turned)
     taught, drawn = lesson(answers)
-    teaching = Teaching(student, [taught], {"mood": answers}, {"logits": 1.0})
+    teaching = DistillationObjective(student, [taught], {"mood": answers}, {"logits": 1.0})
     ((_, loss),) = teaching(student, taught, drawn, {}, 0.0).values()
     assert loss.value.abs() < 1e-6
-    straight = Answers(asked, "mood", (0, 1, 2))
+    straight = TeacherHead(asked, "mood", (0, 1, 2))
     taught, drawn = lesson(straight)
-    ((_, loss),) = Teaching(student, [taught], {"mood": straight}, {"logits": 1.0})(
+    ((_, loss),) = DistillationObjective(student, [taught], {"mood": straight}, {"logits": 1.0})(
         student, taught, drawn, {}, 0.0
     ).values()
     assert loss.value > 1e-5
@@ -378,13 +387,13 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
 def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
     """The mean of squares between each pair, through a map of its own where widths differ."""
     asked = teacher(tokenizer_file)
-    narrow = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    narrow = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
     pairs = [(0, 0), (1, 2)]
-    teaching = Teaching(narrow, [taught], {}, {"hidden": 1.0}, hidden=pairs)
+    teaching = DistillationObjective(narrow, [taught], {}, {"hidden": 1.0}, hidden=pairs)
     ((_, loss),) = teaching(narrow, taught, drawn, {}, 0.0).values()
     ours, theirs = (
-        distillation.look(model, drawn.encodings, []).hidden for model in (narrow, asked.model)
+        distillation.run_batch(model, drawn.encodings, []).hidden for model in (narrow, asked.model)
     )
     assert [*teaching.maps] == ["hidden_0_0", "hidden_1_2"]
     maps = [teaching.maps[f"hidden_{a}_{b}"] for a, b in pairs]
@@ -398,16 +407,16 @@ def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
 def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
     """The student's last, and the teacher's that is asked for, of a batch as it is packed."""
     asked = teacher(tokenizer_file)
-    student = Model(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
+    student = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
     ours, theirs = (
-        distillation.look(model, drawn.encodings, [], relations=True).qkv
+        distillation.run_batch(model, drawn.encodings, [], relations=True).qkv
         for model in (student, asked.model)
     )
     assert [part.shape[1] for part in (*ours, *theirs)] == [48, 48, 96, 96]
     lengths = [len(window) for window in drawn.encodings]
     for layer in (0, -1):
-        teaching = Teaching(
+        teaching = DistillationObjective(
             student, [taught], {}, {"relations": 1.0}, relation_layer=layer, relation_heads=4
         )
         ((_, loss),) = teaching(student, taught, drawn, {}, 0.0).values()
@@ -427,19 +436,19 @@ def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Pat
     }
     small = {**fields, "intermediate_size": 64, "max_position_embeddings": 64}
     config = family.config(**{**family.config.released, **small})
-    model = Model(config, {}).eval()
+    model = EncoderWithHeads(config, {}).eval()
     _, drawn = lesson(None)
-    seen = distillation.look(model, drawn.encodings, [], relations=True)
+    seen = distillation.run_batch(model, drawn.encodings, [], relations=True)
     assert [part.shape for part in seen.qkv] == [(drawn.tokens, 96)] * 3
     assert len(seen.hidden) == 4
-    assert distillation.look(model, drawn.encodings, []).qkv == []
+    assert distillation.run_batch(model, drawn.encodings, []).qkv == []
 
 
 def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> None:
     """And so is one with what it was pretrained with: it has no heads that are ours."""
     for folder, save, model in (
-        ("encoder", checkpoint.save_encoder, Bert(shape(vocab_size=200))),
-        ("pretraining", checkpoint.save_pretraining, Pretraining(shape(vocab_size=200))),
+        ("encoder", writer.save_encoder, Bert(shape(vocab_size=200))),
+        ("pretraining", writer.save_pretraining, Pretraining(shape(vocab_size=200))),
     ):
         save(tmp_path / folder, model, tokenizer_file)
         found = distillation.load(str(tmp_path / folder), torch.device("cpu"))
@@ -454,7 +463,7 @@ def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> No
 
 def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
     """It is not taken for a bare encoder because its heads are broken."""
-    checkpoint.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
+    writer.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
     (tmp_path / "heads.json").write_text("{")
-    with pytest.raises(checkpoint.CheckpointError, match=r"heads\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"heads\.json is not JSON"):
         distillation.load(str(tmp_path), torch.device("cpu"))

@@ -163,14 +163,14 @@ def test_schedule_stays_within_bounds(steps: int, warmup: float, hold: float) ->
 
 def test_heard_more_and_more() -> None:
     """From the share that was asked for to every step; each step takes the next batch or none."""
-    heard = [optim.heard(step, 1000, 0.2) for step in range(1001)]
+    heard = [optim.scheduled_steps(step, 1000, 0.2) for step in range(1001)]
     turns = [after - before for before, after in itertools.pairwise(heard)]
 
     assert {*turns} == {0, 1}
     assert [sum(turns[:100]), sum(turns[450:550]), sum(turns[900:])] == pytest.approx(
         [24, 60, 96], abs=1
     )
-    assert [optim.heard(step, 1000, 1.0) for step in range(1001)] == [*range(1001)]
+    assert [optim.scheduled_steps(step, 1000, 1.0) for step in range(1001)] == [*range(1001)]
 
 
 def test_set_lr() -> None:
@@ -227,8 +227,8 @@ def test_steep_losses_weigh_no_more() -> None:
     """Of each loss the part that is asked about has the norm that was asked for; the rest goes with it."""
     trunk, first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
 
-    optim.add_gradients(1000 * (trunk[0] + 2 * first[1]), parameters, 1.0, [trunk])
-    optim.add_gradients(0.001 * (trunk[1] + 2 * second[1]), parameters, 3.0, [trunk])
+    optim.add_normalized_gradients(1000 * (trunk[0] + 2 * first[1]), parameters, 1.0, [trunk])
+    optim.add_normalized_gradients(0.001 * (trunk[1] + 2 * second[1]), parameters, 3.0, [trunk])
 
     for parameter, wanted in ((trunk, [1.0, 3.0]), (first, [0.0, 2.0]), (second, [0.0, 6.0])):
         torch.testing.assert_close(parameter.grad, torch.tensor(wanted))
@@ -238,7 +238,7 @@ def test_flat_losses_add_nothing() -> None:
     """Where a loss has no slope there is no direction to go."""
     trunk = nn.Parameter(torch.ones(2))
 
-    optim.add_gradients(0 * trunk.sum(), [trunk], 1.0, [trunk])
+    optim.add_normalized_gradients(0 * trunk.sum(), [trunk], 1.0, [trunk])
 
     torch.testing.assert_close(trunk.grad, torch.zeros(2))
 

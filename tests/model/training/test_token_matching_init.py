@@ -10,7 +10,7 @@ from torch import Tensor
 from model.attention_map import attention_maps
 from model.config import preset
 from model.families.registry import FAMILIES
-from model.training.token_matching_init import REACH, begin_matching
+from model.training.token_matching_init import REACH, init_token_matching
 from service.core.encode import Encoding
 
 LENGTH = 100  # tokens
@@ -39,7 +39,7 @@ def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
     encoder = encoder_of(model_type)
     before = first_maps(encoder)
     assert before[:, TWICE[0], TWICE[1]].max() < 2 * CHANCE
-    begin_matching(encoder, 2, seed=1)
+    init_token_matching(encoder, 2, seed=1)
     after = first_maps(encoder)
     half = len(after) // 2
     for here, there in (TWICE, TWICE[::-1]):
@@ -53,7 +53,7 @@ def test_values_and_later_layers_stay() -> None:
     """It changes what is asked, in the layers that it is told; the seed decides how."""
     encoders = [encoder_of("nomic_bert") for _ in range(4)]
     for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
-        begin_matching(encoder, 2, seed)
+        init_token_matching(encoder, 2, seed)
     untouched, first, again, another = (encoder.state_dict() for encoder in encoders)
     changed = {name for name in untouched if not torch.equal(first[name], untouched[name])}
     assert changed == {f"layers.{layer}.attention.qkv.weight" for layer in (0, 1)}
@@ -86,10 +86,10 @@ def test_an_encoder_that_cannot_is_refused(
     """One that has fewer layers, a single head, nothing that hardly turns, or does not rotate at all."""
     encoder = encoder_of(model_type, **fields)
     with pytest.raises(ValueError, match=rf"layer {layers} of this {model_type} has no heads that"):
-        begin_matching(encoder, layers, seed=1)
+        init_token_matching(encoder, layers, seed=1)
 
 
 def test_nothing_is_asked_of_layers_that_are_none() -> None:
     """Any family may have none."""
     encoder = encoder_of("bert")
-    begin_matching(encoder, 0, seed=1)
+    init_token_matching(encoder, 0, seed=1)

@@ -1,0 +1,444 @@
+"""From a checkpoint or an external ONNX graph to a verified bundle: read, trace, quantize, check, measure, write.
+
+`export` does all of it. The functions after it are its steps, in order. Each step that reports progress calls `show`
+with a line of text.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+from pydantic import ValidationError
+
+from export import evaluation, goldens, model_card, provenance, trace_graphs, verify
+from export.external import attach_head, onnx_source
+from export.passes import first_token_only, quantize
+from export.passes import fp16 as half
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import Source, read_source
+from model.checkpoints.unread import unread_settings
+from service.core import bundle
+from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
+from service.core.encode import Encoder
+from service.core.session import RUNTIME, BatchOutputs
+
+PORTABLE = "fp32.portable.onnx"
+TOKENIZER = "tokenizer.json"
+HALF_WEIGHTS = "fp16.weights.bin"
+BATCH_CHECK_LENGTH = 256  # tokens of the longest text in the batch that an external graph computes: padding costs time
+EXPECTED_ERRORS = (
+    BundleError,
+    CheckpointError,
+    OSError,
+    ValueError,
+    evaluation.QualityError,
+    verify.ParityError,
+)
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """One export: the options of the command line.
+
+    onnx: whether `checkpoint` is an external graph, which keeps its precision
+    precisions: graphs to write, in the order of preference; empty for an external graph
+    max_length: tokens, None for the checkpoint's own
+    evaluations: a labelled file by head
+    max_changed: the largest share of answers that int8 may change
+    metadata: the content of the `--provenance` file
+    """
+
+    checkpoint: str
+    onnx: bool
+    out: Path
+    precisions: tuple[str, ...]
+    name: str
+    version: str
+    max_length: int | None
+    evaluations: Mapping[str, Path]
+    max_changed: float
+    metadata: Mapping[str, Any]
+    replace: bool
+    task: bundle.Task | None = None
+
+    @property
+    def default_precision(self) -> str:
+        """The precision that `auto` serves on a CPU. Raises ValueError when no requested one runs there."""
+        for precision in self.precisions:
+            if precision != "fp16":
+                return precision
+        raise ValueError("--precision: fp16 runs on a GPU only; add fp32 or int8")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The result of the checks: a line of text by graph, and the tolerance of the goldens by precision."""
+
+    lines: dict[str, str]
+    tolerance: dict[str, dict[str, Any]]
+
+
+def export(request: ExportRequest, show: Show) -> Manifest:
+    """Export a checkpoint to a bundle, and return its manifest. Raises the errors in EXPECTED_ERRORS."""
+    if request.out.exists() and not request.replace:
+        raise FileExistsError(f"{request.out} exists; use --replace, or give another name")
+    bundle.check_replaceable(request.out)
+    check_request(request)
+    with tempfile.TemporaryDirectory() as scratch:
+        full = Path(scratch) / "full"
+        full.mkdir()
+        draft_bundle = draft_external if request.onnx else draft_checkpoint
+        encoder, draft, report = draft_bundle(request, full, show)
+        metrics = measure(draft, encoder, request, show)
+        finished = finish(draft, report, metrics, request)
+        with bundle.writing(request.out, replace=request.replace) as folder:
+            card = model_card.render(finished, request.metadata, report.lines)
+            write_bundle(finished, full, folder, card)
+    return finished
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message in one line."""
+    if isinstance(error, ValidationError):
+        faults = error.errors(include_url=False)
+        return "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults)
+    return " ".join(str(error).split())
+
+
+def check_request(request: ExportRequest) -> None:
+    """Raise ValueError early for a name or a table that the manifest cannot contain."""
+    for flag, word in (("--name", request.name), ("--version", request.version)):
+        if not re.fullmatch(bundle.NAME, word):
+            raise ValueError(f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only")
+    _ = request.onnx or request.default_precision
+    Provenance.model_validate(request.metadata.get("provenance", {}))
+
+
+def draft_checkpoint(
+    request: ExportRequest, folder: Path, show: Show
+) -> tuple[Encoder, Bundle, ExportReport]:
+    """Trace, quantize and check a checkpoint's model: a bundle of all its graphs in `folder`."""
+    source = read_source(request.checkpoint, request.task)
+    metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
+    request = replace(request, metadata=provenance.with_teachers(metadata, source.folder))
+    encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
+    heads = source.model.described
+    check_evaluations(request, heads)
+    show(describe_source(source.folder, heads, encoder))
+    if unread := unread_settings(source.folder):
+        show(f"settings that neither Quartet nor the reference library reads: {unread}")
+    write_graphs(source, folder, request.precisions, show)
+    source.tokenizer.save(str(folder / TOKENIZER))
+    draft = draft_manifest(
+        request,
+        encoder,
+        source.model.config.vocab_size,
+        goldens.make_golden(source.model, goldens.golden_encodings(encoder)),
+        folder,
+        heads=heads,
+        default_precision=request.default_precision,
+        graphs=graph_records(folder),
+        embedding_space=embedding_space(heads, folder / trace_graphs.WEIGHTS, folder / TOKENIZER),
+    )
+    return encoder, draft, check_graphs(draft, source, encoder, show)
+
+
+def draft_external(
+    request: ExportRequest, folder: Path, show: Show
+) -> tuple[Encoder, Bundle, ExportReport]:
+    """Attach a head to an external graph, and check it: a bundle of that one graph in `folder`."""
+    external = onnx_source.read_external(request.checkpoint, request.task)
+    encoder = Encoder(external.tokenizer, choose_max_length(request, external.max_length))
+    encodings = goldens.golden_encodings(encoder)
+    outputs = onnx_source.run_external(external, encodings)
+    recipe = onnx_source.read_recipe(external, encodings, outputs)
+    name: str = recipe.head.task
+    heads = {name: recipe.head}
+    check_evaluations(request, heads)
+    show(describe_source(external.folder, heads, encoder))
+    record = attach_head.write_graph(external.graph, recipe, folder)
+    external.tokenizer.save(str(folder / TOKENIZER))
+    expected = [{name: recipe.apply(own)} for own in outputs]
+    files = [folder / file for file in (record["file"], trace_graphs.WEIGHTS, TOKENIZER)]
+    draft = draft_manifest(
+        request,
+        encoder,
+        external.config["vocab_size"],
+        goldens.join_golden(encodings, expected),
+        folder,
+        heads=heads,
+        default_precision=record["precision"],
+        graphs=[record],
+        embedding_space=embedding_space(heads, *filter(Path.is_file, files)),
+    )
+    return encoder, *check_external(draft, expected, encoder, show)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def describe_source(folder: Path, heads: Mapping[str, Head], encoder: Encoder) -> str:
+    named = ", ".join(f"{name} ({head.task})" for name, head in heads.items())
+    return f"{folder}: {named}; inputs of up to {encoder.max_length} tokens"
+
+
+def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None:
+    """Raise ValueError where --eval names a head that the checkpoint does not have."""
+    unknown = set(request.evaluations) - set(heads)
+    if unknown:
+        raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
+
+
+def choose_max_length(request: ExportRequest, longest: int | None) -> int:
+    """Return the requested length, else `longest`, in tokens. Raises ValueError for none and for one out of range.
+
+    longest: the checkpoint's own length; None if it has none
+    """
+    chosen = request.max_length or longest
+    if chosen is None:
+        raise ValueError("--max-length: the checkpoint does not say how long its inputs may be")
+    if chosen < 8 or chosen > (longest or chosen):
+        own = f" to the checkpoint's own {longest}" if longest else ""
+        raise ValueError(f"--max-length: from 8{own}")
+    return chosen
+
+
+# -- graphs and manifest ----------------------------------------------------------------------------------------------
+
+
+def write_graphs(source: Source, folder: Path, precisions: Sequence[str], show: Show) -> None:
+    """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions."""
+    show("tracing the packed and the portable graph ...")
+    packed = trace_graphs.export_packed(source.model)
+    portable = trace_graphs.export_portable(source.model)
+    if "int8" in precisions:
+        quantized = quantize.quantize(packed)
+        first_token_only.narrow(quantized)
+        onnx.save(quantized, folder / "int8.onnx")
+    first_token_only.narrow(packed)
+    trace_graphs.save_sharing_weights(
+        {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / trace_graphs.WEIGHTS
+    )
+    if "fp16" in precisions:
+        show("tracing the graph for CUDA ...")
+        halved = trace_graphs.export_cuda(half.halved(source.model))
+        trace_graphs.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
+
+
+def draft_manifest(
+    request: ExportRequest,
+    encoder: Encoder,
+    rows: int,
+    golden: Golden,
+    folder: Path,
+    **fields: Any,
+) -> Bundle:
+    """Return a bundle before its checks: with goldens, without tolerances and metrics.
+
+    rows: of the embedding table
+    fields: further fields of the manifest
+    """
+    bundle.save_golden(folder / "golden.npz", golden)
+    precisions = dict.fromkeys(record["precision"] for record in fields["graphs"])
+    tolerance: dict[str, dict[str, Any]] = {precision: {} for precision in precisions}
+    metadata = request.metadata
+    license_field = {key: metadata[key] for key in ("weights_license",) if key in metadata}
+    manifest = Manifest.model_validate(
+        {
+            "format_version": bundle.format_version(fields["graphs"]),
+            "name": request.name,
+            "version": request.version,
+            "max_length": encoder.max_length,
+            "vocabulary": {
+                **bundle.describe_file(folder / TOKENIZER),
+                "size": rows,
+            },
+            "goldens": {**bundle.describe_file(folder / "golden.npz"), "tolerance": tolerance},
+            "provenance": {**metadata.get("provenance", {}), "runtime": RUNTIME},
+            **fields,
+            **license_field,
+        }
+    )
+    return Bundle(folder, manifest, "", golden)
+
+
+def graph_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the manifest's records of the graphs in a folder."""
+    weights = bundle.describe_file(folder / trace_graphs.WEIGHTS)
+    fp32 = {"precision": "fp32", "opset": trace_graphs.OPSET, "provider": "any", "weights": weights}
+    records = [
+        {**fp32, **bundle.describe_file(folder / "fp32.onnx"), "layout": "packed"},
+        {**fp32, **bundle.describe_file(folder / PORTABLE), "layout": "portable"},
+    ]
+    if (folder / "int8.onnx").is_file():
+        int8 = {
+            "precision": "int8",
+            "opset": trace_graphs.OPSET,
+            "provider": "cpu",
+            "layout": "packed",
+        }
+        records.append({**int8, **bundle.describe_file(folder / "int8.onnx")})
+    if (folder / "fp16.onnx").is_file():
+        fp16 = {
+            "precision": "fp16",
+            "opset": trace_graphs.OPSET,
+            "provider": "cuda",
+            "layout": "packed",
+        }
+        fp16["weights"] = bundle.describe_file(folder / HALF_WEIGHTS)
+        proto = onnx.load(folder / "fp16.onnx", load_external_data=False)
+        fp16["attention_bias"] = trace_graphs.has_attention_bias(proto)
+        records.append({**fp16, **bundle.describe_file(folder / "fp16.onnx")})
+    return records
+
+
+def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
+    """Return a name that changes whenever vectors stop being comparable; None without an embedding head.
+
+    files: weights and tokenizer, which it is a hash of, with the descriptions of the embedding heads
+    """
+    described = [head.model_dump_json() for head in heads.values() if head.task == "embedding"]
+    if not described:
+        return None
+    parts = [bundle.hash_file(file) for file in files]
+    return hashlib.sha256("".join([*parts, *described]).encode()).hexdigest()[:16]
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_graphs(draft: Bundle, source: Source, encoder: Encoder, show: Show) -> ExportReport:
+    """Compare every graph with PyTorch, and its batched with its unbatched outputs. Raises ParityError."""
+    encodings = goldens.golden_encodings(encoder)
+    expected = [
+        output for encoding in encodings for output in goldens.run_torch(source.model, [encoding])
+    ]
+    lines: dict[str, str] = {}
+    tolerance: dict[str, dict[str, Any]] = {}
+    for record in draft.manifest.graphs:
+        run = verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
+        what = f"{record.precision} {record.layout}"
+        if record.precision == "fp32":
+            worst = verify.check_parity(expected, run, encodings, what)
+            tolerance["fp32"] = {"max_difference": 10 * verify.FP32_TOLERANCE}
+            lines[what] = f"differs from PyTorch by {worst:.1e}"
+        else:
+            outputs = run(encodings)
+            digits = 6 if record.precision == "fp16" else 4
+            lines[what] = describe_agreement(draft.manifest, expected, outputs, digits)
+            if record.precision == "fp16":
+                least = verify.check_half(expected, outputs, what)
+                lines[what] += f"; {verify.check_on_gpu(draft, record, expected, encodings)}"
+            else:
+                least = verify.check_int8(expected, outputs, what)
+            tolerance[record.precision] = {"min_cosine": least}
+        worst = verify.check_batch_invariance(run, encodings, what)
+        lines[what] += f"; alone and in a batch by {worst:.1e}"
+        show(f"{what}: {lines[what]}")
+    return ExportReport(lines, tolerance)
+
+
+def check_external(
+    draft: Bundle, expected: Sequence[BatchOutputs], encoder: Encoder, show: Show
+) -> tuple[Bundle, ExportReport]:
+    """Compare an external graph and its head with the graph's own outputs, and batched with unbatched outputs.
+
+    The graph's layout becomes `alone` where its outputs depend on the batch, or where a batch cannot be computed.
+    Raises ParityError.
+    """
+    (record,) = draft.manifest.graphs
+    unbatched = record.model_copy(update={"layout": "alone"})
+    threads = os.cpu_count() or 1
+    encodings = goldens.golden_encodings(encoder)
+    run = verify.graph_runner(draft, unbatched, threads)
+    what, reference = f"{record.precision} with its head", "the graph without"
+    line = f"differs from {reference} its head by"
+    line += f" {verify.check_parity(expected, run, encodings, what, reference):.1e}"
+    tolerance: dict[str, Any] = {"max_difference": 10 * verify.FP32_TOLERANCE}
+    if record.precision == "fp16":
+        tolerance = {"min_cosine": verify.check_half(expected, run(encodings), what)}
+    elif record.precision == "int8":
+        tolerance = {"min_cosine": verify.check_int8(expected, run(encodings), what, reference)}
+    short = Encoder(encoder.tokenizer, min(encoder.max_length, BATCH_CHECK_LENGTH))
+    try:
+        run = verify.graph_runner(draft, record, threads)
+        encodings = goldens.golden_encodings(short)
+        worst = verify.check_batch_invariance(run, encodings, record.precision)
+        line += f"; alone and in a batch by {worst:.1e}"
+    except Exception as error:  # the runtime's errors have no type, where it cannot compute a batch
+        record = unbatched
+        line += f"; each text runs alone, for in a batch: {one_line(error)}"
+    what = f"{record.precision} {record.layout}"
+    show(f"{what}: {line}")
+    manifest = draft.manifest.model_copy(update={"graphs": (record,)})
+    return replace(draft, manifest=manifest), ExportReport(
+        {what: line}, {record.precision: tolerance}
+    )
+
+
+def describe_agreement(
+    manifest: Manifest,
+    expected: Sequence[BatchOutputs],
+    outputs: Sequence[BatchOutputs],
+    digits: int,
+) -> str:
+    """Return a line with each head's cosine to the expected outputs, and its share of equal decisions."""
+    parts = []
+    for name, head in manifest.heads.items():
+        agreement = verify.compare(name, head, expected, outputs)
+        part = f"{name} cosine {agreement.cosine:.{digits}f}"
+        parts.append(
+            part if head.task == "embedding" else f"{part}, {agreement.same:.1%} the same decision"
+        )
+    return "against fp32 on the goldens: " + "; ".join(parts)
+
+
+def measure(
+    draft: Bundle, encoder: Encoder, request: ExportRequest, show: Show
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return each evaluated head's metrics by precision. Raises QualityError when int8 loses too much."""
+    runs: dict[str, verify.RunGraph] = {
+        record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
+        for record in draft.manifest.graphs
+        if record.layout != "portable" and record.provider != "cuda"  # emulated, it takes too long
+    }
+    metrics = {}
+    for name, file in request.evaluations.items():
+        head = draft.manifest.heads[name]
+        metrics[name] = evaluation.measure_head(
+            name, head, file, encoder, runs, request.max_changed, show
+        )
+    return metrics
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def finish(
+    draft: Bundle, report: ExportReport, metrics: Mapping[str, Any], request: ExportRequest
+) -> Manifest:
+    """Return the bundle's final manifest: the requested precisions, with tolerances and metrics."""
+    record = draft.manifest.model_dump()
+    precisions = request.precisions or draft.manifest.precisions
+    record["graphs"] = [g for g in record["graphs"] if g["precision"] in precisions]
+    record["goldens"]["tolerance"] = {p: report.tolerance[p] for p in precisions}
+    record["metrics"] = metrics
+    return Manifest.model_validate(record)
+
+
+def write_bundle(manifest: Manifest, full: Path, folder: Path, card: str) -> None:
+    """Copy the manifest's files from `full`, and write the model card and, last, the manifest."""
+    for name in manifest.files():
+        shutil.copyfile(full / name, folder / name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    document = manifest.model_dump_json(indent=2, exclude_defaults=True)
+    (folder / bundle.MANIFEST).write_text(document + "\n", encoding="utf-8")

@@ -1,0 +1,265 @@
+"""Read checkpoints in the hub's layout: `config.json`, weights, and the heads that the files describe.
+
+`read_*` functions read a folder's files, `load_*` and `init_*` fill PyTorch modules from them. Tensors have the hub's
+names there (`model/checkpoints/hub_names.py`). A joint checkpoint has the encoder under them, its heads as
+`heads.<name>.*`, and a description of each head in `heads.json`.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.bert import Bert
+from model.checkpoints.config_table import check_config
+from model.checkpoints.head_config import describe_head, read_pooling, validate_head
+from model.checkpoints.hub_download import download
+from model.checkpoints.hub_names import (
+    CheckpointError,
+    Names,
+    Tensors,
+    encoder_names,
+    from_hub,
+    joint_names,
+    modern_names,
+    names_on_hub,
+    pooler_names,
+    pretraining_names,
+    single_names,
+    to_hub,
+    within,
+)
+from model.checkpoints.json_files import read_json
+from model.checkpoints.sentence_config import config_file, encoder_folder
+from model.checkpoints.unused_tensors import check_unused
+from model.checkpoints.weight_files import read_tensors, refuse_adapter
+from model.config import BertConfig
+from model.families.registry import family_named, family_of
+from model.families.spec import SUFFIXES
+from model.heads import EncoderWithHeads, Pretraining
+from service.core import bundle
+
+PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
+# Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
+REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def locate(source: str | Path) -> Path:
+    """Return the directory of a checkpoint. Raises CheckpointError.
+
+    source: a local directory, `package:NAME/FOLDER` of an installed package, or a hub name: `NAME` or `NAME@REVISION`
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    if str(source).startswith("package:"):
+        return _in_package(str(source))
+    return download(str(source))
+
+
+def _in_package(source: str) -> Path:
+    name, _, folder = source.removeprefix("package:").partition("/")
+    spec = find_spec(name)  # does not run the package
+    for parent in (spec and spec.submodule_search_locations) or []:
+        if (Path(parent) / folder).is_dir():
+            return Path(parent) / folder
+    raise CheckpointError(f"{source}: no installed package has this folder")
+
+
+def read_config(folder: Path) -> BertConfig:
+    """Return the configuration of a checkpoint's encoder. Raises CheckpointError naming an unsupported setting."""
+    refuse_adapter(encoder_folder(folder))
+    path = config_file(folder)
+    document = read_json(path)
+    check_config(path, document)
+    try:
+        family = family_named(document.get("model_type", "bert"))
+        return family.config.from_dict(document)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_weights(folder: Path) -> Tensors:
+    """Return a checkpoint's tensors under current names (`weight`, not `gamma`). Raises CheckpointError."""
+    return modern_names(read_tensors(encoder_folder(folder)))
+
+
+def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
+    """Return the heads of a checkpoint by name, from `heads.json` if present, else from `architectures`.
+
+    task: the head to read where `architectures` names none; `embedding` for the encoder alone of any checkpoint
+    Raises CheckpointError naming an unknown architecture, and one that contradicts the task.
+    """
+    if (folder / "heads.json").is_file():
+        if task is not None:
+            raise CheckpointError(
+                f"{folder / 'heads.json'} names the heads of this checkpoint: leave out --task"
+            )
+        heads = read_json(folder / "heads.json")
+        return {name: validate_head(folder / "heads.json", **head) for name, head in heads.items()}
+    config = read_json(config_file(folder))
+    family = family_of(read_config(folder))
+    tasks = {family.architecture_of(task): task for task in SUFFIXES}
+    architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
+    if task is None and architecture not in tasks:
+        raise CheckpointError(
+            f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "
+            "--task names the head to read"
+        )
+    named = tasks.get(architecture)
+    if task is not None and task != "embedding" and named not in (task, None, "embedding"):
+        raise CheckpointError(
+            f"{config_file(folder)}: architectures names {architecture}, a {named} head, and --task {task}: "
+            "leave out --task, or change architectures"
+        )
+    task = task or named
+    return {task: _read_head(task, config, folder)}
+
+
+def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
+    if task != "embedding":
+        return describe_head(task, config, folder)
+    pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
+    dimensions = read_config(folder).hidden_size
+    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions)
+
+
+def has_heads(folder: Path) -> bool:
+    """Return whether a checkpoint describes a head; False for an encoder alone or with its pretraining heads."""
+    if any((folder / name).exists() for name in ("heads.json", "modules.json", "1_Pooling")):
+        return True
+    family = family_of(read_config(folder))
+    ours = {family.architecture_of(task) for task in SUFFIXES if task != "embedding"}
+    return bool(ours & {*(read_json(config_file(folder)).get("architectures") or [])})
+
+
+def read_teachers(source: str | Path) -> list[str]:
+    """Return the names of a checkpoint's teachers, as distillation got them. Raises CheckpointError for no list."""
+    path = locate(source) / PROVENANCE
+    teachers = read_json(path).get("teachers", []) if path.is_file() else []
+    if not isinstance(teachers, list) or not all(isinstance(name, str) for name in teachers):
+        raise CheckpointError(f"{path}: teachers: {teachers!r} is no list of names")
+    return teachers
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWithHeads:
+    """Return the encoder and heads of a checkpoint, joint or of one of the hub's architectures.
+
+    task: as in `read_heads`
+    Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
+    """
+    folder = locate(source)
+    model = EncoderWithHeads(read_config(folder), read_heads(folder, task))
+    weights, names = read_weights(folder), model_names(model, folder)
+    fill(model, weights, names, folder)
+    _check_unused(weights, model, names, folder, heads=task is not None)
+    return model.eval()
+
+
+def _check_unused(
+    weights: Tensors, module: nn.Module, names: Names, folder: Path, heads: bool = True
+) -> None:
+    """Raise CheckpointError for a tensor that is neither in the module nor known to be without effect.
+
+    heads: whether the heads of other tasks are left out knowingly
+    """
+    used, family = names_on_hub(module, names), family_of(read_config(folder))
+    check_unused(weights, used, family, str(folder), heads=heads)
+
+
+def model_names(model: EncoderWithHeads, folder: Path) -> Names:
+    """Return the hub's names for a model's parameters in its checkpoint, joint or of one head."""
+    family = family_of(model.config)
+    if (folder / "heads.json").is_file():
+        return joint_names(family)
+    (head,) = model.described.values()
+    return single_names(family, head.task)
+
+
+def fill(module: nn.Module, weights: Tensors, names: Names, folder: Path) -> None:
+    """Fill a module that has a `config`, or a part of one, from a checkpoint's weights. Raises CheckpointError."""
+    from_hub(module, weights, names, str(folder), family_of(read_config(folder)).prefix)
+
+
+def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
+    """Return the encoder of any checkpoint, without heads. Raises CheckpointError."""
+    folder = locate(source)
+    config = read_config(folder)
+    encoder = family_of(config).encoder(config, pooler=pooler)
+    weights, names = read_weights(folder), encoder_names(family_of(config))
+    fill(encoder, weights, names, folder)
+    _check_unused(weights, encoder, names, folder)
+    return encoder.eval()
+
+
+def load_pretraining(source: str | Path) -> Pretraining:
+    """Return a checkpoint's encoder with its masked LM head and, if it has one, its next-sentence head."""
+    folder = locate(source)
+    config = read_config(folder)
+    weights = read_weights(folder)
+    classifier = family_of(config).objectives.get("next_sentence.classifier")
+    model = Pretraining(config, f"{classifier}.weight" in weights)
+    _fill_parts({folder: (model, weights)})
+    return model.eval()
+
+
+def init_from(model: EncoderWithHeads, source: str | Path) -> None:
+    """Fill a model's encoder from another checkpoint's, and the poolers of its classifiers from the pooler, if any."""
+    folder = locate(source)
+    weights = read_weights(folder)
+    family = family_of(model.config)
+    fill(model.encoder, weights, encoder_names(family), folder)
+    with torch.device("meta"):  # the source may have more layers than the model takes
+        whole = family.encoder(read_config(folder))
+    _check_unused(weights, whole, encoder_names(family), folder)
+    if not family.encoder.has_pooler:
+        return
+    (dense,) = pooler_names(family)("dense.weight")
+    has_pooler = any(prefix + dense in weights for prefix in ("", family.prefix))
+    for name, head in model.described.items():
+        if head.task == "classification" and has_pooler:
+            fill(model.heads[name].pooler, weights, pooler_names(family), folder)
+
+
+def init_pretraining(model: nn.Module, source: str | Path) -> None:
+    """Fill a model to pretrain from a checkpoint of the same shape, each part of it from its folder.
+
+    Raises CheckpointError for missing parts, and for tied tensors that are not equal.
+    """
+    folder = locate(source)
+    places = ((folder / name, part) for name, part in model.parts().items())
+    _fill_parts({place: (part, read_weights(place)) for place, part in places})
+
+
+def _fill_parts(parts: Mapping[Path, tuple[nn.Module, Tensors]]) -> None:
+    """Fill the parts of a model. parts: by folder, each part and the tensors that were read from the folder"""
+    for folder, (part, weights) in parts.items():
+        for name, child in part.named_children():
+            names = within(pretraining_names(family_of(part.config)), name)
+            wanted, present = set(to_hub(child, names)), weights.keys()
+            if name in REQUIRED_PARTS and present.isdisjoint(wanted):
+                raise CheckpointError(f"{folder} has no {REQUIRED_PARTS[name]}")
+            if name != "next_sentence" or present >= wanted:
+                fill(child, weights, names, folder)
+    for folder, (part, weights) in parts.items():
+        _check_unused(weights, part, pretraining_names(family_of(part.config)), folder)
+        _check_tied(part, weights, folder)
+
+
+def _check_tied(part: nn.Module, weights: Tensors, folder: Path) -> None:
+    """Raise CheckpointError where the output matrix or a second word table differs from the word embeddings."""
+    family = family_of(part.config)
+    words = pretraining_names(family)("encoder.embeddings.word.weight")
+    for name in (f"{family.decoder}.weight", *words):
+        if name in weights and not torch.equal(
+            weights[name].float(), part.encoder.embeddings.word.weight
+        ):
+            raise CheckpointError(f"{folder}: {name} is not tied to the word embeddings")

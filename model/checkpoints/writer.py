@@ -1,0 +1,166 @@
+"""Write checkpoints in the hub's layout: `config.json`, `model.safetensors`, `tokenizer.json`.
+
+Tensors get the hub's names (`model/checkpoints/hub_names.py`). A joint checkpoint has the encoder under them, its heads
+as `heads.<name>.*`, and a description of each head in `heads.json`.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import nn
+
+from model.bert import Bert
+from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, POOLING, SIGMOID
+from model.checkpoints.hub_names import (
+    Tensors,
+    encoder_names,
+    joint_names,
+    pretraining_names,
+    single_names,
+    to_hub,
+)
+from model.checkpoints.reader import PROVENANCE
+from model.config import BertConfig
+from model.families.registry import family_of
+from model.heads import EncoderWithHeads
+from service.core import bundle
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a directory that replaces a checkpoint's in one rename when the block ends without an error."""
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    bundle.swap(partial, folder)
+
+
+def put_back(folder: Path) -> None:
+    """Restore the previous checkpoint where a process died while it replaced it."""
+    bundle.put_back(_partial(folder), folder)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
+    """Write the names of a checkpoint's teachers, if it has any."""
+    if teachers:
+        document = json.dumps({"teachers": teachers}, indent=2)
+        (folder / PROVENANCE).write_text(document + "\n", encoding="utf-8")
+
+
+def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:
+    """Write an encoder without heads. tokenizer: a `tokenizer.json`, which is copied"""
+    family = family_of(encoder.config)
+    state = to_hub(encoder, encoder_names(family))
+    _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
+
+
+def save_pretraining(path: str | Path, model: nn.Module, tokenizer: Path) -> None:
+    """Write an encoder with its pretraining heads, as `ForPreTraining` or `ForMaskedLM`.
+
+    Each part of a model of several (ELECTRA's generator) gets a folder of its own.
+    """
+    for folder, part in model.parts().items():
+        family = family_of(part.config)
+        state = to_hub(part, pretraining_names(family))
+        architecture = family.architecture + part.architecture
+        _write(Path(path) / folder, part.config, state, tokenizer, architecture)
+
+
+def save_joint(path: str | Path, model: EncoderWithHeads, tokenizer: Path) -> None:
+    """Write a model with all its heads: the encoder under the hub's names, each head under its own name."""
+    heads = {name: head.model_dump(exclude_defaults=True) for name, head in model.described.items()}
+    family = family_of(model.config)
+    state = to_hub(model, joint_names(family))
+    files = {"heads.json": heads}
+    _write(Path(path), model.config, state, tokenizer, family.architecture_of("embedding"), files)
+
+
+def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: Path) -> None:
+    """Write one head of a model with the encoder, as a checkpoint of the hub's architecture for the head's task."""
+    head = model.described[name]
+    family = family_of(model.config)
+    single = EncoderWithHeads(model.config, {name: head})
+    single.encoder, single.heads[name] = model.encoder, model.heads[name]
+    is_embedding = head.task == "embedding"
+    names = joint_names(family) if is_embedding else single_names(family, head.task)
+    extra: dict[str, Any] = head.model_dump(include=HEAD_FIELDS, exclude_defaults=True)
+    if head.labels:
+        extra["id2label"] = {str(index): label for index, label in enumerate(head.labels)}
+        extra["label2id"] = {label: index for index, label in enumerate(head.labels)}
+    one_label = head.task == "classification" and len(head.labels) == 1
+    if one_label:  # for a CrossEncoder
+        activation = IDENTITY if head.problem_type == "regression" else SIGMOID
+        extra["sentence_transformers"] = {"activation_fn": activation}
+    if head.problem_type and not (one_label and head.problem_type == ONE_LABEL[SIGMOID]):
+        extra["problem_type"] = (
+            head.problem_type
+        )  # transformers refuses that one for a single label
+    files = _sentence_modules(model.config, head) if is_embedding else {}
+    architecture = family.architecture_of(head.task)
+    _write(Path(path), model.config, to_hub(single, names), tokenizer, architecture, files, extra)
+
+
+def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
+    """Return the files that sentence-transformers reads: its modules in order, and the pooling."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(kinds)
+    ]
+    pooling = {switch: name == head.pooling for switch, name in POOLING.items()}
+    return {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": config.hidden_size, **pooling},
+    }
+
+
+def _write(
+    folder: Path,
+    shape: BertConfig,
+    state: Tensors,
+    tokenizer: Path,
+    architecture: str,
+    files: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint's files. files: further JSON files by name; config: further fields of `config.json`"""
+    known = Tokenizer.from_file(str(tokenizer)).get_vocab()
+    special_tokens = family_of(shape).special_tokens
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    documents = {
+        "config.json": {**shape.to_dict(), "architectures": [architecture], **(config or {})},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": shape.max_length,
+            # Without `token_type_ids` here transformers passes no segments for a pair, and its logits differ.
+            "model_input_names": [
+                "input_ids",
+                *(["token_type_ids"] if shape.type_vocab_size > 1 else []),
+                "attention_mask",
+            ],
+            # transformers adds a special token that has no id, and the embedding table has no row for it.
+            **{f"{kind}_token": token for kind, token in special_tokens.items() if token in known},
+        },
+        **(files or {}),
+    }
+    for name, document in documents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if tokenizer.resolve() != (folder / "tokenizer.json").resolve():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")

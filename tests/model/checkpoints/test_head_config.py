@@ -1,0 +1,39 @@
+"""The head that a checkpoint's files describe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "cls"}, "cls"),
+    ],
+)
+def test_pooling(config: dict[str, Any], pooling: str, saved: Path) -> None:
+    """How sentence-transformers pools a checkpoint is how we do, in both of its spellings."""
+    (saved / "1_Pooling").mkdir()
+    (saved / "1_Pooling" / "config.json").write_text(json.dumps(config))
+
+    assert reader.read_heads(saved)["embedding"].pooling == pooling
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"pooling_mode_max_tokens": True}, {"pooling_mode": "lasttoken"}],
+)
+def test_unknown_pooling(config: dict[str, Any], saved: Path) -> None:
+    """A pooling that is not ours is refused, not replaced."""
+    (saved / "1_Pooling").mkdir()
+    (saved / "1_Pooling" / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match="mean or cls only"):
+        reader.load_model(saved)

