@@ -11,16 +11,16 @@ BLOCK = re.compile(r"(<!-- request: begin -->\n).*?(<!-- request: end -->)", re.
 CALLS = (
     (
         "service.server.connection:Protocol.turn_away_early",
-        "service.middleware.request_context:RequestLifecycle.receive",
+        "service.middleware.lifecycle:RequestLifecycle.receive",
     ),
     ("service.api.native:classify", "service.api.call:receive_call"),
     ("service.api.call:receive_call", "service.engines.registry:Engines.get"),
     ("service.api.native:classify", "service.engines.engine:Engine.classify"),
     ("service.engines.engine:Engine.classify", "service.core.encode:Encoder.windows"),
     ("service.engines.engine:Engine.classify", "service.core.decode:classify"),
-    ("service.engines.engine:Engine._answer", "service.engines.device:Device.submit"),
+    ("service.engines.engine:Engine._answer_heads", "service.engines.device:Device.submit"),
     (
-        "service.engines.engine:Engine._answer",
+        "service.engines.engine:Engine._answer_heads",
         "service.engines.result_collector:ResultCollector.add_all",
     ),
     ("service.engines.local_device:LocalDevice.submit", "service.scheduling.batcher:Batcher.begin"),

@@ -24,12 +24,8 @@ from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
 from service.middleware.access import KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
-from service.middleware.request_context import (
-    LifecycleMiddleware,
-    RequestLifecycle,
-    check_refusal,
-    refusal_response,
-)
+from service.middleware.lifecycle import LifecycleMiddleware, RequestLifecycle, check_refusal
+from service.middleware.refusals import refusal_response
 from service.middleware.service_state import Service
 from service.middleware.tracing import tracing
 from service.observability.logs import log_bug

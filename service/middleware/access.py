@@ -12,7 +12,8 @@ from starlette.types import Scope
 
 from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
 from service.keys import PRIORITIES, Key, Keys, Permission, digest
-from service.middleware.request_context import Check, RequestContext
+from service.middleware.lifecycle import Check
+from service.middleware.request_context import RequestContext
 from service.middleware.token_bucket import Bucket
 from service.settings import Settings
 

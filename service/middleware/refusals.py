@@ -1,0 +1,41 @@
+"""The answers to requests that fail: one shape, made in one place for the middleware, the routes and the connection."""
+
+from typing import NamedTuple
+
+import orjson
+import structlog
+from starlette.responses import Response
+from starlette.types import Scope
+
+from service.errors import InternalError, QuartetError
+from service.middleware.request_context import RequestContext, context_of
+
+log = structlog.get_logger()
+
+
+class Refusal(NamedTuple):
+    """The answer to a request that fails, without the headers that every answer carries."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def refuse(context: RequestContext, error: QuartetError) -> Refusal:
+    """Make the answer to a request that fails, and record the error for the log and the metrics."""
+    context.code = error.code
+    context.closes |= error.closes_connection
+    headers = {**error.headers, "Content-Type": "application/json"}
+    return Refusal(error.status, headers, orjson.dumps(error.body))
+
+
+def refusal_response(scope: Scope, error: QuartetError) -> Response:
+    """The refusal of a request as a response of the framework."""
+    status, headers, body = refuse(context_of(scope), error)
+    return Response(body, status, headers)
+
+
+def log_internal_error() -> InternalError:
+    """What the client is told of the exception that is being handled; the log gets the rest."""
+    log.exception("unexpected error")
+    return InternalError("our bug: the server's log tells more under this request's id")
