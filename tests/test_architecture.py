@@ -11,11 +11,11 @@ BLOCK = re.compile(r"(<!-- request: begin -->\n).*?(<!-- request: end -->)", re.
 CALLS = (
     (
         "service.server.connection:Protocol.turn_away_early",
-        "service.middleware.lifecycle:RequestLifecycle.receive",
+        "service.middleware.request_lifecycle:RequestLifecycle.receive",
     ),
-    ("service.api.native:classify", "service.api.call:receive_call"),
-    ("service.api.call:receive_call", "service.engines.registry:Engines.get"),
-    ("service.api.native:classify", "service.engines.engine:Engine.classify"),
+    ("service.api.native_routes:classify", "service.api.engine_call:receive_call"),
+    ("service.api.engine_call:receive_call", "service.engines.registry:Engines.get"),
+    ("service.api.native_routes:classify", "service.engines.engine:Engine.classify"),
     ("service.engines.engine:Engine.classify", "service.core.encode:Encoder.windows"),
     ("service.engines.engine:Engine.classify", "service.core.decode:classify"),
     ("service.engines.engine:Engine._answer_heads", "service.engines.device:Device.submit"),

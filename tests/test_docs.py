@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from service.api import admin, openapi, schemas
-from service.api.native import router
+from service.api.native_routes import router
 from service.core import bundle
 from service.core.bundle import Manifest, Provenance
 from service.errors import QuartetError

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
-from service.api.call import json_response, receive_json, service_of
-from service.api.native import Route
+from service.api.engine_call import json_response, receive_json, service_of
+from service.api.native_routes import Route
 from service.api.schemas import (
     AdminModelsResponse,
     AdminRequest,

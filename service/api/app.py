@@ -19,13 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__
 from service.api import admin, openapi
-from service.api.native import Route, router
+from service.api.native_routes import Route, router
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
-from service.middleware.access import KeyCheck, access_checks
+from service.middleware.access_control import KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
-from service.middleware.lifecycle import LifecycleMiddleware, RequestLifecycle, check_refusal
 from service.middleware.refusals import refusal_response
+from service.middleware.request_lifecycle import (
+    LifecycleMiddleware,
+    RequestLifecycle,
+    check_refusal,
+)
 from service.middleware.service_state import Service
 from service.middleware.tracing import tracing
 from service.observability.logs import log_bug

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from service.middleware.access import permission
+from service.middleware.access_control import permission
 from service.middleware.body_memory import check_size, content_length
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service, timeout_s

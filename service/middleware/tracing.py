@@ -32,8 +32,8 @@ from starlette.types import Scope
 
 from service import __version__
 from service.errors import InternalError
-from service.middleware.lifecycle import CLIENT_GONE, OTHER, Trace
 from service.middleware.request_context import RequestContext
+from service.middleware.request_lifecycle import CLIENT_GONE, OTHER, Trace
 from service.observability.logs import LogLimiter
 from service.observability.metrics import OK, STAGES
 

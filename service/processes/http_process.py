@@ -13,7 +13,7 @@ from service import health
 from service.api.app import create_app
 from service.engines.registry import Engines
 from service.keys import load_keys
-from service.middleware.access import KeyCheck
+from service.middleware.access_control import KeyCheck
 from service.observability import logs
 from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, ControlChannel
 from service.processes.remote_device import RemoteDevice

@@ -16,7 +16,7 @@ from service.engines.local_device import open_device
 from service.engines.registry import Engines
 from service.errors import NotReady
 from service.key_file_watcher import KeyFiles
-from service.middleware.access import KeyCheck
+from service.middleware.access_control import KeyCheck
 from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
 from service.process_signals import reap_orphans, stop_signals

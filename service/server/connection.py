@@ -31,9 +31,9 @@ from service.errors import (
     SlowHeaders,
     TooManyConnections,
 )
-from service.middleware.lifecycle import REFUSAL, RequestLifecycle
 from service.middleware.refusals import Refusal, log_internal_error, refuse
 from service.middleware.request_context import CONTEXT, RequestContext
+from service.middleware.request_lifecycle import REFUSAL, RequestLifecycle
 from service.observability.logs import QUIET_ROUTES
 from service.server.excess_connections import ExcessConnections
 from service.server.flow_control import Connection, HangupWatcher, ReadFlow

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.middleware.body_memory import BODIES
-from service.middleware.lifecycle import RequestLifecycle
+from service.middleware.request_lifecycle import RequestLifecycle
 from service.server.connection import Protocol
 from service.server.connection_limits import (
     divide_connections,

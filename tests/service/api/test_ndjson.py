@@ -12,7 +12,7 @@ from structlog.typing import EventDict
 
 from service import errors
 from service.api.ndjson import MEDIA_TYPE, NdjsonStream, line, wants_lines
-from tests.service.api.test_native import BODIES, USAGE, each_task
+from tests.service.api.test_native_routes import BODIES, USAGE, each_task
 from tests.service.fakes import TOKENS, VECTOR, FakeEngine
 
 IN_LINES = {"Accept": MEDIA_TYPE}

@@ -7,7 +7,7 @@ from service.middleware.body_memory import BODIES, SMALL, MemoryBudget, MemoryRe
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.settings import Settings
-from tests.service.api.test_native import ClientWith, error_of
+from tests.service.api.test_native_routes import ClientWith, error_of
 from tests.service.fakes import FakeEngine
 
 LARGE = {"inputs": "a" * 2 * SMALL}

@@ -20,7 +20,7 @@ from structlog.typing import EventDict
 from uvicorn.server import ServerState
 
 from service.api.app import create_app
-from service.middleware.lifecycle import RequestLifecycle
+from service.middleware.request_lifecycle import RequestLifecycle
 from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.server import connection as connection_module

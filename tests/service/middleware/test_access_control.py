@@ -10,7 +10,7 @@ from structlog.typing import EventDict
 from service.api.app import PAGES, create_app
 from service.errors import QuartetError, RateLimited
 from service.keys import Key, digest
-from service.middleware import access
+from service.middleware import access_control
 from service.middleware.request_context import RequestContext
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -63,7 +63,9 @@ async def test_health_and_pages_are_open(locked: httpx.AsyncClient, path: str) -
 
 def test_every_file_of_the_pages_is_open() -> None:
     """The pages can load what they are made of."""
-    assert all(f"/static/{path.name}".startswith(access.OPEN_BELOW) for path in PAGES.iterdir())
+    assert all(
+        f"/static/{path.name}".startswith(access_control.OPEN_BELOW) for path in PAGES.iterdir()
+    )
 
 
 @pytest.mark.parametrize("path", CLOSED + TASKS)
@@ -228,7 +230,7 @@ async def test_tokens_are_charged_when_the_answer_is_there(client_with: Connect)
 def test_rates_are_divided_among_processes() -> None:
     """Each of several HTTP processes lets its part through."""
     settings = Settings(keys={"slow": kept("slow", requests_per_minute=8)}, http_workers=4)
-    (check,) = access.access_checks(settings)
+    (check,) = access_control.access_checks(settings)
     scope, headers = {"path": "/embed"}, {"authorization": bearing("slow")["Authorization"]}
     check(scope, RequestContext("a", 0.0, headers))
     check(scope, RequestContext("b", 0.0, headers))
@@ -249,8 +251,8 @@ def test_keys_may_be_replaced() -> None:
 
     slow = kept("slow", requests_per_minute=1)
     keys = {"slow": slow, "raised": kept("raised", requests_per_minute=1), "gone": kept("gone")}
-    (check,) = access.access_checks(Settings(keys=keys))
-    assert isinstance(check, access.KeyCheck)
+    (check,) = access_control.access_checks(Settings(keys=keys))
+    assert isinstance(check, access_control.KeyCheck)
     assert ["ok"] * 3 == [outcome(name) for name in keys]
 
     check.replace(
@@ -322,6 +324,6 @@ async def test_the_line_names_the_tenant_and_never_the_key(
 def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path: Path) -> None:
     """A mistake of ours must not leave a service open that should be closed."""
     with pytest.raises(AssertionError, match="our bug"):
-        access.access_checks(Settings(api_key="0123456789abcdef"))
+        access_control.access_checks(Settings(api_key="0123456789abcdef"))
     with pytest.raises(AssertionError, match="our bug"):
-        access.access_checks(Settings(api_keys=tmp_path))
+        access_control.access_checks(Settings(api_keys=tmp_path))

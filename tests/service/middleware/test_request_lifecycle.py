@@ -10,9 +10,9 @@ from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
 from service.errors import Overloaded, RequestTimeout
-from service.middleware.lifecycle import CLIENT_GONE, LifecycleMiddleware, RequestLifecycle
 from service.middleware.refusals import refusal_response
 from service.middleware.request_context import RequestContext
+from service.middleware.request_lifecycle import CLIENT_GONE, LifecycleMiddleware, RequestLifecycle
 from service.observability.metrics import Metrics
 from tests.service.fakes import FakeEngine
 

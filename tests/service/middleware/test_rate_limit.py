@@ -1,6 +1,6 @@
 import pytest
 
-from service.middleware.token_bucket import Bucket
+from service.middleware.rate_limit import Bucket
 
 
 class Clock:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import openapi
-from service.api.call import json_response, receive_call, service_of
 from service.api.compression import compress
+from service.api.engine_call import json_response, receive_call, service_of
 from service.api.schemas import (
     ClassifyRequest,
     ClassifyResponse,

@@ -1,6 +1,6 @@
 import pytest
 
-from service.api.call import server_timing
+from service.api.engine_call import server_timing
 from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.service_state import Service, timeout_s
 from service.observability.metrics import Metrics

@@ -12,9 +12,9 @@ from starlette.types import Scope
 
 from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
 from service.keys import PRIORITIES, Key, Keys, Permission, digest
-from service.middleware.lifecycle import Check
+from service.middleware.rate_limit import Bucket
 from service.middleware.request_context import RequestContext
-from service.middleware.token_bucket import Bucket
+from service.middleware.request_lifecycle import Check
 from service.settings import Settings
 
 PRIORITY_HEADER = "X-Priority"
