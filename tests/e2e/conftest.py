@@ -105,7 +105,8 @@ def serving(
             server.process.stderr.close()
 
 
-def read_log(server: Server, ready: threading.Event, url: re.Pattern[str]) -> None:
+def read_log(server: Server, ready: threading.Event, url: re.Pattern[str] = URL) -> None:
+    """Collect a server's log until it ends; `ready` is set when the log has the URL, or ends."""
     assert server.process.stderr is not None
     for line in server.process.stderr:
         server.log.append(line)

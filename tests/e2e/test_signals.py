@@ -21,7 +21,11 @@ from tests.e2e.test_processes import alive
 pytestmark = pytest.mark.e2e
 
 WORKERS = pytest.mark.parametrize("workers", ["0", "2"])
-STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
+STOPS = [
+    signal.SIGTERM,
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+]
 # Each Python process of a service with this in its path does this in place of opening a session.
 HOOK = """
 import builtins, ctypes, os, sys
@@ -78,7 +82,10 @@ def pids(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize(("workers", "action"), [("0", IN_C), ("2", IN_C), ("2", CRASH)])
+@pytest.mark.parametrize(
+    ("workers", "action"),
+    [("0", IN_C), ("2", IN_C), pytest.param("2", CRASH, marks=pytest.mark.slow)],
+)
 def test_a_stop_during_the_start_ends_at_once(
     tiny_bundle: Path,
     tmp_path: Path,
@@ -215,6 +222,7 @@ def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
             assert '"status": -9' in status or '"status":-9' in status
 
 
+@pytest.mark.slow
 @WORKERS
 def test_as_process_1_it_stops_and_reaps(tiny_bundle: Path, workers: str) -> None:
     """In a PID namespace of its own, SIGTERM drains, and an orphan leaves no zombie."""
