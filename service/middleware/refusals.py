@@ -36,6 +36,6 @@ def refusal_response(scope: Scope, error: QuartetError) -> Response:
 
 
 def log_internal_error() -> InternalError:
-    """What the client is told of the exception that is being handled; the log gets the rest."""
+    """Log the exception that is being handled, and return the error that the client gets in its place."""
     log.exception("unexpected error")
     return InternalError("our bug: the server's log tells more under this request's id")

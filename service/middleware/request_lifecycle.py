@@ -26,7 +26,7 @@ from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_requ
 from service.observability.metrics import Recorder
 
 REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
-CLIENT_GONE = 499  # for the log and the metrics: nobody was left to be answered
+CLIENT_GONE = 499  # in the log and the metrics: the client left before the answer
 OTHER = "other"  # the route of what has none
 
 
@@ -39,12 +39,12 @@ def check_refusal(scope: Scope, context: RequestContext) -> None:
         raise refusal
 
 
-# Is told of each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
+# Called with each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
 Trace = Callable[[str, str, Scope, RequestContext], None]
 
 
 class Process(Protocol):
-    """Whoever knows that this process is on its way out."""
+    """Whether this process is shutting down."""
 
     @property
     def draining(self) -> bool: ...
@@ -144,7 +144,7 @@ class RequestLifecycle:
 
 
 class LifecycleMiddleware:
-    """Answers what was refused and what nobody else caught, and has each request recorded."""
+    """Answers refused requests and unexpected exceptions, and records each request."""
 
     def __init__(self, app: ASGIApp, *, lifecycle: RequestLifecycle, process: Process) -> None:
         self.app = app

@@ -94,7 +94,7 @@ class Frontend:
         task.add_done_callback(lambda _: self._end(number))
 
     def _end(self, number: int) -> None:
-        """One that was cancelled may never have begun, and is seen all the same."""
+        """Forget the work of a request. A request whose work was cancelled before it began counts as seen, too."""
         self._seen = max(self._seen, number)
         self._work.pop(number, None)
 

@@ -40,7 +40,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this request any more."""
+    """Cancel a request, since its client has left or its deadline has passed."""
 
     id: int
 
@@ -179,7 +179,7 @@ class LoadReport:
 class Computed:
     """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
 
-    shapes: of each entry, those of its heads' outputs, in the order of the request's heads
+    shapes: for each entry, the shapes of its heads' outputs, in the order of the request's heads
     facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
     failed: place, code and message of each entry that failed
     """

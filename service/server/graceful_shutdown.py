@@ -1,4 +1,4 @@
-"""Graceful shutdown: a server that answers all whom it accepted before it ends.
+"""Graceful shutdown: a server that answers every accepted request before it ends.
 
 On SIGTERM it reports that it is not ready, for the setting `drain_delay_s`, and still answers. Then it drains: it
 closes its listeners, accepts what is in their queues, answers what was accepted, and ends after `drain_s` at most.
