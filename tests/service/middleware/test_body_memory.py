@@ -48,10 +48,10 @@ async def test_requests_hold_their_room_until_they_are_answered(
 ) -> None:
     """While as many large ones are in work as may be, another is refused and a small one is not."""
     engine.hold = asyncio.Event()
-    add_http_process = BODIES * 3 // 2 - 1  # of as many bytes, and some beside the text
+    accepted = BODIES * 3 // 2 - 1  # of as many bytes, and some beside the text
     async with client_with(max_body_bytes=3 * SMALL) as client:
         asked = [asyncio.create_task(client.post("/embed", json=LARGE)) for _ in range(20)]
-        while sum(request.done() for request in asked) < 20 - add_http_process:
+        while sum(request.done() for request in asked) < 20 - accepted:
             await asyncio.sleep(0)
         small = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
         while engine.asked.get("texts") != ["a"]:
@@ -59,7 +59,7 @@ async def test_requests_hold_their_room_until_they_are_answered(
         assert {(429, "overloaded", None)} == {error_of(r.result()) for r in asked if r.done()}
         engine.hold.set()
         statuses = [(await request).status_code for request in asked]
-        assert [add_http_process, 20 - add_http_process] == [
+        assert [accepted, 20 - accepted] == [
             statuses.count(200),
             statuses.count(429),
         ]
