@@ -5,11 +5,13 @@ how a bundle is made or served.
 """
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import tempfile
 import zipfile
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,10 +100,35 @@ class File(_Record):
     sha256: str = Field(pattern=SHA256)
 
 
+class Memory(_Record):
+    """The memory of one session of a graph on a CPU, as `export` measured it, in bytes.
+
+    opened: what the session adds to a process that has loaded the runtime
+    batches: what a batch of the longest texts adds at its peak, by its tokens
+    """
+
+    opened: int = Field(ge=0)
+    batches: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]] = Field(min_length=1)
+
+    def of_batch(self, tokens: int) -> int:
+        """Return the bytes that a batch of this many tokens of the longest texts adds at its peak.
+
+        The value is linear between two measured batches, and beyond them as between the two nearest.
+        """
+        sizes = sorted(self.batches)
+        if len(sizes) == 1:
+            return -(-self.batches[sizes[0]] * tokens // sizes[0])
+        place = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
+        low, high = sizes[place - 1 : place + 1]
+        slope = (self.batches[high] - self.batches[low]) / (high - low)
+        return max(math.ceil(self.batches[low] + slope * (tokens - low)), 0)
+
+
 class Graph(File):
     """One ONNX graph; `weights` is the external weight file that it shares with others, if any.
 
     attention_bias: whether attention adds a bias to its scores; None where the manifest does not state it
+    memory: None where the manifest does not state it
     """
 
     precision: Precision
@@ -110,6 +137,7 @@ class Graph(File):
     opset: int
     weights: File | None = None
     attention_bias: bool | None = None  # since format 2
+    memory: Memory | None = None  # since format 3
 
 
 class Vocabulary(File):
@@ -182,7 +210,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first of a task is its default."""
 
-    format_version: Literal[1, 2]
+    format_version: Literal[1, 2, 3]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -203,6 +231,8 @@ class Manifest(_Record):
         for graph in self.graphs:
             if graph.attention_bias is not None and self.format_version < 2:
                 raise ValueError(f"{graph.file}: attention_bias needs format_version 2")
+            if graph.memory is not None and self.format_version < 3:
+                raise ValueError(f"{graph.file}: memory needs format_version 3")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -215,6 +245,19 @@ class Manifest(_Record):
     @property
     def precisions(self) -> tuple[Precision, ...]:
         return tuple(dict.fromkeys(graph.precision for graph in self.graphs))
+
+    def graphs_for(self, device: Literal["cpu", "cuda"], precision: str) -> list[Graph]:
+        """Return the graphs of a precision that may run on a device, in the order in which they are tried.
+
+        Packed graphs come first. `auto` selects the default precision, but on CUDA fp16 and then fp32 where the bundle
+        has one of them.
+        """
+        wanted: list[str] = [precision]
+        if precision == "auto":
+            on_gpu = ("fp16", "fp32") if device == "cuda" else ()
+            wanted = [p for p in on_gpu if p in self.precisions] or [self.default_precision]
+        fits = [g for g in self.graphs if g.precision in wanted and g.provider in (device, "any")]
+        return sorted(fits, key=lambda g: (wanted.index(g.precision), g.layout != "packed"))
 
     def files(self) -> dict[str, str]:
         """Every file that the manifest answers for, with its SHA-256."""
@@ -403,7 +446,10 @@ def hash_file(path: Path) -> str:
 
 def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
     """The oldest format that can describe these graphs, as the manifest's records."""
-    return 2 if any(graph.get("attention_bias") is not None for graph in graphs) else 1
+    fields = {name for graph in graphs for name, value in graph.items() if value is not None}
+    if "memory" in fields:
+        return 3
+    return 2 if "attention_bias" in fields else 1
 
 
 def describe_file(path: Path) -> dict[str, str]:

@@ -237,21 +237,12 @@ def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOption
 
 
 def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
-    """Graphs of the wanted precision that may run there, the packed ones first.
-
-    Under `auto` a GPU's are those of fp16, then those of fp32, and only without either those of the bundle's default.
-    """
+    """Return the graphs that may run there, see `Manifest.graphs_for`. Raises BundleError for a precision it lacks."""
     manifest = bundle.manifest
-    wanted: list[str] = [precision]
-    if precision == "auto":
-        on_gpu = ("fp16", "fp32") if provider == CUDA else ()
-        wanted = [p for p in on_gpu if p in manifest.precisions] or [manifest.default_precision]
-    elif precision not in manifest.precisions:
+    if precision not in ("auto", *manifest.precisions):
         has = ", ".join(manifest.precisions)
         raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
-    device = "cuda" if provider == CUDA else "cpu"
-    fits = [g for g in manifest.graphs if g.precision in wanted and g.provider in (device, "any")]
-    return sorted(fits, key=lambda graph: (wanted.index(graph.precision), graph.layout != "packed"))
+    return manifest.graphs_for("cuda" if provider == CUDA else "cpu", precision)
 
 
 def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from service.core import bundle
-from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest
+from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Memory
 
 SENTIMENT = {"task": "classification", "labels": ["bad", "good"]}
 ENTITIES = {"task": "ner", "labels": ["O", "B-PER"]}
@@ -160,6 +160,42 @@ class TestLoad:
         assert [stated, None, None] == [graph.attention_bias for graph in graphs]
         assert (1 if stated is None else 2) == bundle.format_version(manifest["graphs"])
 
+    def test_format_3(self, tmp_path: Path) -> None:
+        """Since format 3 a graph may state its memory; without that field, formats 1 and 2 suffice."""
+        manifest = write(tmp_path)
+        manifest["format_version"] = 3
+        manifest["graphs"][0]["attention_bias"] = True
+        manifest["graphs"][2]["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
+
+        graphs = bundle.load(save(tmp_path, manifest)).manifest.graphs
+
+        assert [None, None, Memory(opened=5, batches={128: 7, 1024: 9})] == [
+            g.memory for g in graphs
+        ]
+        assert 3 == bundle.format_version(manifest["graphs"])
+        assert 2 == bundle.format_version(manifest["graphs"][:1])
+        assert 1 == bundle.format_version([graphs[1].model_dump()])
+        assert graphs[2].memory.model_dump(mode="json") == manifest["graphs"][2]["memory"]
+
+    @pytest.mark.parametrize(
+        ("batches", "tokens", "expected"),
+        [
+            ({1024: 100, 4096: 400, 16384: 1000}, 1024, 100),
+            ({1024: 100, 4096: 400, 16384: 1000}, 2560, 250),
+            ({1024: 100, 4096: 400, 16384: 1000}, 10240, 700),
+            ({1024: 100, 4096: 400, 16384: 1000}, 28672, 1600),
+            ({1024: 200, 4096: 500}, 512, 150),
+            ({1024: 100, 4096: 4000}, 128, 0),
+            ({4096: 400, 1024: 100}, 2048, 200),
+            ({1024: 100, 4096: 100}, 9000, 100),
+            ({512: 100}, 512, 100),
+            ({512: 100}, 768, 150),
+        ],
+    )
+    def test_memory_of_a_batch(self, batches: dict[int, int], tokens: int, expected: int) -> None:
+        """It is linear between the measured batches and beyond them, from the origin with one, and never negative."""
+        assert expected == Memory(opened=0, batches=batches).of_batch(tokens)
+
     def test_unreadable_manifest(self, tmp_path: Path) -> None:
         """A manifest that is no file is refused."""
         (tmp_path / "manifest.json").mkdir()
@@ -171,8 +207,22 @@ def loaded_text(folder: Path) -> bytes:
     return (folder / "manifest.json").read_bytes()
 
 
+MEMORY = {"opened": 1, "batches": {"1024": 2}}
+
+
+def state(manifest: Any, version: int, memory: Any) -> None:
+    """State the memory of the first graph."""
+    manifest["format_version"] = version
+    manifest["graphs"][0]["memory"] = memory
+
+
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=3), "format_version: Input should be 1 or 2"),
+    ("later format", lambda m: m.update(format_version=4), "format_version: Input should be 1, 2 or 3"),
+    ("field of format 3", lambda m: state(m, 1, MEMORY), "needs format_version 3"),
+    ("field of format 3 in 2", lambda m: state(m, 2, MEMORY), "needs format_version 3"),
+    ("memory of no batch", lambda m: state(m, 3, {"opened": 1, "batches": {}}), "0.memory.batches: "),
+    ("memory of no tokens", lambda m: state(m, 3, {"opened": 1, "batches": {0: 1}}), "memory.batches.0"),
+    ("negative memory", lambda m: state(m, 3, {**MEMORY, "opened": -1}), "0.memory.opened: "),
     ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
     ("no name", lambda m: m.pop("name"), "name: Field required"),
     ("odd name", lambda m: m.update(name="a b"), "name: String should match pattern"),
