@@ -68,6 +68,12 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         help="the head to read, where architectures in config.json does not name it; "
         "embedding reads the encoder alone of any checkpoint",
     )
+    parser.add_argument(
+        "--no-memory",
+        action="store_false",
+        dest="memory",
+        help="do not measure the memory of the graphs, so that equal checkpoints make equal bundles",
+    )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     arguments = parser.parse_args(argv)
     if arguments.onnx and arguments.revision:
@@ -91,6 +97,7 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         metadata=provenance.read_metadata(arguments.provenance) if arguments.provenance else {},
         replace=arguments.replace,
         task=arguments.task,
+        memory=arguments.memory,
     )
 
 

@@ -19,13 +19,22 @@ from pydantic import ValidationError
 
 from export import evaluation, goldens, model_card, provenance, trace_graphs, verify
 from export.external import attach_head, onnx_source
+from export.measure_memory import UnmeasuredError, measure_memory
 from export.passes import first_token_only, quantize
 from export.passes import fp16 as half
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.unread import unread_settings
 from service.core import bundle
-from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Provenance
+from service.core.bundle import (
+    Bundle,
+    BundleError,
+    Golden,
+    Head,
+    Manifest,
+    Memory,
+    Provenance,
+)
 from service.core.encode import Encoder
 from service.core.session import RUNTIME, BatchOutputs
 
@@ -55,6 +64,7 @@ class ExportRequest:
     evaluations: a labelled file by head
     max_changed: the largest share of answers that int8 may change
     metadata: the content of the `--provenance` file
+    memory: whether to measure the memory of the graphs
     """
 
     checkpoint: str
@@ -69,6 +79,7 @@ class ExportRequest:
     metadata: Mapping[str, Any]
     replace: bool
     task: bundle.Task | None = None
+    memory: bool = True
 
     @property
     def default_precision(self) -> str:
@@ -100,6 +111,8 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         encoder, draft, report = draft_bundle(request, full, show)
         metrics = measure(draft, encoder, request, show)
         finished = finish(draft, report, metrics, request)
+        if request.memory:
+            finished = state_memory(finished, full, show)
         with bundle.writing(request.out, replace=request.replace) as folder:
             card = model_card.render(finished, request.metadata, report.lines)
             write_bundle(finished, full, folder, card)
@@ -435,10 +448,48 @@ def finish(
     return Manifest.model_validate(record)
 
 
+def state_memory(manifest: Manifest, full: Path, show: Show) -> Manifest:
+    """Measure the graphs that a CPU runs, and return the manifest with their memory.
+
+    Portable twins of packed graphs are not measured, because they do not run. A graph that cannot be measured gets no
+    record.
+
+    full: directory of the manifest's files, where a manifest is written
+    """
+    write_manifest(manifest, full)
+    served = [graph for p in manifest.precisions for graph in manifest.graphs_for("cpu", p)[:1]]
+    graphs = []
+    for graph in manifest.graphs:
+        record = graph.model_dump()
+        if graph in served:
+            what = f"{graph.precision} {graph.layout}"
+            try:
+                memory = measure_memory(full, graph)
+            except UnmeasuredError as error:
+                show(f"{what}: memory was not measured: {error}")
+            else:
+                show(f"{what}: {describe_memory(memory)}")
+                record["memory"] = memory.model_dump()
+        graphs.append(record)
+    version = max(manifest.format_version, bundle.format_version(graphs))
+    return Manifest.model_validate(
+        {**manifest.model_dump(), "graphs": graphs, "format_version": version}
+    )
+
+
+def describe_memory(memory: Memory) -> str:
+    batches = ", ".join(f"{tokens}: {size / 1e6:.0f} MB" for tokens, size in memory.batches.items())
+    return f"a session takes {memory.opened / 1e6:.0f} MB, and batches by their tokens {batches}"
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    document = manifest.model_dump_json(indent=2, exclude_defaults=True)
+    (folder / bundle.MANIFEST).write_text(document + "\n", encoding="utf-8")
+
+
 def write_bundle(manifest: Manifest, full: Path, folder: Path, card: str) -> None:
     """Copy the manifest's files from `full`, and write the model card and, last, the manifest."""
     for name in manifest.files():
         shutil.copyfile(full / name, folder / name)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    document = manifest.model_dump_json(indent=2, exclude_defaults=True)
-    (folder / bundle.MANIFEST).write_text(document + "\n", encoding="utf-8")
+    write_manifest(manifest, folder)

@@ -170,7 +170,8 @@ def export_tiny(request: pytest.FixtureRequest, path: Path, *flags: str) -> None
 def run_export(checkpoint: Path, path: Path, *flags: str) -> None:
     from export.__main__ import main
 
-    assert 0 == main([str(checkpoint), str(path), *flags]), "the export failed; its output says why"
+    arguments = [str(checkpoint), str(path), "--no-memory", *flags]
+    assert 0 == main(arguments), "the export failed; its output says why"
 
 
 def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:

@@ -69,7 +69,8 @@ def _no_tracing(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def export(checkpoint: Path, out: Path, *flags: str | Path) -> int:
-    return main([str(checkpoint), str(out), "--max-length", "64", *map(str, flags)])
+    arguments = [str(checkpoint), str(out), "--no-memory", "--max-length", "64"]
+    return main([*arguments, *map(str, flags)])
 
 
 def files(folder: Path) -> set[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from export import pipeline
+from export import measure_memory, pipeline
 from service.core import bundle
 from tests.conftest import Traced
 
@@ -28,6 +28,7 @@ def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.Expo
         "max_changed": 0.05,
         "metadata": {},
         "replace": False,
+        "memory": False,
     }
     return pipeline.ExportRequest(checkpoint=str(checkpoint), out=out, **{**defaults, **fields})
 
@@ -60,3 +61,44 @@ def test_refused(fields: dict[str, object], message: str, tiny_checkpoint: Path,
         pipeline.export(make_request(tiny_checkpoint, out, **fields), print)
 
     assert not out.exists()
+
+
+def test_memory_is_stated(tiny_checkpoint: Path, out: Path) -> None:
+    """The graphs that a CPU runs state their memory, in format 3; the portable twin does not."""
+    lines: list[str] = []
+
+    manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
+
+    assert bundle.load(out).manifest == manifest
+    assert 3 == manifest.format_version
+    for graph in manifest.graphs:
+        if graph.layout == "portable":
+            assert graph.memory is None
+            continue
+        assert graph.memory is not None
+        assert [1024, 4096, 16384] == sorted(graph.memory.batches)
+        assert sorted(graph.memory.batches.values()) == [*graph.memory.batches.values()]
+        assert 0 < graph.memory.opened < 50e6
+        assert any(line.startswith(f"{graph.precision} packed: a session takes") for line in lines)
+
+
+def test_unmeasured_memory_is_left_out(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system without /proc/self/status makes a bundle of the older format, and the reason is printed."""
+
+    def measure(*_: object) -> None:
+        monkeypatch.setattr(measure_memory, "STATUS", tmp_path / "none")
+        measure_memory.read_status("VmRSS")
+
+    monkeypatch.setattr(pipeline, "measure_memory", measure)
+    lines: list[str] = []
+
+    manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
+
+    assert 1 == manifest.format_version
+    assert {None} == {graph.memory for graph in manifest.graphs}
+    reason = (
+        f"memory was not measured: {tmp_path / 'none'} cannot be read: No such file or directory"
+    )
+    assert [f"fp32 packed: {reason}", f"int8 packed: {reason}"] == lines[-2:]

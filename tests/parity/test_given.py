@@ -77,7 +77,7 @@ def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """All of them in one service."""
     bundles = tmp_path_factory.mktemp("bundles")
     for name, folder in folders.items():
-        assert 0 == export(["--onnx", str(folder), str(bundles / name)]), name
+        assert 0 == export(["--onnx", "--no-memory", str(folder), str(bundles / name)]), name
     with serving(*(bundles / name for name in folders)) as server:
         yield server
 
@@ -244,7 +244,7 @@ def test_the_real_minilm(minilm_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(minilm_folder, tmp_path / "minilm", ignore=skipped)
     model = transformers.AutoModel.from_pretrained(minilm_folder).eval()
     save_graph(folder / "onnx" / "model.onnx", model, OUTPUTS["embedding"])
-    assert 0 == export(["--onnx", str(folder), str(tmp_path / "bundle")])
+    assert 0 == export(["--onnx", "--no-memory", str(folder), str(tmp_path / "bundle")])
     texts = [*samples.STRANGE.values(), *TEXTS, samples.text(800)]
     with serving(tmp_path / "bundle") as server:
         (said,) = json.loads(server.get("/models").body)["models"]

@@ -48,7 +48,7 @@ def served(
     }
     folders = [saved / f"bi-{name}" for name in bi] + [saved / f"cross-{name}" for name in cross]
     for folder in folders:
-        made = [str(folder), str(bundles / folder.name), "--precision", "fp32"]
+        made = [str(folder), str(bundles / folder.name), "--no-memory", "--precision", "fp32"]
         assert 0 == export(made), folder.name
     with serving(*(bundles / folder.name for folder in folders)) as server:
         yield Served(server, bi, cross)

@@ -136,7 +136,7 @@ def write_modules(folder: Path, *kinds: str) -> None:
 
 
 def export(given: Path, out: Path, *flags: str) -> Bundle:
-    assert 0 == main(["--onnx", str(given), str(out), *flags])
+    assert 0 == main(["--onnx", str(given), str(out), "--no-memory", *flags])
     return bundle.load(out)
 
 

@@ -1,0 +1,135 @@
+"""Measure the memory of a bundle's graph in a fresh process: `python -m export.measure_memory BUNDLE GRAPH`.
+
+BUNDLE is a directory, GRAPH the file of one of its graphs. The process prints the graph's `memory` record as JSON. It
+opens the session as serving does, on one thread, and then runs batches of the longest texts.
+"""
+
+import ctypes
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from service.core import bundle
+from service.core.bundle import Bundle, Graph, Memory
+from service.core.encode import Window
+from service.core.packing import pack
+from service.core.session import CPU, TRIAL, Session, SessionOptions, open_graph
+
+TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
+RUNS = 3  # of each batch
+BATCHES_S = 4.5  # no batch begins that is expected to end later, but for the first
+TIMEOUT_S = 120
+STATUS = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")  # "5" resets VmHWM, see proc(5)
+ROUNDING = 2**16  # bytes; the last digits differ from run to run
+
+
+class UnmeasuredError(Exception):
+    """The memory of a graph could not be measured; the message is the reason, in a line."""
+
+
+def measure_memory(folder: Path, graph: Graph) -> Memory:
+    """Measure a graph of a bundle in a process of its own. Raises UnmeasuredError.
+
+    folder: of the bundle
+    """
+    command = [sys.executable, "-m", "export.measure_memory", str(folder), graph.file]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnmeasuredError(" ".join(str(error).split())) from error
+    if run.returncode:
+        lines = run.stderr.strip().splitlines()
+        raise UnmeasuredError(lines[-1] if lines else f"exit status {run.returncode}")
+    return Memory.model_validate_json(run.stdout)
+
+
+def measure_here(opened: Bundle, graph: Graph) -> Memory:
+    """Measure a graph in this process, which has opened no session before. Raises UnmeasuredError."""
+    open_graph(TRIAL, CPU, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
+    trim()
+    bare = read_status("VmRSS")
+    session = Session(opened, graph, CPU, SessionOptions(threads=1))
+    session.check(opened)
+    trim()
+    with_session = read_status("VmRSS")
+    with suppress(OSError):
+        RESET.write_text("5")
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # the C library's heap of a thread is not that of the main thread
+        batches = thread.submit(measure_batches, opened, session, with_session).result()
+    return Memory(opened=round_up(max(with_session - bare, 0)), batches=batches)
+
+
+def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict[int, int]:
+    """Run batches of the longest texts, small ones first; return the peaks above `with_session` in bytes, by tokens.
+
+    Each runs several times: what the C library cannot reuse of its heap differs from run to run by half of the peak.
+    """
+    golden, length = opened.golden, opened.manifest.max_length
+    first = np.zeros(length, dtype=np.intp)
+    window = Window(golden.input_ids[first], golden.token_type_ids[first])
+    batches: dict[int, int] = {}
+    token_s = 0.0  # of the batch before
+    end = time.perf_counter() + BATCHES_S
+    for size in batch_sizes(length, session.graph.layout == "alone"):
+        if batches and time.perf_counter() + token_s * size * length > end:
+            break
+        batch = pack([window] * size)
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            session.run(batch)
+            token_s = (time.perf_counter() - began) / (size * length)
+            if time.perf_counter() + token_s * size * length > end:
+                break
+        batches[size * length] = round_up(max(read_status("VmHWM") - with_session, 0))
+    return batches
+
+
+def batch_sizes(max_length: int, unbatched: bool) -> list[int]:
+    """Return the sizes of the batches to measure, in texts of `max_length` tokens."""
+    return [1] if unbatched else sorted({max(tokens // max_length, 1) for tokens in TOKENS})
+
+
+def round_up(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING
+
+
+def read_status(name: str) -> int:
+    """Return a size of this process in bytes: `VmRSS` or `VmHWM`. Raises UnmeasuredError where it is not known."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    except OSError as error:
+        raise UnmeasuredError(f"{STATUS} cannot be read: {error.strerror}") from error
+    if found is None:
+        raise UnmeasuredError(f"{STATUS} has no {name}")
+    return int(found[1]) * 1024
+
+
+def trim() -> None:
+    """Return free memory to the system, where the C library can."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def main() -> None:
+    folder, file = sys.argv[1:]
+    opened = bundle.load(folder)
+    graph = next(graph for graph in opened.manifest.graphs if graph.file == file)
+    try:
+        print(measure_here(opened, graph).model_dump_json())
+    except UnmeasuredError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
