@@ -457,6 +457,13 @@ class ServedHead(BaseModel):
     demo: bool
 
 
+class ModelMemory(BaseModel):
+    opened: int = Field(description="bytes of one session")
+    batches: dict[str, int] = Field(
+        description="bytes that a batch of the longest texts adds at its peak, by its tokens"
+    )
+
+
 class ServedModel(BaseModel):
     id: str = Field(description="`name@version`")
     name: str
@@ -472,6 +479,9 @@ class ServedModel(BaseModel):
     provider: str
     provider_note: str | None = Field(description="why a GPU is not used")
     runtime: str
+    memory: ModelMemory | None = Field(
+        None, description="of the graph that runs, where its manifest states it; null on a GPU"
+    )
     sha256: str = Field(description="of its manifest")
     embedding_space: str | None
     metrics: dict[str, dict[str, dict[str, float]]] = Field(

@@ -7,8 +7,11 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from service.core.bundle import Manifest, Memory
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome
 from service.scheduling.load import Load
+
+CPU = "CPUExecutionProvider"  # as service.core.session, which HTTP processes do not import
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,15 @@ class RunsOn:
     provider: str
     provider_note: str | None
     runtime: str
+
+    def stated_memory(self, manifest: Manifest) -> Memory | None:
+        """Return what the manifest states of the memory of the graph that runs; None on a GPU."""
+        if self.provider != CPU:
+            return None
+        graphs = (
+            g for g in manifest.graphs if (g.precision, g.layout) == (self.precision, self.layout)
+        )
+        return next((graph.memory for graph in graphs), None)
 
     @property
     def facts(self) -> dict[str, str]:

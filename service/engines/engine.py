@@ -458,6 +458,7 @@ class Engine:
     def describe(self) -> dict[str, object]:
         """What `GET /models` says of it."""
         manifest, on = self.manifest, self.runs_on
+        memory = on.stated_memory(manifest)
         return {
             "id": self.id,
             "name": manifest.name,
@@ -472,6 +473,7 @@ class Engine:
             "provider": on.provider,
             "provider_note": on.provider_note,
             "runtime": on.runtime,
+            "memory": memory.model_dump() if memory else None,
             "sha256": self.sha256,
             "embedding_space": manifest.embedding_space,
             "metrics": manifest.metrics,
