@@ -172,6 +172,7 @@ class LocalDevice:
     ) -> None:
         self.texts: dict[str, BundleTexts] = {}
         self.runs_on: dict[str, RunsOn] = {}
+        self.on_cpu = on_cpu
         self._settings = settings
         self._slots = slots
         self._runners: dict[str, Runner] = {}

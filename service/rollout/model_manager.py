@@ -29,6 +29,7 @@ from service.engines.commands import (
     UnloadModel,
 )
 from service.engines.local_device import LocalDevice, OpenedBundle, trim
+from service.engines.memory_need import check_memory
 from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
 from service.errors import (
     BadBundle,
@@ -84,28 +85,30 @@ class ModelManager:
     def open(self, resume: Resume | None = None) -> None:
         """Open the bundles that the settings name, or those that the process before this one served.
 
-        Raises BundleError or ProviderError when one must not be served. One that was served before is told of and
-        left out, unless no other is left.
+        Raises BundleError or ProviderError when one must not be served, and MemoryLimitError where the memory limit is
+        too small. One that was served before is told of and left out, unless no other is left.
         """
         if resume is None:
-            opened = [self._open(path) for path in self._settings.bundles]
+            loaded = [bundles.load(path) for path in self._settings.bundles]
+            if self._device.on_cpu:
+                check_memory(self._settings, loaded)
+            opened = [self._open(bundle) for bundle in loaded]
         else:
             opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])
         self.models = model_state.settled(opened, time.time())
 
-    def _open(self, path: Path) -> ServedModel:
-        bundle = bundles.load(path)
+    def _open(self, bundle: Bundle) -> ServedModel:
         if bundle.manifest.id in self._device.texts:
             reason = f"{bundle.manifest.id} is served already; give one of them another version"
-            raise BundleError(path, reason)
-        return self._add(path, self._device.open(bundle))
+            raise BundleError(bundle.path, reason)
+        return self._add(bundle.path, self._device.open(bundle))
 
     def _open_again(self, former: Iterable[ModelRecord]) -> list[ServedModel]:
         opened: list[ServedModel] = []
         problems: list[Exception] = []
         for kept in former:
             try:
-                model = self._open(Path(kept.path))
+                model = self._open(bundles.load(kept.path))
             except Exception as error:
                 log.error("not served again", model=kept.id, problem=str(error))
                 problems.append(error)
