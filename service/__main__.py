@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until told to stop. Exits: 1 port is busy, 2 bad settings, 3 bad bundle or too little memory, 4 cannot go on."""
+    """Serve until a signal. Exits: 1 port busy, 2 bad settings, 3 bad bundle or small memory limit, 4 cannot go on."""
     given = vars(parser().parse_args(argv))
     check = given.pop("check_config")
     try:
