@@ -1,6 +1,7 @@
 """The memory that the service needs, against stand-in memory limits and against a real process."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -226,10 +227,13 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_the_need_is_near_the_peak_of_a_process(mini_bundle: Path) -> None:
-    """The inference process with the largest batches on all slots peaks within 20 % of the stated need."""
+    """The inference process with the largest batches on all slots peaks within 20 % of the stated need.
+
+    The median of three processes counts, since the C library's heap is fragmented otherwise in each.
+    """
     tokens, file = 16384, "int8.onnx"
     measured = output_of("-m", "export.measure_memory", str(mini_bundle), file)
-    peak = int(output_of("-c", PEAK, str(mini_bundle), str(tokens)))
+    peaks = [int(output_of("-c", PEAK, str(mini_bundle), str(tokens))) for _ in range(3)]
     loaded = bundle.load(mini_bundle)
     graph = loaded.manifest.graphs[0].model_dump() | {"memory": json.loads(measured)}
     changed = loaded.manifest.model_dump() | {"format_version": 3, "graphs": [graph]}
@@ -238,7 +242,7 @@ def test_the_need_is_near_the_peak_of_a_process(mini_bundle: Path) -> None:
 
     need = need_of(settings, stated) - memory_need.process_memory(settings) + INFERENCE
 
-    assert peak == pytest.approx(need, rel=0.2)
+    assert statistics.median(peaks) == pytest.approx(need, rel=0.2)
 
 
 def output_of(*arguments: str) -> str:
