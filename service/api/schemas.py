@@ -464,7 +464,7 @@ class ModelMemory(BaseModel):
     )
 
 
-class ServedModel(BaseModel):
+class DescribedModel(BaseModel):
     id: str = Field(description="`name@version`")
     name: str
     version: str
@@ -494,7 +494,7 @@ class ServedModel(BaseModel):
 
 
 class ModelsResponse(BaseModel):
-    models: list[ServedModel] = Field(description="the bundles served, the default first")
+    models: list[DescribedModel] = Field(description="the bundles served, the default first")
 
 
 class Model(BaseModel):
