@@ -233,7 +233,7 @@ class QaRequest(Request):
 
 
 class AdminRequest(_Strict):
-    """What an administrator may describe_fault of a bundle that is to answer for its name."""
+    """The options of promoting a bundle, so that it answers for its name."""
 
     keep_old: bool = Field(
         True, description="keep the version that answered before, so that a rollback is instant"

@@ -85,7 +85,7 @@ async def tracing() -> AsyncIterator[Trace | None]:
 
 
 def requested_exporters(environ: Mapping[str, str]) -> list[str]:
-    """The exporters that are requested_exporters for by name, or by the endpoint that one needs."""
+    """Return the exporters that the environment requests by name, or by the endpoint that one needs."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     by_default = "otlp" if any(map(environ.get, ENDPOINTS)) else "none"

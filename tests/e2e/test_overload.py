@@ -49,7 +49,7 @@ def check(found: Measured, capacity: float) -> None:
 
 
 def capacity(server: Server) -> float:
-    found: Measured = uvloop.run(closed_loop(server.port, requests(), 8, 2.0, insist=True))
+    found: Measured = uvloop.run(closed_loop(server.port, requests(), 8, 2.0, retry=True))
     return found.rate
 
 
@@ -72,14 +72,14 @@ def test_a_flood_is_answered_or_refused(
 def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
     """Hundreds of connections that never wait: the service goes on at its rate."""
     rate = capacity(impatient)
-    crowd = closed_loop(impatient.port, requests(), CROWD, seconds, insist=True)
+    crowd = closed_loop(impatient.port, requests(), CROWD, seconds, retry=True)
     found: Measured = uvloop.run(crowd)
     check(found, rate)
 
 
 def test_a_refusal_says_when_to_come_back(impatient: Server) -> None:
     """And names its reason."""
-    held = closed_loop(impatient.port, requests(), CROWD, 3.0, insist=True)
+    held = closed_loop(impatient.port, requests(), CROWD, 3.0, retry=True)
     refused = []
 
     async def ask() -> None:
@@ -106,7 +106,7 @@ def beside(
     """
 
     async def both() -> tuple[Measured, Measured]:
-        crowd = closed_loop(server.port, flood, CROWD, seconds, insist=True)
+        crowd = closed_loop(server.port, flood, CROWD, seconds, retry=True)
         alone = closed_loop(server.port, lone, 1, seconds)
         found = await asyncio.gather(crowd, alone)
         return found[0], found[1]

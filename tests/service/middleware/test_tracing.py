@@ -30,7 +30,7 @@ AWAY = "http://127.0.0.1:9"  # where nobody listens
 
 @pytest.fixture(autouse=True)
 def _nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is requested_exporters for comes from the test alone."""
+    """The test alone requests exporters."""
     for name in (*tracing.ENDPOINTS, *tracing.PROTOCOLS, "OTEL_TRACES_EXPORTER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -58,7 +58,7 @@ def stages(made: Any) -> list[Any]:
 async def test_a_request_is_a_span_by_the_semantic_conventions(
     client: httpx.AsyncClient, made: Any
 ) -> None:
-    """What was requested_exporters, how it ended, and what it took of which model."""
+    """What was requested, how it ended, and what it took of which model."""
     await client.post("/classify?q=secret", json=BODY, headers={"X-Request-Id": "abc"})
     span = server_span(made)
     assert (span.name, span.status.status_code.name) == ("POST /classify", "UNSET")

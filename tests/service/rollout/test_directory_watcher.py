@@ -59,7 +59,7 @@ async def test_what_comes_is_served(watched: Watched) -> None:
 
 
 async def test_of_several_the_last_answers(watched: Watched) -> None:
-    """At the first scan_bundles, none of the others does in between."""
+    """At the first scan, none of the others does in between."""
     for version in ("2", "3", "4"):
         watched.save(version, version)
     await watched.looks()
@@ -103,7 +103,7 @@ async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watch
 
 
 async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
-    """Not at the first scan_bundles that misses it, and the last one stays until there is another."""
+    """Not at the first scan that misses it, and the last one stays until there is another."""
     watched.save("a", "2")
     await watched.looks()
     shutil.rmtree(watched.curated.models_dir / "a")

@@ -824,7 +824,7 @@ def broken(*_: object) -> None:
         "middleware.early_rejection.EarlyRejection.__call__",
         "server.connection.Protocol.on_message_complete",
         "server.connection.Protocol.on_body",
-        "middleware.request_context.new_context",
+        "middleware.request_lifecycle.new_context",
     ],
 )
 async def test_our_bug_is_never_a_bad_request(
@@ -842,7 +842,7 @@ async def test_our_bug_is_never_a_bad_request(
     "place",
     [
         "observability.metrics.Metrics.observe_request",
-        "middleware.request_context.log_request",
+        "middleware.request_lifecycle.log_request",
     ],
 )
 @pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
