@@ -1,4 +1,5 @@
-"""The HTTP API: routes, request and response schemas, and the application that `app.create_app` makes.
+"""The HTTP API: routes, request and response schemas, and the application that `app.create_app` returns.
 
-`native_routes` has the routes of Quartet's own API; a dialect of another server is one more file like it.
+`native_routes` contains the routes of Quartet's own API. The API dialect of another server is one more file of that
+kind.
 """

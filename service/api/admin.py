@@ -1,4 +1,7 @@
-"""The routes of administration: which models are served. Each requires a key with that permission."""
+"""The administration routes, which list and change the served models.
+
+Each requires a key with the `admin` permission.
+"""
 
 from typing import TypeVar
 
@@ -75,7 +78,7 @@ async def roll_back_model(request: Request) -> Response:
 
 
 async def read_order(request: Request, schema: type[T]) -> T:
-    """What the body says, if there is one. Raises whatever of `service.errors` it deserves."""
+    """Read the optional body and validate it. Raises the errors of `receive_json` and `validate`."""
     headers = request.headers
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     if not has_body and "content-type" not in headers:
@@ -90,5 +93,5 @@ async def answer(request: Request, command: Command) -> Response:
 
 
 def tenant_of(request: Request) -> str:
-    """Who asks, for the log."""
+    """Return the name of the client's key, for the log."""
     return context_of(request.scope).tenant

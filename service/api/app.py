@@ -1,4 +1,4 @@
-"""The application: its life, its routes, its pages, and what becomes of an error."""
+"""The application: its lifespan, its routes, its pages, and its error responses."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -51,9 +51,9 @@ PAGE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Referrer-Policy": "no-referrer",
-    "X-Frame-Options": "DENY",  # for browsers that do not know frame-ancestors
+    "X-Frame-Options": "DENY",  # for browsers without support for frame-ancestors
 }
-# Preflights are answered here, whatever the checks found, for browsers send no key with them.
+# The CORS middleware answers preflights before any access check, because browsers send no key with them.
 CORS: dict[str, Any] = {
     "allow_methods": ["GET", "POST"],
     "allow_headers": [
@@ -73,7 +73,7 @@ CORS: dict[str, Any] = {
 
 
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
-    """The service as an ASGI application that holds `open_engines` open while it lives."""
+    """Return the service as an ASGI application. Its lifespan keeps the context of `open_engines` open."""
     service = Service(settings, metrics)
     served = [*router.routes, *admin.router.routes]
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
@@ -91,7 +91,8 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         version=__version__,
         description=DESCRIPTION,
         lifespan=partial(lifespan, service, lifecycle, open_engines),
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # its spans hold the query
+        # The framework's spans contain the query string.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -105,7 +106,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
-    # Included, the routes would be matched and wrapped twice.
+    # `include_router` would match and wrap the routes twice.
     app.router.routes.extend(served)
     add_pages(app)
     app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
@@ -116,7 +117,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
 async def lifespan(
     service: Service, lifecycle: RequestLifecycle, open_engines: OpenEngines, _: FastAPI
 ) -> AsyncIterator[None]:
-    """Open the bundles, check their goldens, warm up; serve; stop accepting, drain, close."""
+    """Open the bundles, check their golden outputs and warm up; serve; on exit stop accepting, drain and close."""
     async with tracing() as lifecycle.trace, open_engines(service.settings) as engines:
         service.engines = engines
         for engine in engines.all():
@@ -127,7 +128,7 @@ async def lifespan(
 
 
 class BriefFailure:
-    """Tells in one line why the service cannot start; the traceback is for the debug log."""
+    """Middleware that reports in one line why the service cannot start. The traceback goes to the debug log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -149,7 +150,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """The framework's own errors in our shape: there are two."""
+    """Return the framework's own errors, 404 and 405, in the service's error format. Raises every other error again."""
     assert isinstance(error, HTTPException)
     if error.status_code == NotFound.status:
         return refusal_response(request.scope, NotFound(f"there is nothing at {request.url.path}"))
@@ -161,7 +162,10 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def allowed_methods(request: Request, error: HTTPException) -> str:
-    """What all routes of this path declare, and HEAD wherever there is GET; the error knows of one of them."""
+    """Return the methods that all routes of this path declare, plus HEAD if GET is declared.
+
+    The framework's error contains the methods of only one of these routes.
+    """
     declared = (error.headers or {}).get("Allow", "GET")
     methods = {method.strip() for method in declared.split(",")}
     for route in request.app.routes:
@@ -171,7 +175,7 @@ def allowed_methods(request: Request, error: HTTPException) -> str:
 
 
 class Pages(StaticFiles):
-    """Pages that load nothing from outside, and tell the browser so. They are sent whole, whatever is asked for."""
+    """Static pages with headers that forbid the browser to load external content. Range headers are ignored."""
 
     def file_response(
         self, full_path: Any, stat_result: Any, scope: Scope, status_code: int = 200

@@ -1,7 +1,7 @@
-"""The schemas of the OpenAPI document in a form that generators of clients read without loss.
+"""The schemas of the OpenAPI document in a form that client generators read without loss.
 
-Generators derive the names of types from titles and components. So properties have no titles, which would collide with
-the components' names, and each enumeration is a component of its own.
+Generators derive type names from titles and components. Properties therefore have no titles, because such a title would
+collide with the name of a component. Each enumeration is a component of its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 Schema = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{model}"
-# The alternatives of QaRequest: each requires these fields, and has none of the other alternative's.
+# The alternatives of QaRequest. Each requires these fields and excludes the fields of the other alternative.
 QA_ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "QaQuestionRequest": ("question", "context"),
     "QaInputsRequest": ("inputs",),
@@ -18,7 +18,7 @@ QA_ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
 
 
 def for_generators(schemas: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return all components: those given without titles of properties, enumerations and alternatives of their own."""
+    """Return all components: the given ones without property titles, plus enumerations and QaRequest's alternatives."""
     components = {**schemas, **alternatives(schemas["QaRequest"])}
     enumerations: dict[str, Schema] = {}
     for schema in components.values():
@@ -27,7 +27,7 @@ def for_generators(schemas: Mapping[str, Schema]) -> dict[str, Schema]:
             name_enumerations(name, field, enumerations)
             merge_null(field)
             if field.get("default", 0) is None:
-                del field["default"]  # the same as absent
+                del field["default"]  # a default of null means the same as an absent field
     return {**components, **enumerations}
 
 
@@ -62,14 +62,18 @@ def name_enumerations(name: str, field: Schema, enumerations: dict[str, Schema])
         found = {"title": component, "type": schema.pop("type"), "enum": schema.pop("enum")}
         known = enumerations.setdefault(component, found)
         assert known == found, f"our bug: two fields {name} have different values"
-        if schema:  # a reference next to a default or a description is lost on some generators
+        # Some generators drop a reference that has a default or a description next to it.
+        if schema:
             schema["allOf"] = [reference(component)]
         else:
             schema.update(reference(component))
 
 
 def merge_null(field: Schema) -> None:
-    """Write a nullable field of one simple type as such, since generators make a type of its own of an alternative."""
+    """Write a nullable field of one simple type as a type list.
+
+    Generators would turn an `anyOf` into a type of its own.
+    """
     match field.get("anyOf"):
         case [{"type": str(kind)} as simple, {"type": "null"}]:
             del field["anyOf"]
@@ -77,7 +81,7 @@ def merge_null(field: Schema) -> None:
 
 
 def nested(schema: Schema) -> Iterator[Schema]:
-    """The alternatives and items of a schema, and theirs."""
+    """Yield the alternatives and items of a schema, recursively."""
     below = [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]
     for each in below:
         yield each

@@ -1,8 +1,8 @@
-"""Compressed answers: gzip for clients that accept it, where an answer is large enough.
+"""Response compression: gzip for clients that accept it, if the response is large enough.
 
-Streams of lines are not compressed: each line would have to be flushed, which loses most of the gain, and a proxy that
-compresses them can be added. On vectors, level 1 takes a tenth of the
-time of the usual level 6, for an eighth more bytes.
+NDJSON streams are not compressed. The server would have to flush after each line, which loses most of the gain, and an
+operator can add a compressing proxy. For vectors, level 1 takes a tenth of the time of the usual level 6 and produces
+an eighth more bytes.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ import zlib
 from starlette.responses import Response
 
 LEVEL = 1
-GZIP = 31  # as zlib names the format, with its largest window
-SMALL = 32_768  # bytes that are compressed on the event loop, in about 0.2 ms; more take a thread
+GZIP = 31  # zlib's `wbits` for gzip with the largest window
+# Bytes that the event loop compresses itself, in about 0.2 ms; larger bodies go to a thread.
+SMALL = 32_768
 NAMES = frozenset({"gzip", "x-gzip"})
 
 
 async def compress(response: Response, accept_encoding: str) -> None:
-    """Compress the body of a response in place if `Accept-Encoding` prefers gzip to the body as it is."""
+    """Compress the body of a response in place if `Accept-Encoding` prefers gzip to an uncompressed body."""
     response.headers.add_vary_header("Accept-Encoding")
     if not prefers_gzip(accept_encoding):
         return
@@ -35,7 +36,7 @@ def pack(body: bytes) -> bytes:
 
 
 def prefers_gzip(accept_encoding: str) -> bool:
-    """Whether a header accepts gzip, and at least as willingly as a body that is not compressed (RFC 9110, 12.5.3)."""
+    """Return whether a header accepts gzip with at least the weight of an uncompressed body (RFC 9110, 12.5.3)."""
     weights: dict[str, float] = {}
     for part in accept_encoding.lower().split(","):
         coding, *parameters = (piece.strip() for piece in part.split(";"))
@@ -45,7 +46,7 @@ def prefers_gzip(accept_encoding: str) -> bool:
 
 
 def weight(parameters: list[str]) -> float:
-    """The `q` among a coding's parameters: 1 where there is none, 0 where it is no number."""
+    """Return the `q` among a coding's parameters: 1 if there is none, 0 if it is not a number."""
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         if name.strip() == "q":

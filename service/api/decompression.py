@@ -1,24 +1,27 @@
-"""Compressed bodies, inflated as they come: a little at a time, so that what they become can be refused in time."""
+"""Decompression of request bodies in small pieces, so that the caller can reject an oversized body early."""
 
 import zlib
 from collections.abc import Iterator
 
 from service.errors import BadRequest, UnsupportedEncoding
 
-STEP = 262_144  # bytes that are inflated at once, in about a millisecond
-WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # as zlib tells the formats apart
+STEP = 262_144  # bytes of output per inflate step, about a millisecond
+WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits` for each format
 ACCEPTED = "gzip, deflate"
 
 
 class Inflater:
-    """One body's stream: `feed` it as it comes, and `finish` when it has ended."""
+    """Decompressor of one body. Call `feed` for each received chunk and `finish` at the end of the body."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
         self._stream = zlib.decompressobj(WINDOW_BITS[encoding])
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What it becomes, in pieces of `STEP` bytes at most. Raises BadRequest where it is no such stream."""
+        """Yield the inflated data in pieces of at most `STEP` bytes.
+
+        Raises BadRequest if the data is not a valid stream.
+        """
         while data:
             if self._stream.eof:
                 raise BadRequest(f"the body goes on behind its {self._encoding} stream")
@@ -30,13 +33,13 @@ class Inflater:
             yield piece
 
     def finish(self) -> None:
-        """Raises BadRequest when there should be more."""
+        """Check that the stream is complete. Raises BadRequest if it is truncated."""
         if not self._stream.eof:
             raise BadRequest(f"the body ends before its {self._encoding} stream does")
 
 
 def inflater(content_encoding: str) -> Inflater | None:
-    """What undoes a body's encoding; None when it has none. Raises UnsupportedEncoding."""
+    """Return an inflater for a body's encoding, or None if the body is not encoded. Raises UnsupportedEncoding."""
     encoding = content_encoding.strip().lower()
     if encoding in ("", "identity"):
         return None

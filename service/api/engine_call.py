@@ -1,6 +1,6 @@
-"""One API call between HTTP and the engine: a request becomes a `Call`, a `Reply` a response.
+"""One API call between HTTP and the engine: converts a request to a `Call` and a `Reply` to a response.
 
-The routes are written on it, and every other dialect can be.
+The native routes use this module. Routes for the API dialects of other servers can use it, too.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class EngineCall(Protocol[T]):
-    """An engine's call that lacks only the callback for its results."""
+    """An engine method with all arguments bound except the callback for results."""
 
     def __call__(
         self, *, on_result: Callable[[int, T | None], None] | None
@@ -39,7 +39,10 @@ class EngineCall(Protocol[T]):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """A valid request, the engine that is to answer it, and how: `in_lines` as the results come."""
+    """A valid request and its engine.
+
+    in_lines: whether the response is an NDJSON stream that sends each result as soon as it is computed
+    """
 
     body: R
     engine: Engine
@@ -49,7 +52,7 @@ class Call(Generic[R]):
     in_lines: bool
 
     async def answer(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
-        """What the engine says, shown result by result: together under `name` and an s, or in lines."""
+        """Run the engine call. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
         if self.in_lines:
             return await self._stream(ask, name, show)
         reply = await self._wait(ask(on_result=None))
@@ -61,7 +64,7 @@ class Call(Generic[R]):
         return response
 
     def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
-        """The body of an answer; of one in lines, the last line, without results."""
+        """Return the body of a response. An NDJSON response has it as its last line, without results."""
         content = {"model": self.engine.id, "head": reply.head, **results, "usage": reply.usage}
         if self.ticket.isolate_errors:
             content["errors"] = [
@@ -71,9 +74,10 @@ class Call(Generic[R]):
         return content
 
     async def _stream(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
-        """A line for each input, as soon as it is there, and a last one that sums up or names the error.
+        """Send one line per input as soon as its result is ready, and a last line with a summary or an error.
 
-        What fails before the first line is an error like any other; from then on all tokens count, whoever hangs up.
+        An error before the first line produces a normal error response. After the first line, all tokens count as
+        computed for the client, even if the client disconnects.
         """
         lines = NdjsonStream()
 
@@ -82,7 +86,8 @@ class Call(Generic[R]):
 
         def ended(asking: asyncio.Task[Reply[T]]) -> None:
             if not asking.cancelled():
-                asking.exception()  # seen, though nobody may be left to be told
+                # Marks the exception as retrieved, since the client may have disconnected.
+                asking.exception()
             lines.end()
 
         asking = asyncio.create_task(self._wait(ask(on_result=on_result)))
@@ -117,7 +122,7 @@ class Call(Generic[R]):
             asking.cancel()
 
     async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
-        """Await the engine for as long as the client and its deadline do."""
+        """Await the engine until it replies, the client disconnects or the deadline passes."""
         reply = await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
         timing = reply.timing
         self.context.tokens = reply.usage.tokens
@@ -147,7 +152,7 @@ class Call(Generic[R]):
 
 
 async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
-    """Read, validate and address one request. Raises whatever of `service.errors` it deserves."""
+    """Read and validate one request and select its engine. Raises the errors of `service.errors` that apply."""
     service, context = service_of(request), context_of(request.scope)
     settings, engines = service.settings, service.open_engines()
     deadline = context.arrival + timeout_s(context.headers, settings)
@@ -173,7 +178,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
 
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
-    """Read a request's body within the limits of the service. Raises what `read_json` does."""
+    """Read a request's body within the limits of the service. Raises the errors of `read_json`."""
     service, context = service_of(request), context_of(request.scope)
     settings, reservation = service.settings, MemoryReservation(service.body_memory)
     context.on_finish.append(lambda _: reservation.release())

@@ -1,4 +1,4 @@
-"""The native endpoints: for each, what comes in, what the engine is asked, what goes out."""
+"""The native endpoints: each reads a request, calls the engine and formats the result."""
 
 import base64
 from collections.abc import Awaitable, Callable
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Route(APIRoute):
-    """Documented as the framework's routes are, but handed the request as it came, and nothing else."""
+    """A route that the framework documents, but whose endpoint receives the unprocessed request and nothing else."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
@@ -44,7 +44,7 @@ class Route(APIRoute):
 
 
 def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
-    """What the framework's own wrapping comes to where nothing is injected."""
+    """Return what the framework's own wrapper does when nothing is injected, as an ASGI application."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -135,7 +135,7 @@ async def embed(request: Request) -> Response:
 
 
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
-    """Shows a list's items as JSON."""
+    """Return a function that formats a list's items as JSON."""
     return lambda found: [*map(show, found)]
 
 
@@ -163,7 +163,7 @@ def answer(found: AnswerSpan) -> dict[str, object]:
 
 
 def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The JSON writer takes arrays as they are, if they are whole."""
+    """Return the vector as a contiguous array, which the JSON writer requires."""
     return np.ascontiguousarray(vector)
 
 

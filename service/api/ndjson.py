@@ -1,4 +1,4 @@
-"""Newline-delimited JSON: an answer that is sent as it grows, a line at a time."""
+"""Newline-delimited JSON: a response that the server sends line by line as results arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -11,7 +11,7 @@ MEDIA_TYPE = "application/x-ndjson"
 
 
 def wants_lines(accept: str) -> bool:
-    """Whether an `Accept` header asks for lines."""
+    """Return whether an `Accept` header lists NDJSON."""
     return any(part.partition(";")[0].strip().lower() == MEDIA_TYPE for part in accept.split(","))
 
 
@@ -20,7 +20,7 @@ def line(content: object) -> bytes:
 
 
 class NdjsonStream:
-    """Lines on their way to whoever sends them; what came meanwhile is taken together."""
+    """Queue of lines between the engine and the response. `take` returns all waiting lines together."""
 
     def __init__(self) -> None:
         self._waiting: list[bytes] = []
@@ -36,7 +36,7 @@ class NdjsonStream:
         self._more.set()
 
     async def take(self) -> bytes:
-        """What has come since the last time, as soon as there is any; empty at the end."""
+        """Return all lines since the last call as soon as there is at least one; empty at the end of the stream."""
         await self._more.wait()
         chunk = b"".join(self._waiting)
         self._waiting.clear()
@@ -46,14 +46,13 @@ class NdjsonStream:
 
 
 class NdjsonResponse(Response):
-    """Sends chunks as they come."""
+    """A response that sends each chunk as soon as it is available."""
 
     media_type = MEDIA_TYPE
 
     def __init__(self, chunks: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(
-            headers={**headers, "X-Accel-Buffering": "no"}
-        )  # nginx sends each line at once
+        # The header makes nginx forward each line at once.
+        super().__init__(headers={**headers, "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.chunks = chunks
 

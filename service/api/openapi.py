@@ -1,6 +1,6 @@
 """The OpenAPI document: bodies, responses, error codes and examples of every route.
 
-The routes read their own bodies, so the framework cannot see them; they are declared here instead.
+The routes read their own bodies, so the framework cannot derive the schemas. This module declares them.
 """
 
 import json
@@ -50,7 +50,7 @@ KEYED: tuple[type[QuartetError], ...] = (
     errors.Forbidden,
     errors.RateLimited,
 )
-CLOSED = (*KEYED, errors.InvalidInput)  # a priority that there is none of
+CLOSED = (*KEYED, errors.InvalidInput)  # InvalidInput: for an unknown priority
 NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
 TASK: tuple[type[QuartetError], ...] = (
     errors.UnknownModel,
@@ -163,7 +163,7 @@ PATH_PARAMETERS: dict[str, str] = {
     "name": "The name that several versions have.",
 }
 
-SECURITY: list[Object] = [{"key": []}, {}]  # a key or, where none is configured, nothing
+SECURITY: list[Object] = [{"key": []}, {}]  # a key, or nothing if no key is configured
 
 COMPRESSED = (
     f"May be compressed, in one of the ways `Content-Encoding` is then to name: {ACCEPTED}."
@@ -183,7 +183,7 @@ RESPONSE_HEADERS: dict[str, str] = {
 
 
 def task(request: type[Request], response: type[BaseModel]) -> Object:
-    """How a task's route is declared."""
+    """Return the OpenAPI declaration of a task's route."""
     body = {
         "schema": reference(request.__name__),
         "examples": {
@@ -213,7 +213,7 @@ def task(request: type[Request], response: type[BaseModel]) -> Object:
 
 
 def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
-    """How a GET route is declared that needs the engines; `open_to_all` where no key is ever needed."""
+    """Return the declaration of a GET route that needs the engines; open_to_all: the route never requires a key."""
     return {
         "response_model": response,
         "responses": error_responses(*(() if open_to_all else CLOSED), *NOT_READY, *EVERY_ROUTE),
@@ -225,7 +225,7 @@ def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
 def admin(
     response: type[BaseModel], request: type[AdminRequest] | None = None, *, of: str | None = None
 ) -> Object:
-    """How a route for administrators is declared; of: what its path names, as in `PATH_PARAMETERS`."""
+    """Return the declaration of an administration route; of: its path parameter, as in `PATH_PARAMETERS`."""
     extra: Object = {"security": SECURITY}
     if of is not None:
         extra["parameters"] = [path_parameter(of)]
@@ -247,10 +247,10 @@ def path_parameter(name: str) -> Object:
 
 
 def text(media_type: str) -> Object:
-    """How a GET route that answers in plain text is declared."""
+    """Return the declaration of a GET route that responds with plain text."""
     content = {media_type: {"schema": {"type": "string"}}}
     response_class = type("Text", (Response,), {"media_type": media_type})
-    # The framework would declare a `model` in the media type of the route.
+    # The framework would declare a `model` under the media type of the route.
     failure = {"content": {"application/json": {"schema": reference(ErrorResponse.__name__)}}}
     refusals = error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE)
     return {
@@ -273,7 +273,7 @@ def header(text: str) -> Object:
 
 
 def error_responses(*kinds: type[QuartetError]) -> dict[int | str, Object]:
-    """The statuses of some errors, each with its codes."""
+    """Return the responses of these errors by status, each with its error codes."""
     codes: dict[int, list[str]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.status):
         codes.setdefault(kind.status, []).append(kind.code)
@@ -288,7 +288,7 @@ def error_response(codes: Iterable[str]) -> Object:
 
 
 def document(app: FastAPI) -> Object:
-    """The whole document, with the bodies that the routes read for themselves."""
+    """Return the whole document, including the bodies that the routes read themselves."""
     described = get_openapi(
         title=app.title,
         version=app.version,
@@ -298,7 +298,7 @@ def document(app: FastAPI) -> Object:
     _, definitions = models_json_schema(
         [(model, "validation") for model in (*REQUESTS, *ORDERS)], ref_template=REFERENCE
     )
-    for path, answers in ANSWERS.items():  # declared with the routes, they would lose each null
+    for path, answers in ANSWERS.items():  # a declaration next to the routes would lose each null
         (operation,) = described["paths"][path].values()
         operation["responses"]["200"]["content"]["application/json"]["examples"] = {
             name: {"summary": name, "value": value} for name, value in answers.items()

@@ -1,7 +1,7 @@
-"""A request body, from the wire to JSON, and the wait for the answer to it.
+"""Reads a request body from the connection and parses its JSON, and limits the wait for the response.
 
-Written on `receive` alone, because the framework's own reading answers 500 to NaN, lets lone
-surrogates in, and goes on working for clients that have gone.
+The module uses `receive` alone. The framework's own reader answers 500 to NaN, accepts lone surrogates, and continues
+to work for clients that have disconnected.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from service.middleware.body_memory import check_size, content_length
 
 T = TypeVar("T")
 
-SHOWN = 64  # characters of a client's own words that a message repeats
+SHOWN = 64  # characters of a client's own text that an error message repeats
 STRUCTURE = b'",:[{'
 TEXT = bytes(set(range(256)) - set(STRUCTURE))
 PART = re.compile(rb'"[^"]*"|[,:\[{]')
@@ -47,11 +47,12 @@ async def read_json(
 ) -> object:
     """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
 
-    It may be compressed, and is then bounded by `max_bytes` both as it comes and inflated. Its parts are its strings,
-    commas, colons and opening brackets. `take` is told of its bytes as they come.
+    The body may be compressed; `max_bytes` then limits both its compressed and its inflated size. `max_parts` limits
+    the number of its strings, commas, colons and opening brackets. The function calls `take` with the size of each
+    piece.
 
-    Raises UnsupportedMediaType, TooLarge (before reading where `Content-Length` says so),
-    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected, and what `take` raises.
+    Raises UnsupportedMediaType, TooLarge (before reading if `Content-Length` exceeds the limit),
+    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected, and the errors of `take`.
     """
     check_media_type(headers)
     inflate = inflater(headers.get("content-encoding", ""))
@@ -66,7 +67,7 @@ async def read_json(
         body = await read_bytes(receive, max_bytes, inflate, take)
     if len(body) > max_parts:
         check_parts(body, max_parts)
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # lets other tasks run
     return parse_json(body)
 
 
@@ -114,18 +115,19 @@ async def read_bytes(
             check_size(size, max_bytes)
             take(len(piece))
             if inflate:
-                await asyncio.sleep(0)  # others have their turn
+                await asyncio.sleep(0)  # lets other tasks run
     if inflate:
         inflate.finish()
     return b"".join(chunks)
 
 
 def check_parts(body: bytes, most: int) -> None:
-    """Refuse what would become many objects: 10 MB of empty lists hold up everybody for 0.7 s, this for 0.01 s.
+    """Reject a body that would parse to too many objects. Raises TooLarge.
 
-    What stands in strings does not count.
+    Parsing 10 MB of empty lists blocks the event loop for 0.7 s; this check takes 0.01 s. Characters inside strings do
+    not count.
     """
-    if b"\\" in body:  # so that what is left of quotes bounds strings
+    if b"\\" in body:  # removes escapes, so that the remaining quotes delimit strings
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     skeleton = body.translate(None, TEXT)
     if len(skeleton) > most and sum(1 for _ in islice(PART.finditer(skeleton), most + 1)) > most:
@@ -157,9 +159,10 @@ async def answer_in_time(
 ) -> T:
     """Await `work` until it is done, the client disconnects or `deadline` passes.
 
-    `deadline` is in seconds of `time.monotonic`; `leaving` is done when the client has left: without it `receive` is
-    asked, which must have given the whole body. Work that loses is cancelled and waited for, so that what it queued is
-    dropped. Raises ClientDisconnected, DeadlineExceeded and whatever `work` raises.
+    `deadline` is in seconds of `time.monotonic`. `leaving` is done when the client has disconnected. Without it, the
+    function calls `receive`, which must have returned the whole body. If `work` does not finish first, the function
+    cancels and awaits it, so that its queued entries are dropped. Raises ClientDisconnected, DeadlineExceeded and the
+    errors of `work`.
     """
     late = partial(DeadlineExceeded, "the answer was not ready in time")
     watched = leaving or asyncio.ensure_future(disconnected(receive))
@@ -178,9 +181,10 @@ async def answer_in_time(
 
 
 class TaskTimeout:
-    """Ends what the current task does in this block, after so many seconds or when told to, with an error.
+    """Context manager that ends the current task's block with an error after some seconds, or earlier through `end`.
 
-    As `asyncio.timeout` does it, by cancelling the task; but it may be ended early, and costs half as much.
+    It cancels the task, as `asyncio.timeout` does. In contrast to that, it can be ended early, and it costs half as
+    much.
     """
 
     __slots__ = ("_asking", "_cancelling", "_error", "_late", "_seconds", "_timer")
@@ -198,7 +202,7 @@ class TaskTimeout:
         return self
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """End it with such an error, unless it ends with another already."""
+        """End the block with such an error, unless another error already ends it."""
         if self._error is None:
             self._error = error
             self._asking.cancel()
@@ -206,7 +210,7 @@ class TaskTimeout:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
         if self._error is None or self._asking.uncancel() > self._cancelling:
-            return  # nobody has ended it, or somebody else wants the task to end
+            return  # the timeout has not fired, or other code also cancels the task
         if kind is asyncio.CancelledError:
             raise self._error() from None
 

@@ -1,8 +1,8 @@
-"""What requests and responses say: the first are validated here, both are documented here.
+"""Schemas of requests, which are validated here, and of responses, which are only documented here.
 
-Bodies forbid unknown fields and coerce nothing. A body that says several impossible things hears of
-all of them, each bad index by name. Responses are built by the routes and never validated again;
-their models are for the OpenAPI document.
+Bodies forbid unknown fields, and no value is coerced to another type. The error for an invalid body names all faults,
+each with its field and index. The routes build the responses without validation; the response models are for the
+OpenAPI document.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
 
 SHOWN = 64  # characters of a client's own field name that a message repeats
-NAMED = 16  # unknown fields that a message names
-LONGEST_NAME = 257  # characters, of a bundle's name@version
+NAMED = 16  # largest number of unknown fields that a message names
+LONGEST_NAME = 257  # largest number of characters of a bundle's name@version
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -45,7 +45,7 @@ def check_truncate(value: object) -> object:
 
 
 def whole(value: object) -> object:
-    """Read 4.0 as 4, since JSON Schema calls both an integer."""
+    """Convert 4.0 to 4, since JSON Schema calls both an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -56,7 +56,7 @@ NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
 ServedName = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
 TruncateField = Annotated[
     Literal[True, False, "window"], BeforeValidator(check_truncate), WithJsonSchema(TRUNCATE)
-]  # 1 is no true
+]  # 1 is not accepted for true
 ListOfTexts = Annotated[list[str], Field(min_length=1)]
 Texts = Annotated[
     ListOfTexts,
@@ -92,16 +92,16 @@ class Request(_Strict):
 
     @property
     def size(self) -> int:
-        """The number of inputs, which the results are aligned with."""
+        """The number of inputs, which is also the number of results."""
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """What an input is called here, with {} for its index."""
+        """The name of an input in error messages, with {} for its index."""
         return "inputs[{}]"
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Every text with the place where it stands."""
+        """Every text with its location."""
         raise NotImplementedError
 
 
@@ -276,7 +276,7 @@ S = TypeVar("S", bound=_Strict)
 
 
 def parse(schema: type[R], body: object, max_inputs: int) -> R:
-    """Validate a parsed body. Raises TooLarge or an InvalidInput that names every fault."""
+    """Check the sizes of a parsed body and validate it. Raises TooLarge or an InvalidInput that names every fault."""
     if isinstance(body, dict):
         for name in ("inputs", "text_pair"):
             refuse_many(name, body.get(name), max_inputs)
@@ -284,7 +284,7 @@ def parse(schema: type[R], body: object, max_inputs: int) -> R:
 
 
 def validate(schema: type[S], body: object) -> S:
-    """The same for a body of which nothing is too large. Raises InvalidInput."""
+    """Validate a parsed body whose size is already checked. Raises InvalidInput."""
     if not isinstance(body, dict):
         raise InvalidInput("the body must be a JSON object")
     try:
@@ -295,7 +295,10 @@ def validate(schema: type[S], body: object) -> S:
 
 
 def most_parts(max_inputs: int) -> int:
-    """Strings, commas, colons and opening brackets of the largest request that is valid, and some to be mistaken in."""
+    """Return the largest number of strings, commas, colons and opening brackets of a request.
+
+    It is the maximum of a valid request, plus a margin so that slightly invalid requests get a precise error.
+    """
     return 16 * max_inputs + 1024
 
 
@@ -305,7 +308,7 @@ def refuse_many(name: str, value: object, most: int) -> None:
 
 
 def refuse_long(request: Request, most: int) -> None:
-    """Raises a TooLarge that names every text of more than `most` characters."""
+    """Check the length of each text. Raises a TooLarge that names every text of more than `most` characters."""
     long = [name for name, text in request.texts() if len(text) > most]
     if long:
         message = f"{', '.join(long)}: must have at most {most} characters"
@@ -317,9 +320,9 @@ def numbered(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def to_invalid_input(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> InvalidInput:
-    """One readable error of all faults: places that share a fault are listed together.
+    """Return one readable error for all faults. Locations with the same fault are listed together.
 
-    Unknown fields, of which a body may have any number, are named up to `NAMED`.
+    The message names at most `NAMED` unknown fields, because a body may have any number of them.
     """
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
     others = [fault for fault in faults if fault["type"] != "extra_forbidden"]
@@ -334,7 +337,7 @@ def to_invalid_input(faults: Sequence[ErrorDetails], fields: Iterable[str]) -> I
 
 
 def place(location: Sequence[int | str]) -> str:
-    """`("inputs", 3, "context")` as `inputs[3].context`."""
+    """Format `("inputs", 3, "context")` as `inputs[3].context`."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step[:SHOWN]}" for step in location)
     return "".join(steps).removeprefix(".")
 

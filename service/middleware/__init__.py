@@ -1,4 +1,4 @@
-"""What happens to every request before its route runs: context, access control, early rejection, tracing.
+"""Processing of every request before its route runs: context, access control, early rejection, tracing.
 
-Callers use `request_lifecycle` around the application, and the checks that `access_control` and `early_rejection` make.
+Callers wrap the application in `request_lifecycle` and pass it the checks of `access_control` and `early_rejection`.
 """

@@ -1,7 +1,7 @@
-"""Who may come in: what every request must pass before its body is read or its route looked for.
+"""Access checks: every request must pass them before the server reads its body or looks up its route.
 
-A check is a plain callable: it is given a request's scope and request context, and raises a QuartetError to turn it
-away. The checks stand before every request, so they must be cheap.
+A check is a plain callable. It takes a request's scope and request context, and raises a QuartetError to reject the
+request. The checks run for every request, so they must be cheap.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -26,7 +26,7 @@ ADMIN = "/admin"
 
 
 def access_checks(settings: Settings) -> Sequence[Check]:
-    """The checks, in the order in which a request passes them."""
+    """Return the checks in the order in which they run."""
     all_read = settings.api_key is None and settings.api_keys is None
     assert all_read, "our bug: there are keys that were not read"
     apart = settings.metrics_port
@@ -38,7 +38,10 @@ def access_checks(settings: Settings) -> Sequence[Check]:
 
 
 class PortCheck:
-    """Where the metrics have a port of their own, they are nowhere else, and nothing else but health is there."""
+    """Check that separates the ports if the metrics have their own port.
+
+    The metrics are available on that port only, and that port serves only the metrics and the health routes.
+    """
 
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
@@ -58,7 +61,7 @@ def needs_no_key(path: str, is_open: Set[str]) -> bool:
 
 
 def check_without_keys(is_open: Set[str], scope: Scope, context: RequestContext) -> None:
-    """Everybody may do everything, but for administration."""
+    """Allow every request except administration, for a service without keys. Raises Forbidden for administration."""
     path: str = scope["path"]
     if needs_no_key(path, is_open):
         return
@@ -68,10 +71,10 @@ def check_without_keys(is_open: Set[str], scope: Scope, context: RequestContext)
 
 
 class KeyCheck:
-    """Lets in whoever shows a key that is known, is for what is asked, and is within its rates.
+    """Check that admits a request if its key is known, has the required permission, and is within its rate limits.
 
-    is_open: paths that need no key, beside those below OPEN_BELOW
-    processes: processes like this one, among which the rates are divided
+    is_open: paths that need no key, in addition to the paths below OPEN_BELOW
+    processes: number of HTTP processes, among which the rate limits are divided
     """
 
     def __init__(self, keys: Keys, is_open: Set[str], processes: int) -> None:
@@ -85,7 +88,7 @@ class KeyCheck:
         return [holder.name for holder in self._holders]
 
     def replace(self, keys: Keys) -> None:
-        """Replace all keys. The rate of a name keeps its count where the limit is the same as before."""
+        """Replace all keys. A key keeps the count of a rate limit if its name and that limit are unchanged."""
         before = {holder.name: holder for holder in self._holders}
         self._holders = [
             KeyHolder(name, key, self._processes, before.get(name)) for name, key in keys.items()
@@ -108,7 +111,8 @@ class KeyCheck:
             raise Unauthorized("a key is needed: send the header Authorization: Bearer KEY")
         shown = digest(key.strip())
         found = None
-        for holder in self._holders:  # to the end, so that the time tells nothing of who it was
+        # Compares all keys, so that the duration does not reveal which key matched.
+        for holder in self._holders:
             if compare_digest(holder.digest, shown):
                 found = holder
         if found is None:
@@ -117,7 +121,7 @@ class KeyCheck:
 
 
 class KeyHolder:
-    """Who has a key: allowed what, how urgent, and with how much left of its rates."""
+    """A configured key: its permissions, its priority, and the remainder of its rate limits."""
 
     def __init__(
         self, name: str, key: Key, processes: int, before: "KeyHolder | None" = None
@@ -139,7 +143,7 @@ class KeyHolder:
             raise Forbidden(f"this key is for {' and '.join(self._may)}, not for {wanted}")
 
     def check_rates(self) -> None:
-        """Count one more request. Raises RateLimited, and counts none, above one of the rates."""
+        """Count one more request. Raises RateLimited, and does not count the request, if a rate limit is exceeded."""
         for what, rate in (("requests", self._requests), ("tokens", self._tokens)):
             if rate is not None and (wait_s := rate.wait_s()):
                 message = f"this key is above its {what} per minute"
@@ -148,7 +152,10 @@ class KeyHolder:
             self._requests.take(1)
 
     def charge(self, context: RequestContext) -> None:
-        """Count the tokens of a request that is over, so the last request that is let in may be any size."""
+        """Subtract the tokens of a finished request.
+
+        The last admitted request may therefore exceed the limit by any amount.
+        """
         if self._tokens is not None:
             self._tokens.take(context.tokens)
 
@@ -158,14 +165,17 @@ def bucket(per_minute: int | None, processes: int) -> Bucket | None:
 
 
 def permission(path: str) -> Permission:
-    """What is needed to ask for a path that is not open."""
+    """Return the permission that a path requires, for a path that needs a key."""
     if path == METRICS:
         return "metrics"
     return "admin" if path == ADMIN or path.startswith(f"{ADMIN}/") else "inference"
 
 
 def requested_priority(priority: int, headers: Mapping[str, str]) -> int:
-    """The priority that the header asks for, if it is lower. Raises InvalidInput for an unknown word."""
+    """Return the priority from the header if it is lower than the key's.
+
+    Raises InvalidInput for an unknown priority.
+    """
     asked = headers.get(PRIORITY_HEADER.lower())
     if asked is None:
         return priority

@@ -1,4 +1,4 @@
-"""The address of a client, also behind proxies: for the log, from headers only where a trusted proxy wrote them."""
+"""The address of a client, for the log. Headers count only if a trusted proxy wrote them."""
 
 import re
 from collections.abc import Iterator
@@ -8,22 +8,22 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from starlette.types import Scope
 
 ANY = "*"
-UNIX = "unix:"  # how a peer on a Unix socket is written, among the trusted ones and in the log
-HOPS = 32  # proxies in a row, of which the nearest to the service are looked at
-KNOWN_PEERS = 4096  # whose trust is remembered
+UNIX = "unix:"  # notation of a peer on a Unix socket, in the list of trusted peers and in the log
+HOPS = 32  # largest number of proxies in a row that are considered, counted from the service
+KNOWN_PEERS = 4096  # number of peers in the cache of trust decisions
 FOR = re.compile(
     r'(?:^|;)\s*for="?([^";]*)', re.IGNORECASE
-)  # in an element of `Forwarded`; RFC 7239, 4
-NODE = re.compile(r"\[([^\]]*)\](?::\w+)?|([^:]+):\d+|(.+)")  # an address, perhaps with a port
+)  # for an element of `Forwarded`; RFC 7239, 4
+NODE = re.compile(r"\[([^\]]*)\](?::\w+)?|([^:]+):\d+|(.+)")  # an address with or without a port
 
 Address = IPv4Address | IPv6Address
 
 
 class ClientAddresses:
-    """Finds the address of each request's client.
+    """Determines the address of each request's client.
 
-    trusted: addresses and networks of proxies, separated by commas; `*` trusts every peer, `unix:` those on a Unix
-    socket. Raises ValueError for a part that is none of these.
+    trusted: addresses and networks of proxies, separated by commas. `*` trusts every peer, `unix:` every peer on a Unix
+    socket. Raises ValueError for a part in any other format.
     """
 
     def __init__(self, trusted: str) -> None:
@@ -34,9 +34,9 @@ class ClientAddresses:
         self._peer = lru_cache(KNOWN_PEERS)(self._judge)
 
     def __call__(self, scope: Scope) -> str:
-        """The peer's address or, where the peer is trusted, the nearest address before it that is not.
+        """Return the peer's address or, if the peer is trusted, the address of the nearest untrusted hop before it.
 
-        With `*`, the farthest address, which the client may have made up.
+        With `*`, this is the address of the farthest hop, which the client can forge.
         """
         client = scope.get("client")
         peer, trusted = self._peer(client[0]) if client else self._nameless(scope)
@@ -45,14 +45,17 @@ class ClientAddresses:
         for text in hops(scope):
             address = parse(text)
             if address is None:
-                break  # the address before that is the last one that is known
+                break  # the address of the previous hop is the last known one
             peer = str(address)
             if not self._trusts(address):
                 break
         return peer
 
     def _nameless(self, scope: Scope) -> tuple[str, bool]:
-        """A peer without an address: on a Unix socket, or on a port where it has left."""
+        """Return a peer without an address and whether it is trusted.
+
+        The peer is on a Unix socket, or on a port whose connection it has already closed.
+        """
         _, port = scope.get("server") or ("", 0)
         return (UNIX, self._unix) if port is None else ("", self._all)
 
@@ -67,7 +70,10 @@ class ClientAddresses:
 
 
 def hops(scope: Scope) -> Iterator[str]:
-    """What proxies wrote of the client of each, the nearest proxy first: `X-Forwarded-For`, else `Forwarded`."""
+    """Yield the client address that each proxy reported, the nearest proxy first.
+
+    The source is `X-Forwarded-For` or, without it, `Forwarded`.
+    """
     by_name: dict[bytes, list[bytes]] = {b"x-forwarded-for": [], b"forwarded": []}
     for name, value in scope["headers"]:
         if name in by_name:
@@ -82,7 +88,7 @@ def hops(scope: Scope) -> Iterator[str]:
 
 
 def nearest(lines: list[bytes]) -> list[str]:
-    """The last elements of a header, the last one first. A proxy may append a line, or an element to a line."""
+    """Return the last elements of a header, the last one first. A proxy may append a line, or an element to a line."""
     elements: list[str] = []
     for value in reversed(lines):
         elements += reversed(value.decode("latin-1").rsplit(",", HOPS))
@@ -92,7 +98,10 @@ def nearest(lines: list[bytes]) -> list[str]:
 
 
 def parse(text: str) -> Address | None:
-    """The address in a text, which may have a port: without a zone, and of IPv4 where IPv6 maps it."""
+    """Return the address in a text, without its port and zone.
+
+    An IPv6 address that maps an IPv4 address becomes IPv4.
+    """
     found = NODE.fullmatch(text.strip())
     if found is None:
         return None

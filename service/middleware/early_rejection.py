@@ -1,7 +1,7 @@
-"""Refusing early: what cannot be answered in time is told so before its body is read.
+"""Early rejection: refuses a request that the service cannot answer in time, before it reads the request's body.
 
-The batcher's own answer is exact, but it comes when the texts are tokens; by then a refusal has cost as much as an
-answer. So a request is first judged by the size of its body.
+The batcher's own check is exact, but it runs after tokenization. At that point, a refusal has cost as much as an
+answer. This check therefore estimates a request's tokens from the size of its body.
 """
 
 from collections import Counter
@@ -16,15 +16,15 @@ from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service, timeout_s
 from service.scheduling.load import EARLY_SHARE, Flow
 
-LEARNING = 0.05  # what a request weighs beside those before it
-COMING_S = 0.5  # that a request is reckoned with which is not with the batcher yet: its body may be slow, or never end
+LEARNING = 0.05  # weight of a new request in the moving average of tokens per body size
+COMING_S = 0.5  # largest time from arrival to the batcher; a body may be slow, or never end
 
 
-Who = tuple[int, str]  # a request's class and tenant
+Who = tuple[int, str]  # a request's priority class and tenant
 
 
 class ExpectedRequest(NamedTuple):
-    """A request that was let in, and so many tokens that are expected of it."""
+    """An admitted request and its expected tokens."""
 
     since: float
     who: Who
@@ -32,25 +32,29 @@ class ExpectedRequest(NamedTuple):
 
 
 class EarlyRejection:
-    """A check that expects of a request the tokens that bodies of its size had, and knows what waits."""
+    """A check that estimates a request's tokens from earlier bodies of its size, and compares them with the load."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokens: dict[int, float] = {}  # by the bits of a body's size
+        self._tokens: dict[int, float] = {}  # by bit length of a body's size
         self._coming: dict[int, ExpectedRequest] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
     def __call__(self, scope: Scope, context: RequestContext) -> None:
-        """Raises TooLarge by Content-Length, and Overloaded when even the least loaded bundle would be too late."""
+        """Check a request.
+
+        Raises TooLarge if Content-Length exceeds the limit, and Overloaded if even the least loaded bundle would be too
+        late.
+        """
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
-            return  # who looks after the service is let in, above all when it is overloaded
+            return  # monitoring and administration requests always pass, above all during overload
         engines = self._service.engines
         if engines is None:
             return
         left_s = timeout_s(context.headers, self._service.settings)
         context.client_deadline = 1000 * left_s < self._service.settings.deadline_ms
         size = content_length(context.headers)
-        check_size(size, self._service.settings.max_body_bytes)  # whatever the load is
+        check_size(size, self._service.settings.max_body_bytes)  # independent of the load
         context.on_finish.append(lambda over: self._learn(size, over.tokens))
         load = engines.load()
         flows = [
@@ -64,14 +68,17 @@ class EarlyRejection:
             if len(flows) > 1:
                 soonest = min(flows, key=lambda flow: load.wait_s(flow, tokens))
             self._forget_slow(context.arrival)
-            # Of several bundles nobody knows yet which one those on the way ask, and they may all ask another.
+            # With several bundles, the bundle of the admitted requests is not known yet: it may be another one.
             known = len(flows) == 1
             coming = self._coming_tokens[context.priority, context.tenant] if known else 0
             load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming)
         self._come(context, tokens)
 
     def _come(self, context: RequestContext, tokens: int) -> None:
-        """Reckon with a request until the batcher does, or it is over: many may come before one gets there."""
+        """Count a request until the batcher counts it or it is over.
+
+        Many requests may arrive before the first is submitted.
+        """
         number, who = id(context), (context.priority, context.tenant)
         self._coming[number] = ExpectedRequest(context.arrival, who, tokens)
         self._coming_tokens[who] += tokens
@@ -84,7 +91,7 @@ class EarlyRejection:
             self._coming_tokens[who] -= tokens
 
     def _forget_slow(self, now: float) -> None:
-        """Reckon no longer with who takes too long to come."""
+        """Stop counting requests that have not reached the batcher within COMING_S."""
         while self._coming:
             oldest = next(iter(self._coming))
             if now - self._coming[oldest].since < COMING_S:
@@ -92,7 +99,10 @@ class EarlyRejection:
             self._arrive(oldest)
 
     def expect(self, size: int) -> int:
-        """The tokens of a body of so many bytes: those of the largest known that are no larger, or next to none."""
+        """Return the expected tokens of a body of this many bytes.
+
+        It is the average of the largest known size class that is not larger, or 1 if there is none.
+        """
         known = [bits for bits in self._tokens if bits <= size.bit_length()]
         return max(1, round(self._tokens[max(known)])) if known else 1
 

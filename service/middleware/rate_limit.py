@@ -1,4 +1,4 @@
-"""How much of something somebody may have in a minute."""
+"""Rate limits per minute."""
 
 import time
 from collections.abc import Callable
@@ -7,9 +7,11 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """Holds a minute's worth, is filled steadily, and may be overdrawn by what is known only afterwards.
+    """Token bucket that holds one minute's amount and refills steadily.
 
-    per_minute: what flows in; the bucket holds as much, and at least 1
+    The level may become negative, because an amount may be known only after its use.
+
+    per_minute: inflow per minute; the bucket holds this much, and at least 1
     """
 
     def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,7 +22,7 @@ class Bucket:
         self._filled_at = clock()
 
     def wait_s(self) -> float:
-        """Seconds until there is 1 to be had; 0 when there is."""
+        """Return the seconds until the level reaches 1; 0 if it already has."""
         now = self._clock()
         inflow = (now - self._filled_at) * self._per_second
         self._level = min(self._size, self._level + inflow)

@@ -1,15 +1,18 @@
-"""Refusals at a pace: a client that asks again at once is refused later, and cannot buy time of the service with it."""
+"""Throttling of refusals: a client that retries at once is refused later, and so costs the service little time."""
 
 import asyncio
 from collections.abc import Callable
 
-REFUSALS_PER_S = 200  # that go at once; beyond, each waits for its turn
-HELD_S = 1.0  # the longest that one is held back
-HELD = 4096  # the most that are held back together, at most one of each connection
+REFUSALS_PER_S = 200  # sent immediately; each further refusal waits for its turn
+HELD_S = 1.0  # longest delay of one refusal
+HELD = 4096  # largest number of delayed refusals, at most one per connection
 
 
 class RefusalThrottle:
-    """Turns, so many a second; each is held back for `held_s` at most, and of more than `most` the oldest goes."""
+    """Throttle of `per_s` refusals per second.
+
+    Each refusal is delayed by at most `held_s` seconds. If more than `most` are delayed, the oldest is sent.
+    """
 
     def __init__(
         self, per_s: float = REFUSALS_PER_S, held_s: float = HELD_S, most: int = HELD
@@ -23,19 +26,19 @@ class RefusalThrottle:
         self._held: dict[int, tuple[Callable[[], object], asyncio.TimerHandle]] = {}  # oldest first
 
     async def turn(self) -> None:
-        """Wait until the next refusal may go."""
+        """Wait until the next refusal may be sent."""
         gone = asyncio.Event()
         self.hold(gone.set)
         await gone.wait()
 
     def hold(self, go: Callable[[], object]) -> None:
-        """Call `go` in its turn, which may be immediate.
+        """Call `go` in its turn, which may be immediately.
 
         Calls never nest: `go` may start its connection's next request, which may be refused in turn.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        at = max(self._next, now - self._held_s)  # after a pause some may go together
+        at = max(self._next, now - self._held_s)  # after a pause, several may be sent together
         self._next = min(at + self._step_s, now + self._held_s)
         if at <= now:
             self._run(go)

@@ -1,4 +1,4 @@
-"""The answers to requests that fail: one shape, made in one place for the middleware, the routes and the connection."""
+"""The error responses: one format, used by the middleware, the routes and the connection."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 
 class Refusal(NamedTuple):
-    """The answer to a request that fails, without the headers that every answer carries."""
+    """The response to a request that fails, without the headers that every response carries."""
 
     status: int
     headers: dict[str, str]
@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
 
 
 def refuse(context: RequestContext, error: QuartetError) -> Refusal:
-    """Make the answer to a request that fails, and record the error for the log and the metrics."""
+    """Return the response to a request that fails, and record the error for the log and the metrics."""
     context.code = error.code
     context.closes |= error.closes_connection
     headers = {**error.headers, "Content-Type": "application/json"}
@@ -30,12 +30,12 @@ def refuse(context: RequestContext, error: QuartetError) -> Refusal:
 
 
 def refusal_response(scope: Scope, error: QuartetError) -> Response:
-    """The refusal of a request as a response of the framework."""
+    """Return the refusal of a request as a response of the framework."""
     status, headers, body = refuse(context_of(scope), error)
     return Response(body, status, headers)
 
 
 def log_internal_error() -> InternalError:
-    """Log the exception that is being handled, and return the error that the client gets in its place."""
+    """Log the current exception, and return the error that the client gets in its place."""
     log.exception("unexpected error")
     return InternalError("our bug: the server's log tells more under this request's id")

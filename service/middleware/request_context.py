@@ -1,4 +1,4 @@
-"""What is known of one request while it is answered: its id, its headers, its times, its outcome."""
+"""The context of one request: its id, its headers, its times, its outcome."""
 
 import asyncio
 import random
@@ -11,26 +11,28 @@ from starlette.types import Scope
 
 from service.errors import QuartetError
 
-CONTEXT = "request_context"  # in the state of a scope
+CONTEXT = "request_context"  # key in the state of a scope
 SANE_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")  # printable ASCII
-TRACEPARENT = re.compile(  # W3C Trace Context, of which later versions may say more at the end
+TRACEPARENT = re.compile(  # W3C Trace Context; later versions may append more fields
     r"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace_id>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
 )
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """What becomes known of a request while it is answered; `arrival` is by `time.monotonic`.
+    """The data of one request, filled in while it is processed; `arrival` is by `time.monotonic`.
 
-    headers: the first value of each, by its name in lower case
-    trace_id: of the trace that the client says it is part of, or that was begun here; or empty
-    on_submit: called when the request's texts go to the device; on_finish: each is called with this context when the
-    request is over
-    submitted_tokens: tokens of those texts; tokens: those that count as computed for the client, 0 if it got no answer
-    stages: seconds of each, as far in `metrics.STAGES` as the request came
+    headers: the first value of each header, by its name in lower case
+    trace_id: the trace that the client sent, or that began with this request; or empty
+    on_submit: called when the request's texts go to the device
+    on_finish: each function is called with this context when the request is over
+    submitted_tokens: tokens of those texts
+    tokens: tokens that count as computed for the client; 0 if it got no answer
+    stages: seconds per stage of `metrics.STAGES`, for the stages that the request reached
     client_deadline: whether the client set a shorter deadline than the server's
-    refusal: why it must not come in; closes: whether its connection closes after the answer
-    leaving: done when the client has left, where the server reports it
+    refusal: the error of a check that rejected the request
+    closes: whether the connection closes after the response
+    leaving: done when the client has disconnected, if the server reports that
     """
 
     request_id: str
@@ -64,7 +66,7 @@ class RequestContext:
 
     @property
     def names(self) -> dict[str, str]:
-        """What the log's lines of a request have in common."""
+        """The fields that all log lines of this request have in common."""
         names = {"request_id": self.request_id}
         return {**names, "trace_id": self.trace_id} if self.trace_id else names
 
@@ -89,13 +91,13 @@ def new_context(scope: Scope) -> RequestContext:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """A request's headers, the first of each name: read once, for they are asked for a dozen times."""
+    """Return a request's headers, the first of each name. Converted once, because they are read about twelve times."""
     pairs = reversed(scope["headers"])
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
 def trace_id(traceparent: str) -> str:
-    """The trace that the header names, or nothing where it is not valid."""
+    """Return the trace id of the header, or "" if the header is not valid."""
     found = TRACEPARENT.fullmatch(traceparent)
     return (
         found["trace_id"] if found and (found["more"] is None or found["version"] != "00") else ""

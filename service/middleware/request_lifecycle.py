@@ -1,7 +1,7 @@
-"""The life of each request: it is named and checked when it comes, answered, and recorded when it is over.
+"""The lifecycle of each request: it gets an id, passes the checks, gets its response, and is recorded at its end.
 
-The middleware is the innermost of ours, around all routes, so an unexpected exception ends here: it is logged with its
-traceback, and answered with the code of an internal error and nothing else.
+This middleware is the innermost of the service's, around all routes, so it catches every unexpected exception. It logs
+the exception with its traceback and responds with the code of an internal error and nothing else.
 """
 
 import asyncio
@@ -25,36 +25,38 @@ from service.middleware.request_context import (
 from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
 from service.observability.metrics import Recorder
 
-REFUSAL = "refusal"  # in a scope's state: the error of a request that was refused on its way here
-CLIENT_GONE = 499  # in the log and the metrics: the client left before the answer
-OTHER = "other"  # the route of what has none
+# Key in a scope's state: the error of a request that the server refused before the application.
+REFUSAL = "refusal"
+CLIENT_GONE = 499  # in the log and the metrics: the client disconnected before the response
+OTHER = "other"  # the route label of a request without a route
 
 
 Check = Callable[[Scope, RequestContext], None]  # raises a QuartetError to refuse a request
 
 
 def check_refusal(scope: Scope, context: RequestContext) -> None:
-    """The check of what the server itself has found: raises it."""
+    """Raise the error that the server recorded for this request, if any."""
     if refusal := scope.get("state", {}).get(REFUSAL):
         raise refusal
 
 
-# Called with each request that is logged, when it is over: its method, its route or `OTHER`, its scope.
+# Called at the end of each logged request with its method, its route or `OTHER`, its scope and its context.
 Trace = Callable[[str, str, Scope, RequestContext], None]
 
 
 class Process(Protocol):
-    """Whether this process is shutting down."""
+    """The process state that the lifecycle reads: whether the process is shutting down."""
 
     @property
     def draining(self) -> bool: ...
 
 
 class RequestLifecycle:
-    """Where every request is named and checked when it comes, and recorded when it is over.
+    """Identifies and checks every request at its arrival, and records it at its end.
 
-    routes: the paths that the log and the metrics call by their name; trace: makes their spans, while that is wanted
-    trusted: the proxies whose headers name the client, as `forwarded_allow_ips` lists them
+    routes: paths that the log and the metrics use as labels
+    trace: creates the spans of a request; None while tracing is off
+    trusted: proxies whose headers identify the client, in the format of `forwarded_allow_ips`
     """
 
     trace: Trace | None = None
@@ -78,20 +80,23 @@ class RequestLifecycle:
         self._log = structlog.get_logger().bind()
 
     def receive(self, scope: Scope) -> RequestContext:
-        """Name and check a request; what must not come in has its `refusal`."""
+        """Create the context of a request and run the checks. A rejected request has its error in `refusal`."""
         context = new_context(scope)
         try:
             for check in self._checks:
                 check(scope, context)
         except QuartetError as error:
-            # Its traceback has frames that refer to the context: a cycle, which only the garbage collector would break.
+            # The traceback's frames refer to the context: a cycle, which only the garbage collector would break.
             context.refusal = error.with_traceback(None)
         except Exception:
             context.refusal = log_internal_error()
         return context
 
     def headers(self, context: RequestContext) -> dict[str, str]:
-        """The headers that every answer carries. While the process drains, every answer closes its connection."""
+        """Return the headers that every response carries.
+
+        While the process drains, every response closes its connection.
+        """
         headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
         context.closes |= self._process.draining
         if context.closes:
@@ -99,7 +104,10 @@ class RequestLifecycle:
         return headers
 
     def record(self, method: str, scope: Scope, context: RequestContext) -> None:
-        """Finish, count and log a request that is over. A failure is our bug; it changes no answer."""
+        """Run the callbacks of a finished request, count it and log it.
+
+        An exception here is our bug; the response stays as it is.
+        """
         try:
             self._record(method, scope, context)
         except Exception:
@@ -144,7 +152,7 @@ class RequestLifecycle:
 
 
 class LifecycleMiddleware:
-    """Answers refused requests and unexpected exceptions, and records each request."""
+    """Responds to refused requests and unexpected exceptions, and records each request."""
 
     def __init__(self, app: ASGIApp, *, lifecycle: RequestLifecycle, process: Process) -> None:
         self.app = app
@@ -160,7 +168,7 @@ class LifecycleMiddleware:
         if context is None:
             context = self.lifecycle.receive(scope)
             inner = {**inner, "state": {**state, CONTEXT: context}}
-        if scope["method"] == "HEAD":  # answered as GET is, without the body
+        if scope["method"] == "HEAD":  # processed as GET, but sent without the body
             inner = {**inner, "method": "GET"}
         named = NAMES.set(context.names)
         try:
@@ -187,7 +195,7 @@ class LifecycleMiddleware:
             error = log_internal_error()
             if context.status:
                 context.code = error.code
-                raise  # the answer is half sent: the server must cut the connection
+                raise  # the response is incomplete: the server must abort the connection
             await refusal_response(scope, error)(scope, receive, send)
 
     def sender(self, scope: Scope, context: RequestContext, send: Send) -> Send:

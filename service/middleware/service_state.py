@@ -1,4 +1,4 @@
-"""What one process of the service serves with, and the timeout that a request has there."""
+"""The state of one process of the service, and the timeout of a request."""
 
 import re
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
 
 @dataclass(slots=True)
 class Service:
-    """What this process serves with; `engines` is there while they are open."""
+    """The state of this process; `engines` is set while they are open."""
 
     settings: Settings
     metrics: Recorder
     engines: Engines | None = None
-    leaving: bool = False  # clients should go elsewhere; requests are still answered
+    leaving: bool = False  # clients should use another server; requests are still answered
     draining: bool = False
     body_memory: MemoryBudget = field(init=False)
 
@@ -29,14 +29,14 @@ class Service:
         self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
-        """Raises NotReady before the engines are open, Draining once they are closed."""
+        """Return the engines. Raises NotReady before they are open, Draining after they are closed."""
         if self.engines is None:
             self.refuse_draining()
             raise NotReady("the bundles are still being opened")
         return self.engines
 
     def check_ready(self) -> None:
-        """Raises NotReady or Draining unless new requests should be sent here."""
+        """Check whether new requests should be sent to this process. Raises NotReady or Draining if not."""
         if self.leaving:
             raise Draining("the server is about to shut down")
         self.refuse_draining()
@@ -44,7 +44,7 @@ class Service:
             raise NotReady(problem)
 
     def check_alive(self) -> None:
-        """Raises NotReady when only a restart can help."""
+        """Check whether the engines can still compute. Raises NotReady if only a restart can help."""
         if self.engines is not None and not self.draining and not self.engines.alive():
             raise NotReady(self.engines.load().problem)
 
@@ -54,7 +54,10 @@ class Service:
 
 
 def timeout_s(headers: Mapping[str, str], settings: Settings) -> float:
-    """The client's patience in seconds, at most the server's. Raises InvalidInput for what is no number of them."""
+    """Return the timeout of a request in seconds: the client's, but at most the server's.
+
+    Raises InvalidInput if the header is not a whole number of milliseconds.
+    """
     header = headers.get(TIMEOUT_HEADER.lower())
     if header is None:
         return settings.deadline_ms / 1000

@@ -1,8 +1,8 @@
-"""Spans of requests for an OpenTelemetry collector, where the standard variables ask for them.
+"""Spans of requests for an OpenTelemetry collector, if the standard environment variables enable them.
 
-A request's spans are made when it is over, from what its request context has by then: while it is answered nothing is
-carried along, and where nobody asks, nothing is done and the SDK is not imported. A thread of the SDK delivers them;
-what it cannot deliver in time is dropped.
+The spans of a request are created at its end from its request context, so tracing adds no work before that. If tracing
+is off, the SDK is not even imported. A thread of the SDK exports the spans, and drops spans that it cannot export in
+time.
 """
 
 import asyncio
@@ -47,18 +47,18 @@ SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # exporters by protocol
-METHODS = frozenset(  # that the conventions know
+METHODS = frozenset(  # the methods that the semantic conventions list
     ["CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"]
 )
-CLOSE_S = 1.0  # for the last spans to be delivered
-QUIET_S = 60.0  # between two lines about spans that are lost
+CLOSE_S = 1.0  # limit for the export of the last spans
+QUIET_S = 60.0  # between two log lines about lost spans
 
 
 @asynccontextmanager
 async def tracing() -> AsyncIterator[Trace | None]:
-    """What makes the spans of a request while they are exported; None where nobody asks for them, or nothing can.
+    """Yield the function that creates a request's spans, or None if spans are off or cannot be exported.
 
-    What is wrong is told to the log: it keeps nobody from being served.
+    Problems go to the log. They do not prevent the service from starting.
     """
     names = requested_exporters(os.environ)
     if not names:
@@ -79,13 +79,14 @@ async def tracing() -> AsyncIterator[Trace | None]:
         try:
             yield RequestSpans(provider.get_tracer("quartet", __version__, schema_url=SCHEMA))
         finally:
-            ending = Thread(target=provider.shutdown, daemon=True)  # a collector may be away
+            # The collector may be unreachable.
+            ending = Thread(target=provider.shutdown, daemon=True)
             ending.start()
             await asyncio.to_thread(ending.join, CLOSE_S)
 
 
 def requested_exporters(environ: Mapping[str, str]) -> list[str]:
-    """Return the exporters that the environment requests by name, or by the endpoint that one needs."""
+    """Return the names of the exporters that the environment selects, by name or by the endpoint variable of OTLP."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     by_default = "otlp" if any(map(environ.get, ENDPOINTS)) else "none"
@@ -94,9 +95,10 @@ def requested_exporters(environ: Mapping[str, str]) -> list[str]:
 
 
 def open_provider(names: list[str]) -> "TracerProvider":
-    """Everything else is as the SDK reads it from its variables: sampler, limits, resource, batches, endpoint.
+    """Return a provider with these exporters.
 
-    Raises ImportError without the SDK, LookupError for an exporter that is not installed, and what an exporter raises.
+    The SDK reads all other options from its environment variables: sampler, limits, resource, batches, endpoint. Raises
+    ImportError without the SDK, LookupError for an exporter that is not installed, and the errors of an exporter.
     """
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -112,7 +114,7 @@ def open_provider(names: list[str]) -> "TracerProvider":
 
 
 def open_exporter(name: str) -> "SpanExporter":
-    """An exporter by its name in `OTEL_TRACES_EXPORTER`. Raises LookupError."""
+    """Return an exporter by its name in `OTEL_TRACES_EXPORTER`. Raises LookupError."""
     if name == "otlp":
         protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "http/protobuf")
         name = OTLP.get(protocol, protocol)
@@ -123,7 +125,7 @@ def open_exporter(name: str) -> "SpanExporter":
 
 
 class SdkWarnings(logging.Handler):
-    """Tells what the SDK warns of, now and then: a collector that is away is found away again for every batch."""
+    """Logs the SDK's warnings at a limited rate, because an unreachable collector causes a warning for every batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +139,7 @@ class SdkWarnings(logging.Handler):
 
 @contextmanager
 def limited_warnings() -> Iterator[SdkWarnings]:
-    """Hear what the SDK has to say, instead of all that the log would."""
+    """Route the SDK's warnings to `SdkWarnings` instead of directly to the log."""
     loggers, handler = logging.getLogger("opentelemetry"), SdkWarnings()
     before = loggers.propagate
     loggers.propagate = False
@@ -150,7 +152,7 @@ def limited_warnings() -> Iterator[SdkWarnings]:
 
 
 class RequestSpans:
-    """Makes a request's spans with a tracer, and never fails."""
+    """Creates a request's spans with a tracer. It catches all exceptions."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -166,9 +168,9 @@ class RequestSpans:
                 log.exception("spans could not be made", untold=self._failures.untold())
 
     def _make(self, method: str, route: str, scope: Scope, request_context: RequestContext) -> None:
-        """The request's own span, and one for each stage that it came through.
+        """Create the request's own span, and one span for each stage that the request reached.
 
-        The stages are laid end to end from the request's arrival on: how long each took is known, not when it began.
+        The stages are placed end to end from the request's arrival, because only their durations are known.
         """
         end = time.time_ns()
         begin = end - nanoseconds(request_context.seconds)
@@ -200,7 +202,10 @@ class RequestSpans:
 def attributes(
     method: str, route: str, scope: Scope, request_context: RequestContext
 ) -> dict[str, AttributeValue]:
-    """What is known of a request, by the semantic conventions and, beyond them, as `quartet.`: no query, no text."""
+    """Return a request's attributes by the semantic conventions, and others as `quartet.*`.
+
+    They contain no query and no text.
+    """
     status = request_context.status or CLIENT_GONE
     given = {
         "http.request.method": method if method in METHODS else "_OTHER",
@@ -225,10 +230,10 @@ def attributes(
 
 
 def failed(request_context: RequestContext) -> bool:
-    """Whether the service failed: what the client did wrong is no error of a server's span."""
+    """Return whether the service failed. A client's mistake is not an error of a server span."""
     broken = request_context.status == OK and bool(
         request_context.code
-    )  # in lines that ended with an error
+    )  # an NDJSON stream that ended with an error
     return broken or request_context.status >= InternalError.status
 
 

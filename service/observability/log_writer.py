@@ -8,20 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
 
-KEPT_BYTES = 1 << 20  # of lines that wait to be written
+KEPT_BYTES = 1 << 20  # largest total size of the lines that wait
 ATOMIC_BYTES = (
     select.PIPE_BUF
-)  # of one write, so that lines of several processes do not mix in a pipe
-GATHER_S = 0.005  # for lines to come together, under load, in one write
+)  # largest size of one write, so that lines of several processes do not mix in a pipe
+GATHER_S = 0.005  # time in which lines are collected for one write, under load
 CLOSE_S = 1.0
 
 
 class LogWriter:
-    """A stream that writes lines in a thread: `write` neither waits nor raises.
+    """A stream that writes lines in a thread. `write` neither waits nor raises.
 
-    A line is lost where more than KEPT_BYTES wait, or where the descriptor refuses it. `lost` counts these lines.
+    A line is lost if more than KEPT_BYTES would wait, or if the descriptor refuses it. `lost` counts these lines.
 
-    recovered: called in the thread with the number of lines lost since its last call, when a line is written again
+    recovered: called in the thread when a line is written again, with the number of lines lost since its last call
     """
 
     def __init__(self, descriptor: int, recovered: Callable[[int], None]) -> None:
@@ -32,7 +32,7 @@ class LogWriter:
         self._lines: deque[bytes] = deque()
         self._size = 0  # bytes that wait or are being written
         self._unreported = 0
-        self._torn = False  # the last line written lacks its end
+        self._torn = False  # the last write ended within a line
         self._idle = False
         self._closing = False
         threading.Thread(target=self._run, name="log", daemon=True).start()
@@ -49,7 +49,7 @@ class LogWriter:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Return at once: a caller that has to wait calls `close`."""
+        """Return at once. A caller that has to wait calls `close`."""
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Wait until all lines are written, `timeout_s` seconds at most."""
@@ -70,7 +70,7 @@ class LogWriter:
                 self._write(lines)
 
     def _take(self) -> list[bytes]:
-        """The next lines that fit into one write, at least one if there is any."""
+        """Return the next lines that fit into one write, at least one if there is any."""
         taken: list[bytes] = []
         size = 0
         with self._changed:
@@ -95,7 +95,7 @@ class LogWriter:
         with self._changed:
             self._lose(len(lines) - whole)
             self._size -= size
-            keeps_up = self._size < KEPT_BYTES // 2  # so that the report is not lost, too
+            keeps_up = self._size < KEPT_BYTES // 2  # otherwise the report could be lost, too
             recovered = self._unreported if whole and keeps_up else 0
             self._unreported -= recovered
             self._changed.notify_all()
@@ -105,7 +105,7 @@ class LogWriter:
     def _write_some(self, data: memoryview) -> int:
         try:
             return os.write(self._descriptor, data)
-        except BlockingIOError:  # another process that has the descriptor made it non-blocking
+        except BlockingIOError:  # another process with the same descriptor made it non-blocking
             select.select([], [self._descriptor], [], 1.0)
             return 0
 

@@ -1,6 +1,6 @@
-"""Log lines: for people on a terminal, one JSON object each elsewhere; uvicorn's own likewise.
+"""Log lines: readable text on a terminal, one JSON object per line elsewhere. Uvicorn's lines get the same format.
 
-A line says who asked for what, how it ended and how long it took, never what the texts said.
+The line of a request contains its client, its route, its outcome and its duration. It never contains the texts.
 """
 
 import atexit
@@ -21,16 +21,20 @@ from structlog.types import EventDict, FilteringBoundLogger, Processor
 from service.errors import InternalError
 from service.observability.log_writer import LogWriter
 
-QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})  # asked every few seconds
-# Of the request that is being answered, what each of its lines says.
+# Requested every few seconds.
+QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})
+# The fields that each log line of the current request contains.
 NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxyType({}))
 
 
-_writers: list[LogWriter] = []  # of this process, the one in use last
+_writers: list[LogWriter] = []  # the writers of this process; the last one is in use
 
 
 def configure(level: str, form: Literal["auto", "console", "json"], stream: TextIO) -> None:
-    """Send every log line of this process to `stream`. Lines that it refuses, or takes too slowly, are counted."""
+    """Send all log lines of this process to `stream`.
+
+    Lines that it refuses or accepts too slowly are lost and counted.
+    """
     close()
     sink = cast(TextIO, open_writer(stream) or stream)
     console = form == "console" or (form == "auto" and stream.isatty())
@@ -40,14 +44,14 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(severity),
-        # It writes a line at once, with its end: processes share the stream.
+        # This logger writes a line and its newline in one call, because several processes share the stream.
         logger_factory=structlog.WriteLoggerFactory(sink),
     )
     adopt_foreign_lines(severity, sink, shared, renderer)
 
 
 def open_writer(stream: TextIO) -> LogWriter | None:
-    """The writer to the descriptor of `stream`; None if it is in memory and has none."""
+    """Return a writer to the descriptor of `stream`, or None if the stream has no descriptor, such as one in memory."""
     try:
         descriptor = stream.fileno()
     except OSError:
@@ -61,19 +65,22 @@ def report_lost(lines: int) -> None:
 
 
 def lost_lines() -> int:
-    """Lines of this process that were lost."""
+    """Return the number of lost log lines of this process."""
     return sum(writer.lost for writer in _writers)
 
 
 @atexit.register
 def close() -> None:
-    """Wait for the last lines to be written, a second at most: before `os._exit`, and when the interpreter ends."""
+    """Wait until all lines are written, at most a second.
+
+    Called before `os._exit` and at the end of the interpreter.
+    """
     for writer in _writers:
         writer.close()
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the process without waiting for its threads, once the last lines are written."""
+    """End the process after the last lines are written, without waiting for its threads."""
     close()
     os._exit(status)
 
@@ -99,7 +106,7 @@ def to_json(fields: Mapping[str, object], **options: Any) -> str:
 
 
 def console_renderer(stream: TextIO) -> Processor:
-    # The pretty tracebacks would print local variables, and with them people's texts.
+    # Formatted tracebacks would print local variables, which contain clients' texts.
     return structlog.dev.ConsoleRenderer(
         colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
@@ -122,29 +129,30 @@ def adopt_foreign_lines(
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes the lines of libraries."""
+    """Handler of the log lines of libraries."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Log where a record comes from that cannot be formatted. `logging` would write to standard error itself."""
+        """Log the location of a record that cannot be formatted. `logging` would write to standard error itself."""
         place = f"{record.pathname}:{record.lineno}"
         structlog.get_logger().error("a log record could not be formatted", place=place)
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """False for the line with which uvicorn follows our own about a start that failed."""
+    """Return False for uvicorn's line about a failed start, which repeats the service's own line."""
     return record.msg != "Application startup failed. Exiting."
 
 
 def log_bug(error: Exception) -> None:
-    """Tell of an error that is our fault, with its traceback; of others their request's line says enough."""
+    """Log an internal error with its traceback. For any other error, the log line of the request suffices."""
     if isinstance(error, InternalError):
         structlog.get_logger().error(error.message, exc_info=error)
 
 
 class LogLimiter:
-    """Lets so many lines a second, or in each period from a first one on, pass and counts the others.
+    """Limits repeated log lines: `most` lines pass in each period, and the others are counted.
 
-    For lines that come when there is no time for them.
+    A period begins with the first line after the previous period. The limiter is for lines that are frequent under
+    overload.
     """
 
     def __init__(
@@ -168,14 +176,14 @@ class LogLimiter:
         return True
 
     def untold(self) -> int:
-        """The lines that were kept back since this was asked last."""
+        """Return the number of suppressed lines since the previous call, and reset it."""
         count, self._untold = self._untold, 0
         return count
 
 
 def log_request(log: FilteringBoundLogger, route: str, **facts: object) -> None:
-    """The one line of a request; health checks and scrapes are for debugging only.
+    """Log the one line of a request. The lines of health checks and scrapes have the level debug.
 
-    log: one that is bound, as it may be for as long as the log is configured as it is: to bind it takes a while
+    log: a bound logger; the caller keeps it while the log's configuration stays the same, because binding is slow
     """
     (log.debug if route in QUIET_ROUTES else log.info)("request", **facts)

@@ -1,9 +1,8 @@
-"""What Prometheus reads: names in base units, labels from small closed sets.
+"""The Prometheus metrics: names in base units, labels from small closed sets.
 
-`route` is a route's template and never the path that a client wrote, `model` is the id of a bundle
-that is served, `tenant` is the name of a configured key, `reason` is a code of the error tree. What can
-be known of them before anybody asks is on the page from the start, at zero: a rate can then be
-told of the first refusal, too.
+`route` is a route's template and never the path that a client sent. `model` is the id of a served bundle, `tenant` is
+the name of a configured key, and `reason` is an error code. All series that are known at startup exist from the start
+with the value zero, so that a rate includes the first refusal.
 """
 
 import asyncio
@@ -32,30 +31,31 @@ from service.scheduling.load import Load
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the page, and nobody reads them
+# These metrics would double the size of the page, and they are of no use.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
 REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
 FAILURES = frozenset(kind.code for kind in kinds() if kind.status == InternalError.status)
 LATE = frozenset(
     kind.code for kind in (Overloaded, DeadlineExceeded)
-)  # a short deadline can cause these
+)  # a short client deadline can cause these
 OUTCOMES = ("failed", "ok")
 ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200
-RENDERING = 0.1  # of the time, at most, is spent on pages
+RENDERING = 0.1  # largest share of time that rendering pages may take
 
-STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # and then as others
+STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # the additional buckets for stages
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATIOS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
-Counts = dict[str, dict[str, int]]  # of answers to copies, by head and outcome
+Counts = dict[str, dict[str, int]]  # number of compared shadow answers, by head and outcome
 
 
 class Recorder(Protocol):
-    """Metrics as an HTTP process needs them, wherever they are kept."""
+    """Interface of the metrics for an HTTP process, independent of the process that keeps them."""
 
     def observe_request(
         self, route: str, model: str, status: int, seconds: float, priority: int = 0
@@ -65,17 +65,17 @@ class Recorder(Protocol):
         """Count an error response; client_deadline: the client had set a shorter deadline than the server's."""
 
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
-        """What a request took of a model; stages: seconds, as far in `STAGES` as it came."""
+        """Record a request's tokens and the seconds per stage, for the stages of `STAGES` that it reached."""
 
     def expect(self, routes: Mapping[str, bool]) -> None:
-        """Tell what can be asked for, by route: whether it is asked of a model."""
+        """Declare the routes; the value is whether requests to the route use a model."""
 
     async def page(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the metrics page in Prometheus's text format."""
 
 
 class Metrics:
-    """One process's metrics in a registry of their own; tenants: who may ask, "" where nobody has a key."""
+    """One process's metrics in a registry of their own; tenants: names of the keys, or "" if no key is configured."""
 
     def __init__(self, tenants: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
@@ -86,7 +86,7 @@ class Metrics:
         self._page = SharedCall(self._render_in_thread, RENDERING)
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         self._of_models: list[Histogram | Counter] = []
-        self._told: set[str] = set()  # models that there are series of
+        self._told: set[str] = set()  # models that have series
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
@@ -195,7 +195,7 @@ class Metrics:
             "quartet_log_lines_lost_total",
             "Log lines lost because standard error was full, closed or not read; without the main process's.",
         )
-        self._lost_here = 0  # of them, lines of this process
+        self._lost_here = 0  # the part of them from this process
         self.compared: dict[str, Counts] = {}
         for reason in REFUSALS:
             self._rejected.labels(reason)
@@ -288,7 +288,7 @@ class Metrics:
         models: Callable[[], Mapping[str, Mapping[str, str]]],
         max_queue_s: float = 0.0,
     ) -> None:
-        """Ask the device whenever the metrics are read: for its load, and how it computes each model, by its id.
+        """Read the device's load and the facts of each model, by its id, whenever the metrics are rendered.
 
         max_queue_s: expected seconds of waiting at which requests are refused
         """
@@ -300,18 +300,18 @@ class Metrics:
         self._routes.update(routes)
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        """Return the metrics page, of type `CONTENT_TYPE`."""
         self._update()
         return generate_latest(self.registry)
 
     async def _render_in_thread(self) -> bytes:
-        """Read the values here, where they change, and format them in a thread, which takes most of the time."""
+        """Read the values in the event loop, where they change, and format them in a thread: that takes longest."""
         self._update()
         families = Collected([*self.registry.collect()])
         return await asyncio.to_thread(generate_latest, families)
 
     def _update(self) -> None:
-        """Set what is read whenever the metrics are: gauges, and the series that there are."""
+        """Update the values that are read only for a page: gauges, and the set of series."""
         if self._load is not None:
             load = self._load()
             self._ready.set(load.ready)
@@ -334,7 +334,10 @@ class Metrics:
                     self._answers.labels(priority, route, model)
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Tell no more of models that are not among these, if any are: of all that ever were it would be too much."""
+        """Remove the series of all models except these, unless there are none.
+
+        The series of all former models would be too many.
+        """
         gone = self._told - {"", *models} if models else set()
         for model in gone:
             self._stages_of.pop(model, None)
@@ -344,7 +347,7 @@ class Metrics:
         self._told -= gone
 
     def _begin(self, model: str) -> None:
-        """Have all that will be told of a model on the page."""
+        """Create all series of a model."""
         self._told.add(model)
         self._stages_at(model)
         batches = (self._queue_wait, self._inference, self._batch_tokens, self._size, self._padding)
@@ -362,7 +365,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Collected:
-    """A registry of families that are collected already."""
+    """A registry of metric families that are already collected."""
 
     families: list[Metric]
 

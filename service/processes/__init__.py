@@ -1,4 +1,4 @@
-"""Processes: the supervisor, its HTTP and inference processes, and what they send each other.
+"""Processes: the supervisor, its HTTP and inference processes, and the messages between them.
 
 Callers use `supervisor` and `single_process`; `child_main` is the entry point of a child process.
 """

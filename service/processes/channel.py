@@ -1,8 +1,8 @@
-"""The channel of messages between two processes, over a stream socket: a header in JSON, and arrays as in memory.
+"""The message channel between two processes over a stream socket: a JSON header, and arrays in their memory layout.
 
     frame = length of header, length of arrays (u32 each, little-endian), [kind, fields], the arrays' bytes
 
-Both ends are the same version on the same machine, so nothing here is versioned or swapped.
+Both ends run the same version on the same machine. The frames therefore need no version number and no byte swapping.
 """
 
 import asyncio
@@ -25,9 +25,11 @@ def frame(message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
 
 
 class Channel(asyncio.Protocol):
-    """One end of a socket: `received(message, arrays)` for each message, `lost()` once, when the other end is gone.
+    """One end of a channel.
 
-    broken: whether what came could not be received, by a bug of ours; the socket is closed then
+    received: called with each message and its arrays
+    lost: called once, when the other end has closed
+    broken: whether received data could not be processed, because of a bug in the service; the socket is then closed
     """
 
     def __init__(
@@ -41,16 +43,18 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no such class
+        # A cast, because uvloop's transports are not subclasses of asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
 
     @property
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: Message, *arrays: NDArray[Any] | bytes) -> None:
-        """What one turn of the event loop says is sent at once: to wake the other end costs more than to read it.
+        """Send a message. All messages of one turn of the event loop are written together.
 
-        What is sent to an end that is gone is dropped: `lost` has been called, or will be.
+        One write saves time, because waking the other end costs more than reading a message. If the other end has
+        closed, the message is dropped: `lost` has been called or will be.
         """
         if not self.open:
             return
@@ -73,7 +77,7 @@ class Channel(asyncio.Protocol):
             self._receive(data)
         except Exception:
             self.broken = True
-            raise  # to the event loop, which tells of it and closes
+            raise  # the event loop reports it and closes the connection
 
     def _receive(self, data: bytes) -> None:
         self._buffer += data

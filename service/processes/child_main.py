@@ -1,7 +1,8 @@
-"""A process of ours: `python -m service.processes.child_main ROLE PARENT ORDERS [LISTENER...] < brief`, started by
-`service.processes.supervisor`.
+"""Entry point of a child process, which `service.processes.supervisor` starts.
 
-PARENT is the process id of the main process. ORDERS and LISTENERs are file descriptors that were inherited.
+Its command line is `python -m service.processes.child_main ROLE PARENT ORDERS [LISTENER...] < brief`.
+
+PARENT is the process id of the main process. ORDERS and LISTENERs are inherited file descriptors.
 """
 
 import socket
@@ -24,7 +25,8 @@ log = structlog.get_logger()
 def main() -> None:
     ignore((*STOP, *IGNORED))
     role, parent, control, *listener = sys.argv[1:]
-    die_with_parent(True, int(parent))  # until it serves: then it finishes what it accepted
+    # Until it serves; after that, it completes its accepted requests.
+    die_with_parent(True, int(parent))
     settings, resume = read_brief(sys.stdin.buffer.read())
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
     end_within_s = settings.drain_s + health.KILL_AFTER_S
@@ -35,7 +37,7 @@ def main() -> None:
         serve_http(settings, heard, [socket.socket(fileno=int(number)) for number in listener])
 
 
-# Each role imports what it needs: an HTTP process has no runtime, and the inference process no framework.
+# Each role imports only what it needs: an HTTP process has no runtime, and the inference process no web framework.
 
 
 def serve_inference(settings: Settings, control: ControlChannel, resume: Report | None) -> None:

@@ -1,12 +1,12 @@
-"""What the main process tells its children and what they tell it, on one socket for each child.
+"""The control channel between the main process and a child: commands to the child and reports from it, on one socket.
 
-An order is a byte, which a descriptor may come along with: another socket, or a file in memory. A child that finds no
-room for the descriptor reports that it is missing (`MISSING`), and the main process sends it again. A child obeys these
-alone, and no signal: a terminal or an init system may signal every process at once, and only the main process knows in
-which order to stop. When it is gone, the orders end, and so do its children.
+A command is one byte. Some commands come with a descriptor of a socket or of a file in memory. A child without a free
+descriptor reports that it is missing (`MISSING`), and the main process sends the command again. A child follows only
+these commands and ignores signals: a terminal or an init system may signal all processes at once, but only the main
+process knows the order in which they must stop. When the main process is gone, the channel closes and its children end.
 
-A report is a line: an object in JSON, or nothing, which says no more than that the child serves and lives. A child
-begins to report when it serves, and then never falls silent.
+A report is a line that contains a JSON object or is empty. An empty report is a heartbeat: the child serves. A child
+starts to report when it serves, and then reports regularly.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from typing import NamedTuple
 from service import health
 from service.process_signals import die_with_parent, end_within
 
-LEAVE = b"L"  # report not ready, and still answer requests
-DRAIN = b"D"  # answer what was accepted, then end
+LEAVE = b"L"  # report not ready, and still serve requests
+DRAIN = b"D"  # respond to the accepted requests, then end
 PEER = b"P"  # comes with one end of a channel to another process
-KEYS = b"K"  # comes with a file in memory that holds all API keys
+KEYS = b"K"  # comes with a file in memory that contains all API keys
 
 WITH_DESCRIPTOR = {PEER, KEYS}
-MISSING = "missing"  # in a report: the order whose descriptor did not arrive
+MISSING = "missing"  # in a report: the command whose descriptor did not arrive
 
 Report = Mapping[str, object]
 
 
 class ChildControl:
-    """The main process's end: it gives orders, and calls `reported` with each report, `{}` for a bare one."""
+    """The main process's end. It sends commands, and calls `reported` with each report, `{}` for a heartbeat."""
 
     def __init__(self, end: socket.socket, reported: Callable[[Report], None]) -> None:
         end.setblocking(False)
@@ -42,14 +42,18 @@ class ChildControl:
         asyncio.get_running_loop().add_reader(end, self._read)
 
     def give(self, order: bytes, end: socket.socket | None = None) -> bool:
-        """Send an order; returns whether it was sent.
+        """Send a command. Returns whether it was sent.
 
-        It is not to a child that has just gone, or that has read nothing for so long that no more fits.
+        It is not sent if the child has just ended, or if the child has read nothing for so long that the buffer is
+        full.
         """
         return self._send(order, [] if end is None else [end.fileno()])
 
     def give_keys(self, keys: bytes) -> bool:
-        """Send API keys, as JSON, which are no part of the stream because they may be larger than its buffer."""
+        """Send API keys, as JSON. Returns whether they were sent.
+
+        They are in a file in memory, because they may be larger than the socket's buffer.
+        """
         try:
             with open(os.memfd_create("keys"), "wb") as file:
                 file.write(keys)
@@ -74,7 +78,7 @@ class ChildControl:
     def _read(self) -> None:
         try:
             data = self._end.recv(65_536)
-        except ConnectionResetError:  # gone, and had not heard all that we said
+        except ConnectionResetError:  # the child has ended without reading all commands
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._end)
@@ -84,9 +88,10 @@ class ChildControl:
 
 
 class Order(NamedTuple):
-    """An order as a child gets it.
+    """A command as a child receives it.
 
-    end: the socket of PEER; text: the JSON of KEYS
+    end: the socket of PEER
+    text: the JSON of KEYS
     """
 
     kind: bytes
@@ -95,12 +100,12 @@ class Order(NamedTuple):
 
 
 class ControlChannel(AsyncIterator[Order]):
-    """A child's end: iterate it for orders, until the main process is gone.
+    """The child's end. Iterate over it for commands; the iteration ends when the main process is gone.
 
-    One descriptor is held in reserve for what comes along with an order, because clients' connections may take all
-    others that the process is allowed.
+    The channel keeps one descriptor in reserve for a descriptor that comes with a command, because client connections
+    may use all other descriptors of the process.
 
-    end_within_s: when the main process is gone, this process ends within so many seconds
+    end_within_s: seconds within which this process ends after the main process is gone
     """
 
     def __init__(self, end: socket.socket, end_within_s: float | None = None) -> None:
@@ -120,7 +125,7 @@ class ControlChannel(AsyncIterator[Order]):
                     await asyncio.get_running_loop().sock_sendall(self._end, line + b"\n")
 
     async def beat(self) -> None:
-        """Tell it again and again that this process lives and serves."""
+        """Send a heartbeat to the main process at regular intervals, forever."""
         die_with_parent(False)
         while True:
             await self.report({})
@@ -144,11 +149,14 @@ class ControlChannel(AsyncIterator[Order]):
             await self.report({MISSING: kind.decode()})
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        """The next order's byte and descriptors; the system drops a descriptor for which there is no room."""
+        """Receive the next command's byte and descriptors.
+
+        The system drops a descriptor if the process has no free one.
+        """
         self._free_reserve()
         try:
             kind, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
-        except ConnectionResetError:  # gone, and had not heard all that we said
+        except ConnectionResetError:  # the main process has ended without reading all reports
             return b"", []
         finally:
             self._keep_reserve()
@@ -174,7 +182,7 @@ class ControlChannel(AsyncIterator[Order]):
 
 
 def order_with(kind: bytes, descriptor: int) -> Order:
-    """The order of this kind that a descriptor came along with."""
+    """Return the command of this kind with its descriptor."""
     if kind == PEER:
         return Order(kind, end=socket.socket(fileno=descriptor))
     with open(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""The HTTP processes as the inference process sees them: what they ask, and what they are sent."""
+"""The HTTP processes from the inference process's side: their requests, and the messages to them."""
 
 import asyncio
 import itertools
@@ -26,9 +26,10 @@ log = structlog.get_logger()
 
 
 class Frontend:
-    """One HTTP process, as the inference process sees it: what it asks is computed while it is there.
+    """One HTTP process from the inference process's side. Its requests are computed while it is connected.
 
-    holds: the bundles that requests of it may be with, by id; `news()` is called when it lets go of one, or is gone
+    holds: ids of the bundles that its requests may use
+    news: called when it releases a bundle or disconnects
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Frontend:
         self._metrics = metrics
         self._news = news
         self._work: dict[int, asyncio.Future[Any]] = {}
-        self._seen = -1  # the last request that is part of the device's load, or was
+        self._seen = -1  # the last request that is or was part of the device's load
         self._adopting: dict[int, asyncio.Future[str | None]] = {}
         self.channel = Channel(self._receive, self._lost)
 
@@ -54,7 +55,10 @@ class Frontend:
     async def adopt(
         self, number: int, models: Models, texts: Mapping[str, BundleTexts]
     ) -> str | None:
-        """Wait until its requests go where this catalogue says, or it is gone; returns why they do not, if so."""
+        """Send a model table. Wait until new requests follow it, or the process disconnects.
+
+        Returns the problem if the process cannot adopt the table, else None.
+        """
         if not self.channel.open:
             return None
         new = [texts[model.id] for model in models if model.id not in self.holds]
@@ -94,7 +98,7 @@ class Frontend:
         task.add_done_callback(lambda _: self._end(number))
 
     def _end(self, number: int) -> None:
-        """Forget the work of a request. A request whose work was cancelled before it began counts as seen, too."""
+        """Remove the work of a request. A request counts as seen even if its work was cancelled before it began."""
         self._seen = max(self._seen, number)
         self._work.pop(number, None)
 
@@ -120,7 +124,7 @@ class Frontend:
             self._fail(asked.id, error)
 
     def _fail(self, number: int, error: Exception) -> None:
-        """Tell the other side of an error."""
+        """Send an error to the HTTP process."""
         if isinstance(error, errors.QuartetError):
             log_cause(error)
         else:
@@ -129,7 +133,7 @@ class Frontend:
         self.channel.send(failed(number, error))
 
     def _compute(self, asked: messages.Submit, arrays: bytes) -> None:
-        """Have a request computed, without a task of its own: there are hundreds in a second."""
+        """Start the computation of a request, without a separate task, since hundreds of requests arrive per second."""
         asked_for = entries(asked, arrays)
         places = {entry: place for place, entry in enumerate(asked_for)} if asked.each else {}
 
@@ -181,7 +185,7 @@ def entries(asked: messages.Submit, arrays: bytes) -> list[Entry]:
 def computed(
     asked: messages.Submit, ended: Mapping[int, EntryOutcome]
 ) -> tuple[messages.Computed, bytes]:
-    """What became of some entries of a request, by their places, as a message and its arrays."""
+    """Return the outcomes of some entries of a request, by their places, as a message and its arrays."""
     outcomes = {place: o for place, o in ended.items() if isinstance(o, Outcome)}
     outputs = [[outcome.outputs[head] for head in asked.heads] for outcome in outcomes.values()]
     message = messages.Computed(
@@ -207,13 +211,13 @@ def failed(number: int, error: errors.QuartetError) -> messages.Failed:
 
 
 def log_cause(error: errors.QuartetError) -> None:
-    """What went wrong is known only here; the HTTP process logs the rest under the request's id."""
+    """Log an error's cause, which only this process has. The HTTP process logs the rest under the request's id."""
     if error.__cause__ is not None:
         log.error(error.message, exc_info=error.__cause__)
 
 
 class Frontends:
-    """All HTTP processes that are there."""
+    """All connected HTTP processes."""
 
     def __init__(self, device: Device, manager: ModelManager, metrics: Metrics) -> None:
         self._device = device
@@ -240,7 +244,7 @@ class Frontends:
         frontend.tell(self._device.load())
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
-        """Let all requests go where this catalogue says. Raises ValueError when one process cannot."""
+        """Make all new requests follow this model table. Raises ValueError if a process cannot adopt it."""
         self._served = models, texts
         number = next(self._catalogues)
         adopting = [frontend.adopt(number, models, texts) for frontend in self._there]
@@ -248,12 +252,15 @@ class Frontends:
             raise ValueError(problems[0])
 
     async def left(self, model_id: str) -> None:
-        """Wait until no request is with a bundle any more."""
+        """Wait until no request uses a bundle any more."""
         while any(model_id in frontend.holds for frontend in self._there):
             await self._next_news()
 
     async def tell_load(self) -> None:
-        """Keep them told, so that none has to ask, while the device lives."""
+        """Send the load to all HTTP processes regularly, so that none has to request it.
+
+        Returns when the device fails.
+        """
         while True:
             load = self._device.load()
             for frontend in self._there:
@@ -263,7 +270,7 @@ class Frontends:
             await asyncio.sleep(health.LOAD_REPORT_S)
 
     async def none(self) -> None:
-        """Wait until none is left."""
+        """Wait until no HTTP process is connected."""
         while self._there:
             await self._next_news()
 

@@ -1,4 +1,4 @@
-"""An HTTP process that computes nothing."""
+"""An HTTP process, which sends its computations to the inference process."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Worker(Server):
-    """A server to which the main process brings an inference process, and another when that is lost."""
+    """A server whose inference process is connected by the main process, and replaced if it is lost."""
 
     def __init__(self, settings: Settings, control: ControlChannel) -> None:
         self.device = RemoteDevice(exit_for_restart)
@@ -50,7 +50,7 @@ class Worker(Server):
                 task.cancel()
 
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
-        """Report to the main process first: from then on it notices a hang."""
+        """Report to the main process first. From then on, the main process detects a hang."""
         await self.control.report({})
         self.tasks.append(asyncio.create_task(self.control.beat()))
         await super().report_serving(sockets)
@@ -68,7 +68,7 @@ class Worker(Server):
         self.drain()  # the main process is gone
 
     async def watch_channel(self) -> None:
-        """Report again and again that there is no channel. The main process knows whether there should be one."""
+        """Report regularly while there is no channel. The main process knows whether there should be one."""
         while True:
             await asyncio.sleep(health.CHANNEL_MISSING_S)
             if not self.device.connected:
@@ -79,7 +79,7 @@ class Worker(Server):
 
 
 async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
-    """Do work without which this process is of no use: if it fails, end, to be started again."""
+    """Await work that this process depends on. If it fails, end the process, so that the main process restarts it."""
     try:
         await work
     except Exception as error:
@@ -90,7 +90,7 @@ async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
 def exit_for_restart(
     problem: str = "a message of the inference process cannot be received",
 ) -> None:
-    """End, to be started again: draining would close the listener, which other processes share."""
+    """End the process for a restart. A drain would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)
     logs.exit_at_once(1)
 
@@ -99,7 +99,7 @@ def exit_for_restart(
 async def open_remote_engines(
     device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
-    """Engines on the inference process, once it has opened its bundles. Raises ValueError."""
+    """Yield engines on the inference process, once it has opened its bundles. Raises ValueError."""
     engines = Engines(device, device.execute, metrics.observe_comparison)
     watching = asyncio.create_task(device.watch())
     try:

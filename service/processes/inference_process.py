@@ -19,17 +19,17 @@ log = structlog.get_logger()
 
 
 class CannotStart(Exception):
-    """Starting this process again would not help."""
+    """A startup failure that a restart of this process cannot fix."""
 
 
 async def compute(
     settings: Settings, control: ControlChannel, resume: Resume | None = None
 ) -> None:
-    """Open the bundles; compute for every HTTP process that the orders bring; end when they and it have gone.
+    """Open the bundles, and compute for every HTTP process until the control channel and all their channels close.
 
-    resume: what a process before this one reported of its bundles, which are opened then, and no others.
+    resume: the bundles that the previous inference process reported; only these are opened
 
-    Raises CannotStart when the bundles cannot be opened. When only a restart can help, the process ends at once.
+    Raises CannotStart if the bundles cannot be opened. If only a restart can help, the process ends at once.
     """
     metrics = Metrics(settings.keys)
     async with AsyncExitStack() as stack:
@@ -43,7 +43,7 @@ async def compute(
         frontends = Frontends(device, manager, metrics)
         await manager.follow(frontends)
         gc.collect()
-        gc.freeze()  # what lives as long as the process need not be looked at again and again
+        gc.freeze()  # excludes long-lived objects from garbage collection
         serving = asyncio.create_task(serve(frontends, control))
         telling = asyncio.create_task(frontends.tell_load())
         beating = asyncio.create_task(control.beat())
@@ -59,7 +59,7 @@ async def compute(
 
 
 async def serve(frontends: Frontends, control: ControlChannel) -> None:
-    """Welcome whom the orders bring, until there are no more and all have left."""
+    """Connect each HTTP process that a command brings. Return when the control channel and all their channels close."""
     async for order in control:
         if order.end is not None:
             await frontends.add_http_process(order.end)

@@ -1,6 +1,6 @@
 """The messages between HTTP processes and the inference process, one class for each kind.
 
-Both ends are the same version on the same machine, so no message is versioned.
+Both ends run the same version on the same machine, so no message has a version number.
 """
 
 from collections import Counter
@@ -22,7 +22,8 @@ class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
     each: send each entry's outcome as soon as it is computed, instead of all together
-    The other fields are those of `Entry`.
+
+    `Entry` defines the other fields.
     """
 
     id: int
@@ -47,9 +48,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Calls of the metrics' methods in an HTTP process, in their order: the method's name and its arguments.
+    """Metric calls in an HTTP process, in their order: each call's method name and arguments.
 
-    lost_lines: log lines that the process has lost since it sent the message before
+    lost_lines: log lines that the process has lost since its previous message
     """
 
     calls: list[tuple[str, Sequence[Any]]]
@@ -58,7 +59,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """Send the metrics' page, with what can be asked for by route: whether it is asked of a model."""
+    """Send the metrics page; routes: for each route, whether its requests use a model."""
 
     id: int
     routes: Mapping[str, bool]
@@ -83,7 +84,7 @@ class Execute:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """New requests go where this catalogue says, unless there is a problem: then they go where they went before."""
+    """New requests follow this model table. If there is a problem, they still follow the previous one."""
 
     number: int
     problem: str | None
@@ -91,7 +92,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """No request is with a bundle any more that was in a catalogue before, and is no longer."""
+    """No request uses a bundle any more that an earlier model table contained and the current one does not."""
 
     model: str
 
@@ -101,10 +102,11 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is served from now on, and the texts of what is new in it.
+    """The model table: the served models from now on, and the texts of the new ones.
 
-    models: as `service.engines.model_state` has them; texts: id, sha256, manifest and size of the tokenizer of each
-    bundle; arrays: the tokenizers, one after the other
+    models: in the format of `service.engines.model_state`
+    texts: id, sha256, manifest and tokenizer size in bytes of each bundle
+    arrays: the tokenizers, one after the other
     """
 
     number: int
@@ -115,7 +117,7 @@ class Catalogue:
     def of(
         cls, number: int, models: Models, texts: Sequence[BundleTexts]
     ) -> tuple["Catalogue", bytes]:
-        """The message, and its arrays."""
+        """Return the message and its arrays."""
         told = [
             (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
             for own in texts
@@ -129,7 +131,7 @@ class Catalogue:
         )
 
     def read(self, arrays: bytes) -> dict[str, BundleTexts]:
-        """The texts, by id."""
+        """Return the texts by bundle id."""
         found: dict[str, BundleTexts] = {}
         start = 0
         for name, sha256, manifest, size in self.texts:
@@ -141,7 +143,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The device's load, every so often, which the requests up to `seen` are part of.
+    """The device's load, sent regularly. It includes the requests up to `seen`.
 
     waiting: each flow, with the bits, number and tokens of its requests
     """
@@ -177,10 +179,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Entries of a request by their places in it; arrays: their outputs, float32, one after the other.
+    """Outcomes of a request's entries, by their places in it; arrays: their outputs, float32, one after the other.
 
     shapes: for each entry, the shapes of its heads' outputs, in the order of the request's heads
-    facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each
+    facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each entry
     failed: place, code and message of each entry that failed
     """
 
@@ -193,7 +195,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The whole request failed with an error of the tree."""
+    """The whole request failed with an error of `service.errors`."""
 
     id: int
     code: str
@@ -204,7 +206,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The metrics' page; arrays: its bytes."""
+    """The metrics page; arrays: its bytes."""
 
     id: int
 

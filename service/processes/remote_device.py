@@ -1,4 +1,4 @@
-"""The device of an HTTP process: a client of the inference process, behind the seam of `service.engines.device`."""
+"""The device of an HTTP process: a client of the inference process with the interface of `service.engines.device`."""
 
 import asyncio
 import itertools
@@ -28,21 +28,25 @@ STARTING = "the inference process is being started"
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
-    """A request that waits for its answer; `sent`: the entries that were sent last, whose places outcomes tell."""
+    """A request that waits for its answer.
+
+    sent: the entries sent last; the places in outcomes refer to them
+    """
 
     answer: PendingRequest
     sent: Sequence[Entry]
 
 
 class RemoteDevice:
-    """Computes in the inference process.
+    """A device that computes in the inference process.
 
-    When that is lost, what it had not answered is asked of the next one, once: one request at a time, each entry in a
-    batch of its own. So an input that kills the process takes no other with it the second time. What is lost twice,
-    and what comes while there is no inference process, fails with ReplicaLost.
+    When the inference process is lost, its unanswered requests are sent to the next one, once. They are sent one
+    request at a time, with each entry in a batch of its own, so an input that kills the process affects no other
+    request the second time. A request that is lost twice fails with ReplicaLost. So does a request that arrives while
+    there is no inference process.
 
-    broken: is called when what the inference process sends cannot be received here; nobody connects this one again,
-    for that process lives
+    broken: called when a message of the inference process cannot be processed here; the main process sends no new
+    channel in that case, because the inference process still lives
     """
 
     def __init__(self, broken: Callable[[], None] = lambda: None) -> None:
@@ -53,24 +57,25 @@ class RemoteDevice:
         self._stall_clock = StallClock(health.TICK_S)
         self._unseen: deque[tuple[int, Flow, RemainingWork]] = (
             deque()
-        )  # sent, and no part of a load yet
+        )  # sent, but not part of a load report yet
         self._last_load = LastSign(self._stall_clock)
         self._ids = itertools.count()
         self._asked: dict[int, SentRequest] = {}
-        self._lost: deque[int] = deque()  # to be asked again, small ones first
-        self._again: int | None = None  # is being asked again
-        self._doubt = False  # beside one whose client left, which may be computed all the same
-        self._orders: dict[int, asyncio.Future[Any]] = {}  # what else it was asked
+        self._lost: deque[int] = deque()  # to be sent again, small requests first
+        self._again: int | None = None  # the request that is being sent again
+        # Whether the request resent before it was cancelled and may still be computed.
+        self._doubt = False
+        self._orders: dict[int, asyncio.Future[Any]] = {}  # other messages that wait for a reply
         self._subscriber: Subscriber | None = None
         self._followed = asyncio.Event()
-        self._turn = asyncio.Lock()  # catalogues are adopted one after the other
-        self._adopted = asyncio.Event()  # the first, or there was a problem
+        self._turn = asyncio.Lock()  # model tables are adopted one after the other
+        self._adopted = asyncio.Event()  # whether the first model table was adopted or failed
         self._problem: str | None = None
-        self._shown: set[str] = set()  # the bundles of the last one
+        self._shown: set[str] = set()  # the bundles of the last model table
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, end: socket.socket) -> None:
-        """Talk to an inference process as soon as it has opened its bundles; another is lost."""
+        """Connect to an inference process. It is used as soon as it has opened its bundles. A previous one is lost."""
         if self._channel is not None:
             self._channel.close()
             self._forget(self._channel)
@@ -79,7 +84,7 @@ class RemoteDevice:
         self._shown = set()
         await loop.create_unix_connection(lambda: made, sock=end)
         if not made.open:
-            self._forget(made)  # it was gone before we knew it
+            self._forget(made)  # it had closed before the channel was assigned
 
     @property
     def connected(self) -> bool:
@@ -87,7 +92,10 @@ class RemoteDevice:
         return self._channel is not None and self._channel.open
 
     async def follow(self, subscriber: Subscriber) -> None:
-        """Let it adopt what is served, now and later. Raises ValueError when it cannot adopt the first."""
+        """Pass the current and all later model tables to a subscriber.
+
+        Raises ValueError if it cannot adopt the first.
+        """
         self._subscriber = subscriber
         self._followed.set()
         await self._adopted.wait()
@@ -131,27 +139,27 @@ class RemoteDevice:
         return self._load
 
     async def watch(self) -> None:
-        """Count how long nothing is heard; time in which this process was stopped or starved makes nobody silent."""
+        """Measure the silence of the inference process, excluding time in which this process was stopped or starved."""
         while True:
             await self._stall_clock.tick()
 
     def alive(self) -> bool:
-        return True  # whatever became of the other process, it is started again
+        return True  # independent of the inference process, which the main process restarts
 
     def push(self, observed: messages.Observed) -> bool:
-        """Hand what the metrics saw to the process that keeps them; False when it is away."""
+        """Send observations to the inference process, which keeps the metrics. Returns False if it is not connected."""
         if self._computing is None:
             return False
         self._computing.send(observed)
         return True
 
     async def page(self, routes: Mapping[str, bool]) -> bytes:
-        """The metrics' page. Raises ReplicaLost."""
+        """Return the metrics page. Raises ReplicaLost."""
         page: bytes = await self._order(lambda number: messages.Render(number, routes))
         return page
 
     async def execute(self, command: Command) -> Mapping[str, Any]:
-        """Execute a command in the inference process. Raises ReplicaLost and the errors of `Curator.execute`."""
+        """Execute a command in the inference process. Raises ReplicaLost and the errors of `ModelManager.execute`."""
         answer: Mapping[str, Any] = await self._order(
             lambda number: messages.Execute.of(number, command)
         )
@@ -169,7 +177,7 @@ class RemoteDevice:
 
     @property
     def _computing(self) -> Channel | None:
-        """The inference process, while it is there and has opened its bundles."""
+        """The channel to the inference process, if it is connected and has opened its bundles; else None."""
         there = self._channel is not None and self._channel.open and self._opened.is_set()
         return self._channel if there else None
 
@@ -188,7 +196,7 @@ class RemoteDevice:
         self._load = Load(problem=STARTING)
         self._unseen.clear()
         if self._doubt:
-            self._again = None  # it gets its chance once more
+            self._again = None  # the request is sent once more
         lost = [number for number in self._asked if number != self._again]
         self._lost = deque(sorted(lost, key=lambda number: len(self._asked[number].answer.missing)))
         if self._again is not None:
@@ -200,7 +208,7 @@ class RemoteDevice:
                 order.set_exception(errors.ReplicaLost("the inference process was lost"))
 
     def _ask_again(self) -> None:
-        """Ask for what is missing of the next request that was lost, small ones first."""
+        """Send the missing entries of the next lost request, small requests first."""
         while self._lost and self._again is None and (device := self._computing) is not None:
             number = self._lost.popleft()
             if asked := self._asked.get(number):
@@ -247,7 +255,7 @@ class RemoteDevice:
         task.add_done_callback(self._tasks.discard)
 
     async def _adopt(self, told: messages.Catalogue, texts: bytes, teller: Channel) -> None:
-        """Let new requests go where a catalogue says, and tell when they do."""
+        """Make new requests follow a model table, and report when they do."""
         problem = None
         async with self._turn:
             await self._followed.wait()
@@ -272,7 +280,7 @@ class RemoteDevice:
         self._shown = models
 
     async def _leave(self, model_id: str, teller: Channel) -> None:
-        """Tell when no request is with a bundle any more."""
+        """Report when no request uses a bundle any more."""
         assert self._subscriber is not None
         await self._subscriber.left(model_id)
         teller.send(messages.Released(model_id))
@@ -288,7 +296,7 @@ class RemoteDevice:
 def submission(
     number: int, answer: PendingRequest, entries: Sequence[Entry], unbatched: bool = False
 ) -> tuple[messages.Submit, bytes, bytes]:
-    """Entries of a request as a message and its arrays; all are alike but for their tokens."""
+    """Return entries of a request as a message and its arrays. The entries differ only in their tokens."""
     first = entries[0]
     assert first.heads, "our bug: an entry that goes to another process names its heads"
     message = messages.Submit(
@@ -312,7 +320,7 @@ def submission(
 def outcomes(
     computed: messages.Computed, arrays: bytes, entries: Sequence[Entry]
 ) -> Iterator[tuple[Entry, EntryOutcome]]:
-    """The entries of a message, with their outcomes."""
+    """Yield the entries of a message, with their outcomes."""
     start = 0
     for place, shapes, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
         entry = entries[place]

@@ -1,4 +1,4 @@
-"""The metrics of an HTTP process, which the inference process counts and shows."""
+"""The metrics of an HTTP process, which the inference process counts and renders."""
 
 import asyncio
 from collections import deque
@@ -10,19 +10,19 @@ from service.observability.shared_call import SharedCall
 from service.processes import messages
 from service.processes.remote_device import RemoteDevice
 
-PUSH_S = 0.25  # how long the metrics may keep to themselves what they saw
-KEPT = 40_000  # observations that they remember while the inference process is away
+PUSH_S = 0.25  # longest delay in seconds before observations are sent
+KEPT = 40_000  # observations kept while the inference process is away
 
 
 class RemoteMetrics:
-    """The metrics of an HTTP process: what it sees goes to the inference process, which has the page."""
+    """Sends the observations of an HTTP process to the inference process, which renders the metrics page."""
 
     def __init__(self, device: RemoteDevice) -> None:
         self._device = device
         self._calls: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=KEPT)
         self._routes: dict[str, bool] = {}
         self._pushing = False
-        self._lost_lines = 0  # that were pushed
+        self._lost_lines = 0  # number of lost log lines already sent
         self._page = SharedCall(self._fetch)
 
     def observe_request(
@@ -48,7 +48,7 @@ class RemoteMetrics:
         self._routes.update(routes)
 
     async def page(self) -> bytes:
-        """The page of all processes. Raises ReplicaLost while there is none that has it."""
+        """Return the metrics page of all processes. Raises ReplicaLost if no inference process is available."""
         return await self._page()
 
     async def _fetch(self) -> bytes:

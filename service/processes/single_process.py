@@ -32,14 +32,14 @@ log = structlog.get_logger()
 def serve_alone(
     settings: Settings, listeners: Sequence[socket.socket], source: KeySource | None = None
 ) -> None:
-    """Serve until SIGTERM; source: where API keys are read again."""
+    """Serve until SIGTERM; source: where API keys are reloaded from."""
     metrics = Metrics(settings.keys)
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     SingleServer(app, settings, source).run([*listeners])
 
 
 class SingleServer(Server):
-    """The server of the only process, which itself reads API keys again."""
+    """The server of the only process, which itself reloads API keys."""
 
     def __init__(self, app: FastAPI, settings: Settings, source: KeySource | None) -> None:
         super().__init__(app, settings)
@@ -71,14 +71,14 @@ class SingleServer(Server):
         await super().report_serving(sockets)
 
     def receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Take a stop signal in the thread that receives them; a second SIGINT waits for nothing."""
+        """Handle a stop signal in the thread that receives it. A second SIGINT ends the process at once."""
         if number == signal.SIGINT and self.should_exit:
             exit_at_once(0)
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
             loop.call_soon_threadsafe(self.handle_exit, number, None)
 
     async def watch_device(self) -> None:
-        """End when only a restart can help, since a thread that hangs can be ended in no other way."""
+        """End the process when only a restart can help, because a thread that hangs can be ended in no other way."""
         while True:
             await asyncio.sleep(health.DEVICE_POLL_S)
             try:
@@ -90,9 +90,9 @@ class SingleServer(Server):
 
 @asynccontextmanager
 async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
-    """Engines on a device in this process, which tells the metrics of its batches.
+    """Yield engines on a device in this process, which records its batches in the metrics.
 
-    Raises BundleError or ProviderError when a bundle must not be served.
+    Raises BundleError or ProviderError if a bundle must not be served.
     """
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics)

@@ -1,13 +1,13 @@
-"""The main process where HTTP and inference have processes of their own: it starts them, connects them, ends them.
+"""The main process of a service with separate HTTP and inference processes: it starts, connects and ends them.
 
     main ── inference: the bundles' sessions and the batcher                  (service/processes/inference_process.py)
        └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/processes/http_process.py)
 
 Both begin in service/processes/child_main.py. Each HTTP process has a socket to the inference process
-(service/processes/channel.py), and each child one to the main process (service/processes/control_channel.py). A child
-that dies is started again and connected anew, and an inference process then asked again for what the former one had not
-answered. A child that falls silent is killed, and so started again. The first of its kind that says it cannot serve at
-all ends the service.
+(service/processes/channel.py), and each child one to the main process (service/processes/control_channel.py).
+A child that ends is restarted and connected again. HTTP processes then send their unanswered requests to a new
+inference process. A child without a heartbeat is killed, and then restarted. If a child reports that it cannot start
+before any child of its role has served, the service ends.
 """
 
 import asyncio
@@ -52,9 +52,12 @@ CANNOT_START = 3
 
 @dataclass(eq=False)
 class Child:
-    """A child process; `serves`: since when, by `time.monotonic`; `last_report`: of its reports.
+    """A child process.
 
-    repeated: how often in a row a descriptor was sent to it again, the last time at `last_repeat`
+    last_report: time of its last report
+    last_repeat: time at which a descriptor was last sent to it again
+    serves: time since which it serves, by `time.monotonic`
+    repeated: how often in a row a descriptor was sent to it again
     """
 
     role: str
@@ -64,14 +67,14 @@ class Child:
     last_repeat: LastSign
     serves: float | None = None
     killed: bool = False  # by the main process
-    oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # when it was started
+    oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # at its start
     repeated: int = 0
 
 
 class Processes:
-    """One inference process and the HTTP processes, kept alive until the service ends.
+    """One inference process and the HTTP processes, which are kept running until the service ends.
 
-    source: where API keys are read again
+    source: where API keys are reloaded from
     """
 
     def __init__(
@@ -85,16 +88,16 @@ class Processes:
         self._listeners = listeners
         self._children: set[Child] = set()
         self._stall_clock = StallClock(health.HEARTBEAT_S)
-        self._resume: object = None  # what an inference process leaves the next one
-        self._served: set[str] = set()  # roles of which one has been able to serve
-        self._leaving: asyncio.TimerHandle | None = None  # until the service drains
+        self._resume: object = None  # state that an inference process leaves to its successor
+        self._served: set[str] = set()  # roles of which at least one child has served
+        self._leaving: asyncio.TimerHandle | None = None  # timer until the service drains
         self._draining = False
-        self._over = False  # the remaining processes are to end
-        self._stopping = asyncio.Event()  # no pause before a start is waited for any more
+        self._over = False  # the remaining processes must end
+        self._stopping = asyncio.Event()  # interrupts the pauses before restarts
         self._status = 0
 
     async def run(self) -> int:
-        """Serve until told to stop; returns the status to exit with."""
+        """Serve until a stop signal. Returns the exit status."""
         stop_signals.deliver(partial(self._receive, asyncio.get_running_loop()))
         reaping = asyncio.create_task(reap_orphans(self._pids))
         try:
@@ -113,7 +116,7 @@ class Processes:
                     task.cancel()
                 self._end_starts()
                 for child in self._of("inference"):
-                    child.control.close()  # all it was asked is answered
+                    child.control.close()  # all its requests are answered
         finally:
             reaping.cancel()
             self._kill()
@@ -123,14 +126,14 @@ class Processes:
         return [child.process.pid for child in self._children]
 
     async def _keep(self, role: str) -> None:
-        """Have a child of this role until the service ends."""
+        """Keep a child of this role running until the service ends."""
         deaths = failures = 0
         while True:
             try:
                 child = await self._start(role)
             except (
                 OSError
-            ) as error:  # too many processes or files, or too little memory: it may pass
+            ) as error:  # too many processes or files, or too little memory: it may be temporary
                 facts: dict[str, object] = {"problem": str(error)}
                 status, served_s = None, None
             else:
@@ -158,7 +161,10 @@ class Processes:
                 return
 
     async def _watch(self) -> None:
-        """Kill a serving process without a heartbeat for `hang_s`; one that still opens its bundles may take longer."""
+        """Kill a serving child without a heartbeat for `hang_s`.
+
+        A child that still opens its bundles may take longer.
+        """
         while True:
             await self._stall_clock.tick()
             for child in self._children:
@@ -170,7 +176,10 @@ class Processes:
                     self._end(child)
 
     def _wanted(self, role: str) -> bool:
-        """While the service drains, start no HTTP process; accepted requests are still computed."""
+        """Return whether to start a child of this role.
+
+        While the service drains, no HTTP process is started, but an inference process is, for the accepted requests.
+        """
         if self._over:
             return False
         return not self._draining or (role == "inference" and bool(self._of("http")))
@@ -186,7 +195,7 @@ class Processes:
                 *map(str, (os.getpid(), *inherited)),
                 stdin=PIPE,
                 pass_fds=inherited,
-                process_group=0,  # what a terminal signals is for the main process
+                process_group=0,  # a signal from a terminal reaches only the main process
             )
         except BaseException:
             ours.close()
@@ -224,30 +233,33 @@ class Processes:
         self._served.add(child.role)
 
     def _introduce(self, new: Child) -> None:
-        """Connect a child with the children of the other kind."""
+        """Connect a child to all children of the other role."""
         for other in self._children:
             if other.role != new.role:
                 self._connect(new, other)
 
     def _connect(self, one: Child, other: Child) -> None:
-        """Send both one end of a new channel. Where a child does not get its end, the other one's closes."""
+        """Send each of two children one end of a new channel.
+
+        If a child does not get its end, the other child's end closes.
+        """
         try:
             ends = socket.socketpair()
         except OSError as error:
             log.error(
                 "cannot make a channel", problem=str(error)
-            )  # the HTTP process reports it missing
+            )  # the HTTP process reports the missing channel
             return
         for child, end in zip((one, other), ends, strict=True):
             self._give(child, PEER, end)
             end.close()
 
     def _repeat(self, child: Child, order: bytes) -> None:
-        """Send again what a child reports as missing, and end it where that does not help."""
+        """Send again what a child reports as missing. End the child if repetition does not help."""
         if order == KEYS:
             self._give_keys(child)
         if order != PEER or child.role != "http" or not self._of("inference"):
-            return  # an inference process without its end is reported by the HTTP process at the other
+            return  # if an inference process lacks its end, the HTTP process at the other end reports that
         again = child.last_repeat.silent_s < health.CHANNEL_ARRIVED_S
         child.repeated = child.repeated + 1 if again else 1
         child.last_repeat.renew()
@@ -267,10 +279,13 @@ class Processes:
 
     def _give_keys(self, child: Child) -> None:
         if not child.control.give_keys(dump_keys(self._settings.keys)):
-            self._end(child)  # the next one starts with these keys
+            self._end(child)  # its successor starts with these keys
 
     def _give(self, child: Child, order: bytes, end: socket.socket | None = None) -> None:
-        """Send an order. A child that cannot take it is ended: it would miss what others act on."""
+        """Send a command.
+
+        End a child that cannot receive it, because the child would miss a change that other children get.
+        """
         if not child.control.give(order, end):
             self._end(child)
 
@@ -278,14 +293,15 @@ class Processes:
         return [child for child in self._children if child.role == role]
 
     def _receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Take a stop signal in the thread that receives them."""
+        """Handle a stop signal in the thread that receives it."""
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
             loop.call_soon_threadsafe(self._stop, number)
 
     def _stop(self, number: int) -> None:
-        """Drain, on SIGTERM and SIGQUIT after the delay. A second signal waits for no delay, and one more for nothing.
+        """Drain; on SIGTERM and SIGQUIT after the delay.
 
-        End at once where no request was accepted yet, and on SIGINT while draining.
+        A second signal skips the delay, and a further one waits for no request. A SIGINT while draining ends the
+        service at once. So does any signal before an HTTP process has served.
         """
         waits_for_delay = self._leaving is None and not self._draining
         if "http" not in self._served or (number == signal.SIGINT and self._draining):
@@ -307,7 +323,7 @@ class Processes:
             self._leaving.cancel()
         if not self._draining:
             for listener in self._listeners:
-                listener.close()  # or a client would wait here once the HTTP processes no longer listen
+                listener.close()  # or a client would wait here after the HTTP processes have closed theirs
             patience_s = self._settings.drain_s + health.KILL_AFTER_S
             asyncio.get_running_loop().call_later(patience_s, self._kill)
         self._draining = True
@@ -334,7 +350,7 @@ class Processes:
 
 
 def exit_reason(child: Child, status: int) -> dict[str, object]:
-    """How a child ended, for the log: its status, or that the kernel killed it for want of memory."""
+    """Return how a child ended, for the log: its status, or that the kernel killed it because of too little memory."""
     is_foreign_kill = status == -signal.SIGKILL and not child.killed
     if is_foreign_kill and (problem := explain_kill(child.oom_kills)):
         return {"problem": problem}
@@ -342,7 +358,7 @@ def exit_reason(child: Child, status: int) -> dict[str, object]:
 
 
 def brief(settings: Settings, resume: object) -> bytes:
-    """The start-up configuration on a child's standard input: settings, and what the previous process reported."""
+    """Return the start-up config for a child's standard input: the settings, and the previous process's report."""
     return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
 
 

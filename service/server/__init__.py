@@ -1,4 +1,4 @@
 """Sockets and connections: the HTTP server that runs the application.
 
-Callers use `server.serve` and `sockets`.
+Callers use `server.Server`, `sockets` and `unix_socket`.
 """

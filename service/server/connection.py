@@ -1,8 +1,9 @@
-"""One connection: uvicorn's, with bounds on what a client may send, hold back and leave unread.
+"""One connection: uvicorn's protocol with limits on what a client may send, delay and leave unread.
 
-Uvicorn leaves these to a proxy: a head may be endless and take for ever, thousands of requests may be sent ahead, and
-an answer that nobody reads is kept. What is refused here becomes a request that carries its error (`REFUSAL`), so that
-it is named, logged and counted like any other, and answered in its turn.
+Uvicorn leaves these limits to a proxy. Without them, request headers may be endless and take forever, a client may send
+thousands of requests ahead, and responses to a client that does not read stay in memory. A request that this module
+refuses becomes a request with its error in the scope (`REFUSAL`). The application therefore logs and counts it like any
+other request, and its response keeps its place in the order.
 """
 
 import asyncio
@@ -38,24 +39,27 @@ from service.observability.logs import QUIET_ROUTES
 from service.server.excess_connections import ExcessConnections
 from service.server.flow_control import Connection, HangupWatcher, ReadFlow
 
-HEAD_BYTES = 65_536  # of a request's line and headers, and of what its body may have behind it
-ADDRESS_BYTES = 8192  # of what a request asks for, which the log and some answers repeat
+HEAD_BYTES = 65_536  # limit for a request's line and headers, and for trailers after its body
+ADDRESS_BYTES = 8192  # limit for a request's URL, which the log and some responses repeat
 HEADERS = 100
-PIPELINED = 100  # requests that may be sent ahead of their answers
-HEARING_S = 10.0  # for a client that was refused to hear so and stop sending
-CROWDED_S = 5.0  # for a connection too many to say what it wants
-LOOK_S = 1.0  # for a request to begin that came when its connection was about to be closed
-STALLED_S = 30.0  # in which a client has to read so much of a long answer
+PIPELINED = 100  # requests that a client may send ahead of their responses
+HEARING_S = 10.0  # time for a refused client to read the refusal and stop sending
+CROWDED_S = 5.0  # time for an excess connection to send its request
+LOOK_S = 1.0  # time for a request to begin that arrived just before its idle connection was closed
+STALLED_S = 30.0  # time in which a client must read STALLED_BYTES of a long response
 STALLED_BYTES = 65_536
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class StopParsing(Exception):
-    """The rest of what came is not to be parsed."""
+    """Stops the parser: the remaining data must not be parsed."""
 
 
 class Protocol(HttpToolsProtocol, Connection):
-    """One connection among those in `admitted`, of which there are to be `max_connections` at most."""
+    """One connection.
+
+    At most `max_connections` of them are in `admitted` and served; the others are excess connections.
+    """
 
     flow: ReadFlow
 
@@ -80,19 +84,21 @@ class Protocol(HttpToolsProtocol, Connection):
         self.max_connections = max_connections
         self.header_timeout_s = header_timeout_s
         self.lifecycle = lifecycle
-        self.running: RequestResponseCycle | None = None  # `cycle` is the last that came
+        # The current request; `cycle` is the last one received.
+        self.running: RequestResponseCycle | None = None
         self.crowded = False
         self.in_head = False
         self.in_body = False
-        self.deaf = False  # what comes is dropped
+        self.deaf = False  # received data is dropped
         self.closing = False
-        self.head_bytes = 0  # of the headers that are there
-        self.heard = False  # of a header or a piece of a body in what came last
-        self.unheard = 0  # bytes that came since, in which there was none
-        self.late = Timer(self.loop)  # for a head to be whole, and in the end for silence
+        self.head_bytes = 0  # bytes of the current request's headers so far
+        self.heard = False  # whether the last data contained a header or a piece of a body
+        self.unheard = 0  # bytes received since the last header or piece of a body
+        # Limits the time of a head, and after `close` the time to read on.
+        self.late = Timer(self.loop)
         self.stalled = Timer(self.loop)
 
-    # -- what the event loop tells -----------------------------------------------------------------
+    # -- callbacks of the event loop ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -132,7 +138,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.watch_sender(0 if self.heard else len(data))
 
     def eof_received(self) -> None:
-        self.closing = True  # which the event loop does, when what was written is sent
+        self.closing = True  # the event loop closes the connection once all data is sent
         if self.wire.get_write_buffer_size():
             self.watch_reader()
 
@@ -140,7 +146,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.flow.rest()
 
     def leave(self) -> None:
-        """Close as the event loop does at the end of the client's data, of which some is not read."""
+        """Close the connection as the event loop does at the end of the client's data, although some data is unread."""
         self.eof_received()
         self.wire.close()
 
@@ -153,11 +159,11 @@ class Protocol(HttpToolsProtocol, Connection):
         if not self.closing:
             self.stalled.stop()
 
-    # -- what the parser tells ---------------------------------------------------------------------
+    # -- callbacks of the parser -------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= PIPELINED:
-            self.cycle.keep_alive = False  # the last one to be answered
+            self.cycle.keep_alive = False  # the last request that gets a response
             self.deaf = True
             raise StopParsing
         if self.pipeline:
@@ -173,7 +179,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.head_bytes += len(name) + len(value) + 4
         if self.head_bytes > HEAD_BYTES:
             raise too_large()
-        if self.in_head:  # and not behind the body
+        if self.in_head:  # not in trailers after the body
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -193,24 +199,25 @@ class Protocol(HttpToolsProtocol, Connection):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body, if it has one, is still to come
+            return  # the body, if the request has one, follows
         self.in_body = False
         super().on_message_complete()
-        self.flow.resume_reading()  # so that a client that leaves is noticed
-        if self.cycle.response_complete:  # long before
+        self.flow.resume_reading()  # detects that a client disconnects
+        if self.cycle.response_complete:  # the response was complete before the request
             self.expect_request(self.timeout_keep_alive)
 
-    # -- what the application's answer tells -------------------------------------------------------
+    # -- callbacks of the response -----------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         self.own.flush()
         if self.running is not None:
-            self.running.body.clear()  # else it would be kept until the next request
+            # Otherwise the body would stay in memory until the next request.
+            self.running.body.clear()
         super().on_response_complete()
         if self.closing:
             return
-        self.flow.resume_reading()  # the last request that waited may have begun
-        if self.in_head:  # the next one's, which has its own timer
+        self.flow.resume_reading()  # the last waiting request may have started
+        if self.in_head:  # the head of the next request, which has its own timer
             self._unset_keepalive_if_required()
             self.watch_head()
 
@@ -225,12 +232,12 @@ class Protocol(HttpToolsProtocol, Connection):
             super().shutdown()
 
     def close_idle(self) -> None:
-        """Close a connection without a request, unless data has come that the event loop has not read yet.
+        """Close a connection without a request, unless it has data that the event loop has not read yet.
 
-        Without this last look, a request that came since the event loop last read would be reset.
+        Without this last check, the system would reset a request that arrived since the event loop last read.
         """
         if not self.in_head and self.flow.has_data():
-            self.expect_request(LOOK_S)  # for data that begins no request
+            self.expect_request(LOOK_S)  # in case the data begins no request
         elif not self.transport.is_closing():
             self.transport.close()
 
@@ -238,9 +245,9 @@ class Protocol(HttpToolsProtocol, Connection):
         return self.closing or self.wire.is_closing()
 
     def close(self) -> None:
-        """Close when what was written is sent. A client that still sends is heard out for a while first.
+        """Close after all written data is sent. If the client still sends, read and drop its data for a while first.
 
-        Else the system would reset the connection, and with it take away an answer that is not read yet.
+        Otherwise the system would reset the connection and discard a response that the client has not read yet.
         """
         if self.closing:
             return
@@ -257,10 +264,10 @@ class Protocol(HttpToolsProtocol, Connection):
         if self.wire.get_write_buffer_size():
             self.watch_reader()
 
-    # -- bounds ------------------------------------------------------------------------------------
+    # -- limits ------------------------------------------------------------------------------------
 
     def may_read(self) -> bool:
-        """Whether to read more: not while a request waits behind another, unless all data is dropped."""
+        """Return whether to read more: not while a request waits behind another, unless all data is dropped."""
         return not self.pipeline or self.closing
 
     def expect_request(self, seconds: float) -> None:
@@ -270,7 +277,12 @@ class Protocol(HttpToolsProtocol, Connection):
         )
 
     def watch_sender(self, unheard: int) -> None:
-        """Bound a header that does not end, which is kept until it does, and the time that a head takes."""
+        """Limit the size of a header that does not end, and the time of a head.
+
+        The parser keeps an unfinished header in memory.
+
+        unheard: bytes received without a complete header or body piece; 0 if there was one
+        """
         self.unheard = self.unheard + unheard if unheard else 0
         if self.unheard > HEAD_BYTES:
             self.refuse(too_large())
@@ -278,13 +290,13 @@ class Protocol(HttpToolsProtocol, Connection):
             self.watch_head()
 
     def watch_head(self) -> None:
-        """Bound the time that a head takes, without the time in which it is not read."""
+        """Limit the time until a head is complete, excluding the time in which reading is paused."""
         if not self.late.is_set and not self.flow.read_paused and not self.deaf:
             error = SlowHeaders(f"the headers did not arrive within {self.header_timeout_s:g} s")
             self.late.set(self.header_timeout_s, self.refuse, error)
 
     def watch_reader(self, unread: float = inf) -> None:
-        """Cut off a client that does not read, and let go of what is kept for it."""
+        """Abort the connection of a client that does not read, and so free the data that waits for it."""
         left = self.wire.get_write_buffer_size()
         if left > unread - STALLED_BYTES:
             self.wire.abort()
@@ -296,7 +308,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.late.stop()
         self.stalled.stop()
 
-    # -- refusing ----------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
         while data:
@@ -320,17 +332,18 @@ class Protocol(HttpToolsProtocol, Connection):
             self.refuse(log_internal_error())
 
     def stay(self, rest: bytes) -> bytes:
-        """Read a request that offers another protocol as if it did not; gives what is to be parsed for that.
+        """Ignore a request's offer of another protocol, and read the request as HTTP. Returns the data to parse next.
 
-        The parser takes it to have no body, whatever its headers say, and goes on behind it.
+        The parser assumes that such a request has no body, whatever its headers declare, and stops behind its head.
         """
         framing = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] in FRAMING]
         self.parser = HttpRequestParser(BodyParser(self))
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        # As in uvicorn's own parser.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return b"POST / HTTP/1.1\r\n%s\r\n%s" % (b"".join(framing), rest)
 
     def refuse(self, error: QuartetError) -> None:
-        """Answer what cannot be read on, after what came before it, and close."""
+        """Respond to a faulty request with an error, after the earlier responses, and close the connection."""
         self.deaf = True
         self.late.stop()
         self._unset_keepalive_if_required()
@@ -349,7 +362,10 @@ class Protocol(HttpToolsProtocol, Connection):
             self._start_asgi_task(self.cycle, self.app)
 
     def abandon(self, half: RequestResponseCycle) -> bool:
-        """Forget a request whose body was coming; tells whether others are still to be answered."""
+        """Discard a request whose body is incomplete.
+
+        Returns whether earlier requests still wait for their responses.
+        """
         if self.pipeline:
             self.pipeline.popleft()
             return True
@@ -358,7 +374,7 @@ class Protocol(HttpToolsProtocol, Connection):
         return False
 
     def refusal(self, error: QuartetError) -> RequestResponseCycle:
-        """A request of which only so much came that it has to be refused."""
+        """Return a request with an error in its scope, made from what was received of it."""
         nothing: dict[str, Any] = {"method": "", "path": "", "raw_path": b"", "query_string": b""}
         scope = {**nothing, **self.scope, "state": {**self.app_state, REFUSAL: error}}
         return self.new_cycle(scope, keep_alive=False, expect_100_continue=False)
@@ -381,7 +397,7 @@ class Protocol(HttpToolsProtocol, Connection):
         )
 
     def unpack(self, waiting: "PackedRequest") -> RequestResponseCycle:
-        """The request as it was before it was packed."""
+        """Return the request as it was before it was packed."""
         own, body, keep_alive, expect_100_continue = marshal.loads(waiting.packed)
         scope = {**self.scope, **own, "state": self.app_state.copy()}
         cycle = self.new_cycle(
@@ -393,15 +409,15 @@ class Protocol(HttpToolsProtocol, Connection):
         return cycle
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Answer a request that comes at a bad time right here: who is overloaded has no time for more."""
+        """Start a request. An overloaded server refuses it here, because a task would cost too much time."""
         if isinstance(cycle, PackedRequest):
             cycle = self.unpack(cycle)
             if not self.pipeline:
-                self.cycle = cycle  # no request came after it
+                self.cycle = cycle  # the last request received
         self.running = cycle
         if cycle.scope["http_version"] == "1.0":
             cycle.waiting_for_100_continue = (
-                False  # which is not for such clients: RFC 9110, 10.1.1
+                False  # an HTTP/1.0 client gets no 100 Continue: RFC 9110, 10.1.1
             )
             app = partial(send_unchunked, app, cycle)
         try:
@@ -418,7 +434,7 @@ class Protocol(HttpToolsProtocol, Connection):
         scope = cast(Scope, cycle.scope)
         context = scope["state"][CONTEXT] = self.lifecycle.receive(scope)
         context.leaving, context.closes = self.leaving, not cycle.keep_alive
-        of_a_page = "origin" in context.headers  # which needs more headers
+        of_a_page = "origin" in context.headers  # a web page, whose response needs more headers
         if not isinstance(context.refusal, Overloaded) or of_a_page:
             return False
         self.lifecycle.throttle.hold(partial(self.turn_away, cycle, context, context.refusal))
@@ -450,7 +466,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.lifecycle.record(scope["method"], scope, context)
 
     def send_away(self, cycle: RequestResponseCycle) -> None:
-        """Give a connection too many one answer, which is a refusal unless it looks after the service."""
+        """Send one response on an excess connection: a refusal, except for health checks and the metrics."""
         cycle.keep_alive = False
         if cycle.scope["path"] not in QUIET_ROUTES:
             error = TooManyConnections("the service has as many connections as it can keep")
@@ -460,7 +476,10 @@ class Protocol(HttpToolsProtocol, Connection):
 async def send_unchunked(
     app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Answer a request of HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
+    """Respond to an HTTP/1.0 request.
+
+    HTTP/1.0 has no chunks: the end of the connection ends a response of unknown length.
+    """
     bare = False
 
     async def send_bare(message: Message) -> None:
@@ -479,9 +498,9 @@ async def send_unchunked(
 
 
 class PackedRequest:
-    """A whole request that waits behind another, packed into one object.
+    """A complete request that waits behind another, packed into one object.
 
-    The objects of a short request take a hundred times the bytes that were sent.
+    The unpacked objects of a short request take a hundred times the bytes that the client sent.
     """
 
     OWN = ("http_version", "method", "path", "raw_path", "query_string", "headers")
@@ -494,7 +513,7 @@ class PackedRequest:
 
 
 class Timer:
-    """A timer that is set and stopped again and again."""
+    """A timer that can be set and stopped repeatedly."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -515,16 +534,16 @@ class Timer:
 
 
 class Transport:
-    """What uvicorn uses of a transport, with our way to close; an answer's head is sent with what follows it.
+    """The part of a transport that uvicorn uses. It closes through `Protocol`, and sends a head with its body.
 
-    In two pieces, it would take two calls of the system, and wake the client twice.
+    Two separate writes would take two system calls and wake the client twice.
     """
 
     def __init__(self, connection: Protocol) -> None:
         self.connection = connection
         self.close = connection.close
         self.is_closing = connection.is_closing
-        self.begun: RequestResponseCycle | None = None  # the last one to be answered
+        self.begun: RequestResponseCycle | None = None  # the last response that has begun
         self.head = b""
 
     def write(self, data: bytes) -> None:
@@ -536,13 +555,16 @@ class Transport:
             self.head = b""
 
     def flush(self) -> None:
-        """Send a head that nothing follows."""
+        """Send a head that no body follows."""
         if self.head:
             self.write(b"")
 
 
 class BodyParser:
-    """Hears of one body from a parser whose head the connection has seen before, and passes on what comes behind it."""
+    """Parser callbacks for one body, for a request whose head the connection has already parsed.
+
+    After the end of that body, they forward the next requests to the connection.
+    """
 
     def __init__(self, connection: Protocol) -> None:
         self.connection = connection
@@ -570,7 +592,7 @@ class BodyParser:
 def to_bytes(
     answer: Refusal, common: Mapping[str, str], default: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """An answer with the headers of every answer and of the server, as HTTP/1.1."""
+    """Return a response as HTTP/1.1, with the headers of every response and of the server."""
     headers = {**answer.headers, **common, "Content-Length": str(len(answer.body))}
     lines = [
         STATUS_LINE[answer.status].rstrip(),

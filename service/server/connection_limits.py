@@ -1,4 +1,4 @@
-"""How many connections a process serves, and the files that the system allows it for them."""
+"""The number of connections that a process serves, and the process's limit of open files for them."""
 
 import math
 import resource
@@ -9,20 +9,20 @@ from service.settings import Settings
 
 log = structlog.get_logger()
 
-FEW = 256  # excess connections are kept open in any case, or a flood would cut them off before they are answered
-OTHER_FILES = 512  # that a process may have open in addition to twice its connections
-OWN_FILES = 256  # of these, what no connection may take
+FEW = 256  # minimum of excess connections; with fewer, a flood closes them before their response
+OTHER_FILES = 512  # files that a process may open in addition to two per connection
+OWN_FILES = 256  # part of OTHER_FILES that is reserved for other files than connections
 
 
 def share_of_connections(settings: Settings) -> int:
-    """One process's part of the connections that the service keeps."""
+    """Return one process's part of the service's connections."""
     return math.ceil(settings.max_connections / (settings.http_workers or 1))
 
 
 def divide_connections(connections: int) -> tuple[int, int]:
-    """Of the connections that files can be had for, how many are served, and how many more are kept open.
+    """Return how many connections are served, and how many excess connections are kept open.
 
-    Where the system allows fewer files than the connections need, fewer are served.
+    If the system allows fewer files than the connections need, fewer are served.
     """
     allowed = allowed_files(connections)
     available = max(allowed - OWN_FILES, allowed // 2, 2)
@@ -31,7 +31,7 @@ def divide_connections(connections: int) -> tuple[int, int]:
 
 
 def allowed_files(connections: int) -> int:
-    """Files that this process may have open once `raise_file_limit` has raised the limit."""
+    """Return the number of files that this process may open after `raise_file_limit`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = 2 * connections + OTHER_FILES
     if soft >= need:
@@ -40,7 +40,7 @@ def allowed_files(connections: int) -> int:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Let this process have as many files open as its connections need, those to be refused included."""
+    """Raise this process's limit of open files to what its connections need, including excess connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need, allowed = 2 * connections + OTHER_FILES, allowed_files(connections)
     if allowed != soft:

@@ -1,4 +1,4 @@
-"""Connections beyond those that a process serves: a few are kept for a moment, so that health checks get through."""
+"""Connections above a process's limit: it keeps a few of them open for a moment, so that health checks succeed."""
 
 from typing import Protocol
 
@@ -8,10 +8,12 @@ class Abortable(Protocol):
 
 
 class ExcessConnections:
-    """The excess connections of one process, oldest first; `limit`: how many are kept open.
+    """The excess connections of one process, oldest first.
 
     Without a limit, a flood would take every descriptor that the process is allowed, including the descriptors for
     health checks and for the channel to a new inference process.
+
+    limit: number of connections that are kept open
     """
 
     def __init__(self, limit: int) -> None:
@@ -19,7 +21,7 @@ class ExcessConnections:
         self._open: dict[Abortable, None] = {}
 
     def add(self, connection: Abortable) -> None:
-        """Keep a connection, and cut off the oldest where there are more than the limit."""
+        """Add a connection, and abort the oldest if there are more than the limit."""
         self._open[connection] = None
         if len(self._open) > self.limit:
             oldest = next(iter(self._open))

@@ -1,4 +1,4 @@
-"""Reading from connections: in small pieces, with pauses, during which a client that leaves is noticed."""
+"""Flow control of reads: small pieces with pauses, during which the server detects that a client disconnects."""
 
 import asyncio
 import select
@@ -7,29 +7,33 @@ from contextlib import suppress
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-PIECE = 65_536  # bytes that are read at once, at most
-BODY_PIECE = 2  # pieces that are read at once of a body whose request is being answered
+PIECE = 65_536  # largest number of bytes in one read
+BODY_PIECE = 2  # pieces in one read, for the body of the current request
 LEAST_PIECE = 4096
 
 
 def piece_size(memory: int, connections: int) -> int:
-    """Bytes to read at once, so that this number of connections with one piece each stays within `memory` bytes."""
+    """Return the bytes per read, so that this number of connections with one piece each stays within `memory` bytes."""
     return max(LEAST_PIECE, min(PIECE, memory // connections))
 
 
 class Connection(asyncio.Protocol):
-    """A protocol that a reader passes data to; in_body: the rest of a body comes next, for the request that runs."""
+    """A protocol that a `Reader` passes data to.
+
+    in_body: whether the next data is the rest of the current request's body
+    """
 
     in_body = False
 
     def rest(self) -> None:
-        """Read on in the next turn of the event loop."""
+        """Pause reading until the next turn of the event loop."""
 
 
 class Reader(asyncio.BufferedProtocol):
-    """Passes the data of one connection on, in pieces no larger than a buffer that connections share.
+    """Passes the data of one connection on, in pieces no larger than a buffer that all connections share.
 
-    After a full piece the connection rests, where the event loop would read many more before other connections.
+    After a full piece, the connection pauses until the next turn of the event loop. Otherwise the event loop would read
+    many more pieces before it serves other connections.
     """
 
     def __init__(self, connection: Connection, buffer: memoryview) -> None:
@@ -65,9 +69,9 @@ class Reader(asyncio.BufferedProtocol):
 
 
 class HangupWatcher:
-    """Sockets that are not read, and what to call when their client closes its direction or the connection.
+    """Watches sockets that are not read. It calls a function when the client closes its direction or the connection.
 
-    The event loop notices that only of a socket that is read to its end. Without epoll, it is not noticed.
+    The event loop detects this only on a socket that it reads to its end. Without epoll, it is not detected.
     """
 
     def __init__(self) -> None:
@@ -98,9 +102,9 @@ class HangupWatcher:
 
 
 class ReadFlow(FlowControl):
-    """Pauses and resumes one connection, uvicorn's way: it resumes only where `may_read` allows.
+    """Pauses and resumes one connection through uvicorn's interface. It resumes only if `may_read` allows it.
 
-    left: called when the client leaves during a pause
+    left: called when the client disconnects during a pause
     """
 
     def __init__(
@@ -127,13 +131,13 @@ class ReadFlow(FlowControl):
             super().resume_reading()
 
     def has_data(self) -> bool:
-        """Whether the socket has data, or the end of it, that is not read yet."""
+        """Return whether the socket has unread data, or an unread end of data."""
         socket = select.poll()
         socket.register(self._descriptor, select.POLLIN)
         return bool(socket.poll(0))
 
     def rest(self) -> None:
-        """Read on in the next turn of the event loop."""
+        """Pause reading until the next turn of the event loop."""
         if not self.read_paused and not self._transport.is_closing():
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._go_on)
@@ -143,5 +147,5 @@ class ReadFlow(FlowControl):
             self._transport.resume_reading()
 
     def forget(self) -> None:
-        """Stop watching for the client to leave."""
+        """Stop watching for a disconnect of the client."""
         self._hangups.forget(self._descriptor)

@@ -1,7 +1,8 @@
-"""Graceful shutdown: a server that answers every accepted request before it ends.
+"""Graceful shutdown: the server responds to every accepted request before it ends.
 
-On SIGTERM it reports that it is not ready, for the setting `drain_delay_s`, and still answers. Then it drains: it
-closes its listeners, accepts what is in their queues, answers what was accepted, and ends after `drain_s` at most.
+On SIGTERM the server reports that it is not ready, for `drain_delay_s` seconds, and still serves requests. Then it
+drains: it closes its listeners, accepts the connections in their queues, completes the accepted requests, and ends
+after at most `drain_s` seconds.
 """
 
 import asyncio
@@ -22,20 +23,20 @@ from service.settings_sources import CANNOT_GO_ON
 
 log = structlog.get_logger()
 
-GRACE_S = 0.4  # for clients that have connected and are about to send a request
+GRACE_S = 0.4  # time for clients that have connected and are about to send a request
 
 
 class GracefulServer(uvicorn.Server):
-    """Uvicorn's server with our shutdown; `listening`: the listeners that the event loop accepts from."""
+    """Uvicorn's server with a graceful shutdown; `listening`: the listeners that the event loop accepts from."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
-        self.drains = math.inf  # when, by `time.monotonic`
+        self.drains = math.inf  # start time of the drain, by `time.monotonic`
         self.listening: Sequence[socket.socket] = ()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lose nobody: uvicorn alone resets who has connected and is not yet heard."""
+        """Drain without losing a client. Uvicorn alone would reset connections whose request has not been read yet."""
         log.info("draining", seconds=self.service.settings.drain_s)
         for server in self.servers:
             server.close()
@@ -44,7 +45,7 @@ class GracefulServer(uvicorn.Server):
             await self.admit_all(listener)
         await asyncio.sleep(GRACE_S / 2)
         for listener in sockets or []:
-            await self.admit_all(listener)  # those who had been half way
+            await self.admit_all(listener)  # connections whose handshake was in progress
             listener.close()
         await asyncio.sleep(GRACE_S / 2)
         await super().shutdown(sockets)
@@ -54,7 +55,7 @@ class GracefulServer(uvicorn.Server):
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
 
     def connection(self) -> asyncio.BaseProtocol:
-        """One connection's protocol, as uvicorn makes it."""
+        """Return one connection's protocol in the same way as uvicorn."""
         state, lifespan = self.server_state, self.lifespan.state
         make: Callable[..., asyncio.BaseProtocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=state, app_state=lifespan)
@@ -69,7 +70,7 @@ class GracefulServer(uvicorn.Server):
             self.drain()
 
     def drain(self) -> None:
-        """Stop listening, answer what was accepted, and end; asked twice, end."""
+        """Stop listening, respond to the accepted requests, and end. A second call ends at once."""
         self.service.leaving = self.service.draining = True
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -82,6 +83,9 @@ class GracefulServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def lose_listener(self) -> None:
-        """The event loop has closed a listener, as it does where the system refuses to go on: end at once."""
+        """End the process at once, because the event loop has closed a listener.
+
+        The event loop does so if the system refuses to continue.
+        """
         log.error("the service cannot go on", problem="a listening socket was closed")
         exit_at_once(CANNOT_GO_ON)

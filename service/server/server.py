@@ -1,4 +1,4 @@
-"""The HTTP server of one process: uvicorn's, with our connections, their limits, and a graceful shutdown."""
+"""The HTTP server of one process: uvicorn's server with our connections, their limits, and a graceful shutdown."""
 
 import asyncio
 import gc
@@ -28,11 +28,11 @@ from service.settings import Settings
 
 log = structlog.get_logger()
 
-GARBAGE = 10_000  # new objects between collections: requests make next to no cycles
+GARBAGE = 10_000  # new objects between garbage collections; requests create almost no cycles
 
 
 class Server(GracefulServer):
-    """The server of one process, which logs where it listens."""
+    """The server of one process. It logs the URLs of its listeners."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         config = uvicorn.Config(
@@ -51,15 +51,17 @@ class Server(GracefulServer):
         super().__init__(config, app.state.service)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the event loop accept from duplicates: when it has let go, the queues behind are ours.
+        """Start to accept. The event loop gets duplicates of the listeners, so that the server keeps the originals.
 
-        sockets: the listener and, if they have one of their own, that of the metrics
+        After the event loop has closed its duplicates, the server itself accepts the connections in the queues.
+
+        sockets: the listener and, if the metrics have their own port, the listener of the metrics
         """
         raise_file_limit(share_of_connections(self.service.settings))
         self.listening = [listener.dup() for listener in sockets or []]
         await super().startup(self.listening)
         gc.collect()
-        gc.freeze()  # what lives as long as the process need not be looked at again and again
+        gc.freeze()  # excludes long-lived objects from garbage collection
         gc.set_threshold(GARBAGE)
         await self.report_serving(sockets or [])
 
@@ -70,7 +72,7 @@ class Server(GracefulServer):
 
 
 def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio.Protocol]:
-    """What makes one process's connections, which share a limit."""
+    """Return a factory of one process's connections, which share the connection limits."""
     served, excess = divide_connections(share_of_connections(settings))
     admitted: set[Protocol] = set()
     extra = ExcessConnections(excess)

@@ -1,4 +1,4 @@
-"""Sockets that listen: where they do, who waits there, and how to stop without losing anybody."""
+"""Listening sockets: their addresses, their waiting connections, and how to stop listening without losing a client."""
 
 import ctypes
 import socket
@@ -6,10 +6,11 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
-SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; the socket module does not name it
-FLAGS, SYN, SYN_OR_ACK = 13, 0x02, 0x12  # of TCP's header: which byte, and its bits; RFC 9293, 3.1
+SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; the socket module does not define it
+# Of TCP's header: offset of the byte, and its bits; RFC 9293, 3.1.
+FLAGS, SYN, SYN_OR_ACK = 13, 0x02, 0x12
 
-# Classic BPF, as (code, jump if true, jump if false, operand) each; what is dropped is sent again by its sender.
+# Classic BPF, one (code, jump if true, jump if false, operand) each. The sender repeats a dropped packet.
 DROP_WHO_ASKS_TO_CONNECT = (
     (0x30, 0, 0, FLAGS),  # load the byte
     (0x54, 0, 0, SYN_OR_ACK),  # keep these bits
@@ -20,7 +21,7 @@ DROP_WHO_ASKS_TO_CONNECT = (
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address of a listener: a URL, or the path of a Unix socket behind `unix:`."""
+    """Return the address of a listener: a URL, or `unix:` and the path of a Unix socket."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port, *_ = listener.getsockname()
@@ -28,7 +29,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Whoever has connected and waits to be accepted."""
+    """Yield all connections in the listener's queue."""
     listener.setblocking(False)
     with suppress(BlockingIOError):
         while True:
@@ -36,12 +37,13 @@ def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def stop_accepting(listener: socket.socket) -> None:
-    """Let the system be deaf to who asks to connect, for all processes that have this listener.
+    """Make the kernel drop new SYN packets on this listener, for all processes that share it.
 
-    Closing alone would reset who had connected after the last was accepted. Whoever finds us deaf asks again, a second
-    later on Linux, and is then refused (or answered, if another listens there by then); who is half way still gets in.
-    Where there is no such filter nothing happens. A Unix socket refuses new connections by itself once it is shut down
-    for reading, and still gives those in its backlog to be accepted.
+    Closing the listener alone would reset connections made after the last `accept`. A client whose SYN is dropped
+    repeats it, after one second on Linux. It is then refused, or accepted by another process that listens at the
+    address by then. A handshake in progress still completes. Without support for such filters, this function does
+    nothing. A Unix socket needs no filter: after a shutdown for reading it refuses new connections, and its backlog can
+    still be accepted.
     """
     if listener.family == socket.AF_UNIX:
         listener.shutdown(socket.SHUT_RD)

@@ -1,4 +1,4 @@
-"""A listening Unix socket: its file, with the permissions that are set, from the start of the service to its drain."""
+"""A listening Unix socket and its file, with the configured permissions. It exists from startup to the drain."""
 
 import errno
 import fcntl
@@ -11,23 +11,23 @@ from typing import Any, Self
 
 
 class UnixListener(socket.socket):
-    """A listener whose file is removed when it is closed, unless another socket has taken the path.
+    """A listener that removes its file when it is closed, unless another socket has taken the path.
 
-    `PATH.lock` is locked for as long as the listener is open, because a socket that is bound and does not listen yet
-    cannot be told from a stale one by a connection.
+    `PATH.lock` is locked while the listener is open. A connection attempt alone cannot distinguish a socket that is
+    bound but does not listen yet from a stale one.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._path: Path | None = None  # a duplicate of the listener has none
+        self._path: Path | None = None  # None in a duplicate of the listener
         self._file = (0, 0)
         self._lock = -1
 
     @classmethod
     def bind_to(cls, path: Path, mode: int) -> Self:
-        """Bind to a path, with `mode` as the permissions of its file. A stale socket there is replaced.
+        """Bind to a path, with `mode` as the permissions of its file. A stale socket at the path is replaced.
 
-        Raises OSError where the path is in use, is another kind of file or cannot be written.
+        Raises OSError if the path is in use, is another kind of file or cannot be written.
         """
         path = path.absolute()
         lock = take_lock(lock_file(path))
@@ -61,19 +61,20 @@ def lock_file(path: Path) -> Path:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """The device and the inode of a file. Raises OSError where there is none."""
+    """Return the device and the inode of a file. Raises OSError if it does not exist."""
     found = path.lstat()
     return found.st_dev, found.st_ino
 
 
 def take_lock(path: Path) -> int:
-    """Lock a file, which is made where there is none; returns its descriptor. Raises OSError where it is locked."""
+    """Lock a file, which is created if it does not exist. Returns its descriptor. Raises OSError if it is locked."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(lock)
-            with suppress(FileNotFoundError):  # the process that had the lock has just removed it
+            # The process that had the lock has just removed the file.
+            with suppress(FileNotFoundError):
                 if identity(path) == (found.st_dev, found.st_ino):
                     return lock
         except BlockingIOError:
@@ -86,7 +87,7 @@ def take_lock(path: Path) -> int:
 
 
 def release_lock(path: Path, lock: int) -> None:
-    """Remove a file that is locked, then unlock it."""
+    """Remove a locked file, then unlock it."""
     with suppress(OSError):
         path.unlink()
     os.close(lock)

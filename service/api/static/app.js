@@ -145,7 +145,7 @@ function showSimilarity({ embeddings: [first, ...others] }, { inputs }) {
     node("p", { className: "reference" }, inputs[0]), ranked.length ? bars(ranked) : alone];
 }
 
-// ---- what is said about a call
+// ---- notices about a call
 
 function notices(answer, sent, demo) {
   const many = Array.isArray(sent.inputs) && sent.inputs.length > 1;
@@ -203,7 +203,7 @@ function askForKey() {
 // ---- one box
 
 function fields(form) {
-  // A blank field is left out, so that the service itself says what is missing.
+  // A blank field is omitted, so that the service itself reports the missing field.
   const named = [...form.elements].filter((element) => element.name && element.name !== "head");
   return Object.fromEntries(named.map(({ name, type, value, checked }) =>
     [name, type === "checkbox" ? checked : value.trim() ? value : undefined]));

@@ -1,4 +1,4 @@
-// One call to the service: its answer, what it cost, or an Error that says what went wrong.
+// One call to the service: its response and timing, or an Error that describes the failure.
 
 const STORED = "quartet-key"; // by this tab, until it is closed
 

@@ -1,4 +1,4 @@
-// The API's own page: /openapi.json, read and laid out. Data reaches the page through textContent only.
+// The API's documentation page, rendered from /openapi.json. Data reaches the page through textContent only.
 
 import { call } from "./client.js";
 
@@ -32,7 +32,7 @@ function typeOf(api, schema) {
 
 const list = (type) => (type.includes(" | ") ? `[${type}]` : `${type}[]`);
 
-// A body as it looks: names as they are, types where the values go.
+// A body in the form of an example: field names with types in place of values.
 function shapeOf(api, schema) {
   const found = resolve(api, schema);
   if (found.properties) {
@@ -96,7 +96,7 @@ function requestParts(api, path, content) {
   return [...tables, ...fields.flatMap((field) => objectsIn(api, field)), ...examples];
 }
 
-// The objects that a field's type names, each a table of its own.
+// The objects that a field's type refers to, one table each.
 function objectsIn(api, field) {
   const inner = field.anyOf?.flatMap((option) => objectsIn(api, option)) ?? [];
   if (field.type === "array") return objectsIn(api, field.items ?? {});
