@@ -74,6 +74,8 @@ async def classify(request: Request) -> Response:
         top_k=body.top_k,
         truncate=body.truncate,
         stride=body.stride,
+        threshold=body.threshold,
+        function_to_apply=body.function_to_apply,
     )
     return await call.answer(ask, "result", each(label))
 

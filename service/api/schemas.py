@@ -121,6 +121,12 @@ class ClassifyRequest(TextRequest):
 
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
     top_k: AtLeastOne | None = Field(None, description="labels to return; all of them when absent")
+    threshold: float | None = Field(
+        None, description="the smallest score of a label that is returned; all of them when absent"
+    )
+    function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
+        None, description="turns logits into scores; as the head's problem type says when absent"
+    )
     truncate: TruncateField = Field(
         True,
         description="cut a long text (true), refuse it (false), or read it in windows",

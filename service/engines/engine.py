@@ -141,6 +141,8 @@ class Engine:
         top_k: int | None,
         truncate: Truncate,
         stride: int | None,
+        threshold: float | None = None,
+        function_to_apply: str | None = None,
         on_result: OnResult[list[decode.LabelScore]] | None = None,
     ) -> Reply[list[decode.LabelScore]]:
         """Labels per text, or per text with its pair, best first."""
@@ -161,6 +163,8 @@ class Engine:
                 labels=described.labels,
                 problem_type=described.problem_type,
                 top_k=top_k,
+                threshold=threshold,
+                function_to_apply=function_to_apply,
             )
 
         sizes = _characters(texts) if pairs is None else _characters(texts, pairs)

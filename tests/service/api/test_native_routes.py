@@ -54,6 +54,8 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "top_k": 2,
         "truncate": False,
         "stride": 8,
+        "threshold": 0.25,
+        "function_to_apply": "sigmoid",
     }
     await client.post("/classify", json=body)
     assert engine.asked == {
@@ -63,6 +65,8 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "top_k": 2,
         "truncate": False,
         "stride": 8,
+        "threshold": 0.25,
+        "function_to_apply": "sigmoid",
     }
 
 
