@@ -8,7 +8,7 @@ so an answer cannot depend on what else was in the batch.
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -20,6 +20,7 @@ from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+OffsetUnit = Literal["code_point", "utf16"]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
 
@@ -45,6 +46,18 @@ class AnswerSpan(NamedTuple):
     score: float
     start: int
     end: int
+
+
+S = TypeVar("S", EntitySpan, AnswerSpan)
+
+
+def to_utf16(spans: Sequence[S], text: str) -> list[S]:
+    """Return spans of `text` with offsets in UTF-16 code units, as JavaScript and Java index strings."""
+    if text.isascii():
+        return list(spans)
+    code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    units = np.append(0, np.cumsum(1 + (code_points > 0xFFFF)))  # before each code point
+    return [span._replace(start=int(units[span.start]), end=int(units[span.end])) for span in spans]
 
 
 def softmax(logits: Floats) -> Floats:

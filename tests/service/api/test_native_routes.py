@@ -88,6 +88,7 @@ async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> No
         "aggregation_strategy": "none",
         "truncate": "window",
         "stride": None,
+        "offset_unit": "code_point",
     }
 
 
@@ -106,6 +107,7 @@ async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: A
         "handle_impossible_answer": False,
         "truncate": "window",
         "stride": None,
+        "offset_unit": "code_point",
     }
     assert engine.ticket is not None
     assert ("inputs[{}]" if "inputs" in body else "context") == engine.ticket.place

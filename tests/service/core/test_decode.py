@@ -745,3 +745,20 @@ class TestQa:
 
         assert found == AnswerSpan("Zoë", found.score, 2, 5)
         assert [type(field) for field in found] == [str, float, int, int]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", "é ü", "a 😀 b 👩‍👧 Oslo", "\U0001d49c" * 3 + "x", "\ud800 Oslo"]
+)
+def test_utf16_offsets_cut_as_javascript_does(text: str) -> None:
+    """Every span of a text is found again in its UTF-16 code units."""
+    spans = [
+        decode.EntitySpan("LOC", 1.0, text[start:end], start, end)
+        for start in range(len(text) + 1)
+        for end in range(start, len(text) + 1)
+    ]
+    units = text.encode("utf-16-le", "surrogatepass")
+    for span, found in zip(spans, decode.to_utf16(spans, text), strict=True):
+        assert span._replace(start=found.start, end=found.end) == found
+        cut = units[2 * found.start : 2 * found.end]
+        assert span.word.encode("utf-16-le", "surrogatepass") == cut
