@@ -67,21 +67,26 @@ def distance(one: Answers, other: Answers) -> float | None:
 def classify(
     ask: Ask, folder: Path, texts: Sequence[str], pairs: Sequence[tuple[str, str]], max_length: int
 ) -> Iterator[Tally]:
-    """One label of several, several at once, a number for a pair, one label for a pair."""
+    """One label of several, several at once, a number for a pair, one label for a pair; and each function for one."""
     of_texts = {"inputs": texts}
     of_pairs = {"inputs": [a for a, _ in pairs], "text_pair": [b for _, b in pairs]}
-    for head, columns in (
-        ("topic", of_texts),
-        ("topics", of_texts),
-        ("alike", of_pairs),
-        ("follows", of_pairs),
+    for head, columns, function in (
+        ("topic", of_texts, None),
+        ("topics", of_texts, None),
+        ("alike", of_pairs, None),
+        ("follows", of_pairs, None),
+        ("topic", of_texts, "sigmoid"),
+        ("topics", of_texts, "softmax"),
+        ("alike", of_pairs, "sigmoid"),
+        ("follows", of_pairs, "none"),
     ):
         pipeline = pipelines.load("text-classification", folder / head, max_length)
-        tally = Tally(f"/classify {head}")
-        found = ask("/classify", columns, {"head": head})
+        tally = Tally(f"/classify {head}" + (f", {function}" if function else ""))
+        fields = {"function_to_apply": function} if function else {}
+        found = ask("/classify", columns, {"head": head, **fields})
         for result, *own in zip(found, *columns.values(), strict=True):
             given = dict(zip(("text", "text_pair"), own, strict=False))
-            peer = labels(pipeline(given, top_k=None, truncation=True))
+            peer = labels(pipeline(given, top_k=None, truncation=True, **fields))
             tally.add(str(own), labels(result), peer, lambda _, same=peer: same, ())
         yield tally
 

@@ -74,6 +74,8 @@ async def classify(request: Request) -> Response:
         top_k=body.top_k,
         truncate=body.truncate,
         stride=body.stride,
+        threshold=body.threshold,
+        function_to_apply=body.function_to_apply,
     )
     return await call.answer(ask, "result", each(label))
 
@@ -89,6 +91,7 @@ async def ner(request: Request) -> Response:
         call.ticket,
         head=body.head,
         aggregation_strategy=body.aggregation_strategy,
+        offset_unit=body.offset_unit,
         truncate=body.truncate,
         stride=body.stride,
     )
@@ -109,6 +112,7 @@ async def qa(request: Request) -> Response:
         head=body.head,
         top_k=body.top_k,
         handle_impossible_answer=body.handle_impossible_answer,
+        offset_unit=body.offset_unit,
         truncate=body.truncate,
         stride=body.stride,
     )

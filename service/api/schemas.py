@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from service.core.bundle import DataSet, ProblemType, Task
+from service.core.decode import OffsetUnit
 from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
 
@@ -121,6 +122,12 @@ class ClassifyRequest(TextRequest):
 
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
     top_k: AtLeastOne | None = Field(None, description="labels to return; all of them when absent")
+    threshold: float | None = Field(
+        None, description="the smallest score of a label that is returned; all of them when absent"
+    )
+    function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
+        None, description="turns logits into scores; as the head's problem type says when absent"
+    )
     truncate: TruncateField = Field(
         True,
         description="cut a long text (true), refuse it (false), or read it in windows",
@@ -138,6 +145,11 @@ class ClassifyRequest(TextRequest):
         yield from numbered("text_pair", self.text_pair or ())
 
 
+OFFSET_UNIT = (
+    "of `start` and `end`: code points, or UTF-16 code units, as JavaScript and Java count"
+)
+
+
 class NerRequest(TextRequest):
     task = "ner"
 
@@ -147,6 +159,7 @@ class NerRequest(TextRequest):
     truncate: TruncateField = Field(
         "window", description="read a long text in windows, cut it (true) or refuse it (false)"
     )
+    offset_unit: OffsetUnit = Field("code_point", description=OFFSET_UNIT)
 
 
 class EmbedRequest(TextRequest):
@@ -182,6 +195,7 @@ class QaRequest(Request):
     top_k: Annotated[int, Field(ge=1, le=100), BeforeValidator(whole)] = Field(
         1, description="answers to return for each question"
     )
+    offset_unit: OffsetUnit = Field("code_point", description=OFFSET_UNIT)
     handle_impossible_answer: bool = Field(
         False, description='may answer "" (start 0, end 0) when the context holds no answer'
     )

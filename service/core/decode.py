@@ -8,7 +8,7 @@ so an answer cannot depend on what else was in the batch.
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -20,6 +20,7 @@ from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+OffsetUnit = Literal["code_point", "utf16"]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
 
@@ -47,6 +48,18 @@ class AnswerSpan(NamedTuple):
     end: int
 
 
+S = TypeVar("S", EntitySpan, AnswerSpan)
+
+
+def to_utf16(spans: Sequence[S], text: str) -> list[S]:
+    """Return spans of `text` with offsets in UTF-16 code units, as JavaScript and Java index strings."""
+    if text.isascii():
+        return list(spans)
+    code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    units = np.append(0, np.cumsum(1 + (code_points > 0xFFFF)))  # before each code point
+    return [span._replace(start=int(units[span.start]), end=int(units[span.end])) for span in spans]
+
+
 def softmax(logits: Floats) -> Floats:
     """Softmax over the last axis; large logits do not overflow."""
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -60,17 +73,30 @@ def sigmoid(logits: Floats) -> Floats:
     return probabilities
 
 
-def activate(logits: Floats, problem_type: str | None) -> Floats:
-    """Logits to scores, both `[..., C]`.
+def activate(
+    logits: Floats, problem_type: str | None, function_to_apply: str | None = None
+) -> Floats:
+    """Turn logits into scores, both `[..., C]`.
 
-    A regression keeps its logits; labels that may hold together, and a single label, get a sigmoid;
-    labels that exclude each other (also the meaning of None) get a softmax.
+    function_to_apply: "softmax", "sigmoid" or "none", as transformers' text-classification pipeline has it; None
+    follows the problem type. A regression keeps its logits; labels that may hold together, and a single label, get a
+    sigmoid; labels that exclude each other (also the meaning of None) get a softmax.
     """
-    if problem_type == "regression":
-        return logits
-    if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
-        return sigmoid(logits)
-    return softmax(logits)
+    if function_to_apply is None:
+        if problem_type == "regression":
+            function_to_apply = "none"
+        elif problem_type == "multi_label_classification" or logits.shape[-1] == 1:
+            function_to_apply = "sigmoid"
+        else:
+            function_to_apply = "softmax"
+    return FUNCTIONS[function_to_apply](logits)
+
+
+FUNCTIONS: dict[str, Callable[[Floats], Floats]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "none": lambda logits: logits,
+}
 
 
 def classify(
@@ -80,14 +106,19 @@ def classify(
     labels: Sequence[str],
     problem_type: str | None,
     top_k: int | None,
+    threshold: float | None = None,
+    function_to_apply: str | None = None,
 ) -> list[LabelScore]:
-    """The `top_k` labels (None: all) by falling score, equals in label order.
+    """Return the `top_k` labels (None: all) by falling score, equals in label order.
 
     windows: logits `[C]` of each window; their mean, weighted by `lengths` in tokens, is activated.
+    threshold: the smallest score of a label that is returned; function_to_apply: see `activate`
     """
-    scores = activate(_weighted_mean(windows, lengths).astype(np.float32), problem_type)
+    logits = _weighted_mean(windows, lengths).astype(np.float32)
+    scores = activate(logits, problem_type, function_to_apply)
     order = np.argsort(-scores, kind="stable")[:top_k]
-    return [LabelScore(labels[index], float(scores[index])) for index in order]
+    found = [LabelScore(labels[index], float(scores[index])) for index in order]
+    return found if threshold is None else [one for one in found if one.score >= threshold]
 
 
 def embed(

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from service.core import decode
 from service.core.bundle import BundleTexts, Head, Manifest, Task
-from service.core.decode import Floats
+from service.core.decode import Floats, OffsetUnit
 from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -141,6 +141,8 @@ class Engine:
         top_k: int | None,
         truncate: Truncate,
         stride: int | None,
+        threshold: float | None = None,
+        function_to_apply: str | None = None,
         on_result: OnResult[list[decode.LabelScore]] | None = None,
     ) -> Reply[list[decode.LabelScore]]:
         """Labels per text, or per text with its pair, best first."""
@@ -161,6 +163,8 @@ class Engine:
                 labels=described.labels,
                 problem_type=described.problem_type,
                 top_k=top_k,
+                threshold=threshold,
+                function_to_apply=function_to_apply,
             )
 
         sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
@@ -176,6 +180,7 @@ class Engine:
         aggregation_strategy: str,
         truncate: Truncate,
         stride: int | None,
+        offset_unit: OffsetUnit = "code_point",
         on_result: OnResult[list[decode.EntitySpan]] | None = None,
     ) -> Reply[list[decode.EntitySpan]]:
         """Entities per text, in text order."""
@@ -183,13 +188,14 @@ class Engine:
         shared = self._stride(stride)
 
         def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.EntitySpan]:
-            return decode.ner(
+            found = decode.ner(
                 text.windows,
                 outputs,
                 texts[index],
                 labels=described.labels,
                 aggregation_strategy=aggregation_strategy,
             )
+            return decode.to_utf16(found, texts[index]) if offset_unit == "utf16" else found
 
         def encode(part: slice) -> list[Encoded]:
             return self.encoder.texts(texts[part], truncate=truncate, stride=shared)
@@ -208,6 +214,7 @@ class Engine:
         handle_impossible_answer: bool,
         truncate: Truncate,
         stride: int | None,
+        offset_unit: OffsetUnit = "code_point",
         on_result: OnResult[list[decode.AnswerSpan]] | None = None,
     ) -> Reply[list[decode.AnswerSpan]]:
         """Spans of each context that answer its question, best first."""
@@ -224,7 +231,7 @@ class Engine:
             )
 
         def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.AnswerSpan]:
-            return decode.qa(
+            found = decode.qa(
                 text.windows,
                 outputs,
                 contexts[index],
@@ -233,6 +240,7 @@ class Engine:
                 null_threshold=described.null_threshold,
                 max_answer_tokens=described.max_answer_tokens,
             )
+            return decode.to_utf16(found, contexts[index]) if offset_unit == "utf16" else found
 
         sizes = _characters(questions, contexts)
         return await self._answer(name, ticket, encode, answers, sizes, on_result)

@@ -100,7 +100,7 @@ def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
 
 
 def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
-    """One label, several, a number, and pairs: there is no difference, also where a text is cut."""
+    """One label, several, a number, pairs and each function: there is no difference, also where a text is cut."""
     found = compare.classify(ask, folder / family, inputs.texts, inputs.pairs, MAX_LENGTH)
 
     assert set() == set().union(*differences(found).values())

@@ -54,6 +54,8 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "top_k": 2,
         "truncate": False,
         "stride": 8,
+        "threshold": 0.25,
+        "function_to_apply": "sigmoid",
     }
     await client.post("/classify", json=body)
     assert engine.asked == {
@@ -63,6 +65,8 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "top_k": 2,
         "truncate": False,
         "stride": 8,
+        "threshold": 0.25,
+        "function_to_apply": "sigmoid",
     }
 
 
@@ -84,6 +88,7 @@ async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> No
         "aggregation_strategy": "none",
         "truncate": "window",
         "stride": None,
+        "offset_unit": "code_point",
     }
 
 
@@ -102,6 +107,7 @@ async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: A
         "handle_impossible_answer": False,
         "truncate": "window",
         "stride": None,
+        "offset_unit": "code_point",
     }
     assert engine.ticket is not None
     assert ("inputs[{}]" if "inputs" in body else "context") == engine.ticket.place

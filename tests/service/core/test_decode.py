@@ -17,6 +17,7 @@ from transformers.pipelines.token_classification import (
     TokenClassificationPipeline,
 )
 
+from service.core import decode
 from service.core.decode import (
     AGGREGATION_STRATEGIES,
     AnswerSpan,
@@ -136,7 +137,40 @@ def test_activation(problem_type: str | None, logits: list[float], scores: list[
     assert activate(floats(*logits), problem_type).tolist() == scores
 
 
+@pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification", None])
+def test_a_named_function_is_applied_whatever_the_problem_type(problem_type: str | None) -> None:
+    """Softmax, sigmoid or nothing: as transformers' pipeline computes them."""
+    logits = floats(0.0, 2.0)
+    scores = {name: activate(logits, problem_type, name) for name in decode.FUNCTIONS}
+    odds = np.exp(logits)
+    np.testing.assert_allclose(odds / odds.sum(), scores["softmax"], rtol=1e-6)
+    np.testing.assert_allclose(odds / (1 + odds), scores["sigmoid"], rtol=1e-6)
+    np.testing.assert_array_equal(logits, scores["none"])
+
+
 class TestClassify:
+    @pytest.mark.parametrize(
+        ("threshold", "top_k", "expected"),
+        [
+            (None, None, "cba"),
+            (0.5, None, "cb"),
+            (0.5, 1, "c"),
+            (0.500001, None, "c"),
+            (2, None, ""),
+        ],
+    )
+    def test_threshold(self, threshold: float | None, top_k: int | None, expected: str) -> None:
+        """Labels of a smaller score are left out, which may leave none."""
+        labels = classify(
+            [floats(-30, 0, 30)],
+            [4],
+            labels=["a", "b", "c"],
+            problem_type="multi_label_classification",
+            top_k=top_k,
+            threshold=threshold,
+        )
+        assert expected == "".join(label.label for label in labels)
+
     def test_sorts_by_score(self) -> None:
         """Labels come by falling score."""
         labels = classify(
@@ -711,3 +745,20 @@ class TestQa:
 
         assert found == AnswerSpan("Zoë", found.score, 2, 5)
         assert [type(field) for field in found] == [str, float, int, int]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", "é ü", "a 😀 b 👩‍👧 Oslo", "\U0001d49c" * 3 + "x", "\ud800 Oslo"]
+)
+def test_utf16_offsets_cut_as_javascript_does(text: str) -> None:
+    """Every span of a text is found again in its UTF-16 code units."""
+    spans = [
+        decode.EntitySpan("LOC", 1.0, text[start:end], start, end)
+        for start in range(len(text) + 1)
+        for end in range(start, len(text) + 1)
+    ]
+    units = text.encode("utf-16-le", "surrogatepass")
+    for span, found in zip(spans, decode.to_utf16(spans, text), strict=True):
+        assert span._replace(start=found.start, end=found.end) == found
+        cut = units[2 * found.start : 2 * found.end]
+        assert span.word.encode("utf-16-le", "surrogatepass") == cut
