@@ -1,8 +1,8 @@
-"""Quartet's serving room: bundles behind HTTP, with dynamic batching and without torch."""
+"""Quartet's server: bundles behind HTTP, with dynamic batching and without torch."""
 
 from service.core.standard_streams import open_standard_streams
 
 __version__ = "0.1.0"
 
-# Here, because every entry point of this repository imports this package before it opens a file to write.
+# Called here, because every entry point of this repository imports this package before it opens a file to write.
 open_standard_streams()

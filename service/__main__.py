@@ -1,7 +1,7 @@
-"""`python -m service BUNDLE...`: settings from flags, variables and a file, then a server until SIGTERM."""
+"""`python -m service BUNDLE...`: read settings from flags, variables and a file, then serve until SIGTERM."""
 
 if __name__ == "__main__":
-    # Before the other imports, which start threads, and during which process 1 would lose signals.
+    # Before the other imports, because they start threads, and process 1 would lose signals during the imports.
     from service.process_signals import at_start
 
     at_start()
@@ -34,14 +34,17 @@ from service.settings import (
 from service.settings_sources import ConfigError, KeySource, configure, report
 
 TELEMETRY_OFF = (
-    "ORT_DISABLE_TELEMETRY"  # ONNX Runtime's; service.core.session sets it to 1 where it is unset
+    "ORT_DISABLE_TELEMETRY"  # of ONNX Runtime; service.core.session sets it to 1 where it is unset
 )
 
 log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a signal. Exits: 1 port busy, 2 bad settings, 3 bad bundle or small memory limit, 4 cannot go on."""
+    """Serve until a stop signal.
+
+    Exit status: 1 port busy, 2 bad settings, 3 bad bundle or small memory limit, 4 service cannot recover.
+    """
     given = vars(parser().parse_args(argv))
     check = given.pop("check_config")
     try:
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(settings: Settings, source: KeySource | None = None) -> None:
-    """Serve until a signal; source: where API keys are read again."""
+    """Serve until a stop signal; source: from which API keys are read again."""
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
     if settings.uds is None:
@@ -79,17 +82,17 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
         if workers:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
         from service.processes.single_process import (
-            serve_alone,  # what the main process of several does not need
+            serve_alone,  # the main process of several processes does not need it
         )
 
         serve_alone(settings, listeners, source)
     finally:
         for listener in listeners:
-            listener.close()  # which removes the file of a Unix socket
+            listener.close()  # also removes the file of a Unix socket
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every setting as a flag, described by its field."""
+    """Return a parser with a flag for every setting, whose help text is the field's description."""
     parser = argparse.ArgumentParser(
         "python -m service", description="Serve bundles over HTTP.", allow_abbrev=False
     )
@@ -121,7 +124,7 @@ def add_argument(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow is done. Exits with 1 and one line when it is taken."""
+    """Bind a port before any slow work. Exits with status 1 and one line when the port is busy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -135,7 +138,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path, mode: int) -> socket.socket:
-    """Take the path of a Unix socket. Exits with 1 and one line when it cannot be taken."""
+    """Bind the path of a Unix socket. Exits with status 1 and one line when that fails."""
     try:
         return UnixListener.bind_to(path, mode)
     except OSError as error:
@@ -143,7 +146,7 @@ def bind_unix(path: Path, mode: int) -> socket.socket:
 
 
 def fail(message: str, status: int) -> SystemExit:
-    """End the process with one line on standard error: `raise fail(...)`."""
+    """Print one line on standard error, and return the exception that ends the process: `raise fail(...)`."""
     print(f"quartet: {message}", file=sys.stderr)
     return SystemExit(status)
 

@@ -1,36 +1,37 @@
-"""Every way a request can fail, one class each; a class knows its HTTP status and its code.
+"""The errors of requests, one class for each kind, with its HTTP status and its code.
 
     QuartetError
       BadRequest 400 bad_request              the body is not JSON in UTF-8
-      Unauthorized 401 unauthorized           no key, or one that is not known
-      Forbidden 403 forbidden                 a key that is not for this
+      Unauthorized 401 unauthorized           no API key, or an unknown one
+      Forbidden 403 forbidden                 the key lacks the permission
       NotFound 404 not_found                  no such route
         UnknownModel 404 unknown_model
         UnknownHead 404 unknown_head
       MethodNotAllowed 405 method_not_allowed
       RequestTimeout 408 slow_body            the body did not arrive in time
-        SlowHeaders 408 slow_headers          nor did the headers
-      Conflict 409 conflict                   what is served does not allow it
+        SlowHeaders 408 slow_headers          the headers did not arrive in time
+      Conflict 409 conflict                   the served models do not allow the command
         NewEmbeddingSpace 409 new_embedding_space
         ChangedAnswers 409 changed_answers
-      TooLarge 413 too_large                  could not be served even by an empty queue
+      TooLarge 413 too_large                  larger than an empty queue can hold
       UnsupportedMediaType 415 unsupported_media_type
         UnsupportedEncoding 415 unsupported_encoding
-      InvalidInput 422 invalid                well-formed JSON that says something impossible
+      InvalidInput 422 invalid                well-formed JSON with an invalid value
       BadBundle 422 bad_bundle                a bundle that must not be served
-      HeadersTooLarge 431 headers_too_large   too many, or too many bytes of them
+      HeadersTooLarge 431 headers_too_large   too many headers, or too many bytes
       InternalError 500 internal              our bug
         InferenceFailed 500 inference_failed  the session failed, or its result was not finite
-      RetryableError                          time may mend it; says when to retry
+      RetryableError                          may succeed later; has `Retry-After`
         Overloaded 429 overloaded             the queue is full
-        RateLimited 429 rate_limited          the key is above one of its rates
+        RateLimited 429 rate_limited          the key has exceeded one of its rates
         TooManyConnections 503 too_many_connections
         NotReady 503 not_ready
           Draining 503 draining
           ReplicaLost 503 replica_lost
       DeadlineExceeded 504 deadline_exceeded
 
-A bundle that cannot be opened is here for who asks to serve it; at start it ends the process, not a request.
+BadBundle fails an administrator's request to load a bundle. A bundle that cannot be opened at the start ends the
+process instead.
 """
 
 import math
@@ -43,7 +44,7 @@ class QuartetError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
-    closes_connection: ClassVar[bool] = False  # nothing after this request can be read
+    closes_connection: ClassVar[bool] = False  # no further request can be read from it
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -56,12 +57,12 @@ class QuartetError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """What the client is told: the one shape of every error."""
+        """The response body, which has the same fields for every error."""
         return {"error": {"code": self.code, "message": self.message, "param": self.param}}
 
 
 class RetryableError(QuartetError):
-    """A failure that time may mend; `Retry-After` holds whole seconds, at least 1."""
+    """An error after which a retry may succeed; `Retry-After` contains whole seconds, at least 1."""
 
     def __init__(
         self, message: str, *, retry_after_s: float = 1.0, param: str | None = None
@@ -77,7 +78,7 @@ class RetryableError(QuartetError):
 def revive(
     code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
 ) -> QuartetError:
-    """The error of that code, as it was raised in another process."""
+    """Return the error with this code, as another process has raised it; InternalError for an unknown code."""
     kind = next((kind for kind in kinds() if kind.code == code), InternalError)
     if issubclass(kind, RetryableError) and retry_after_s is not None:
         return kind(message, param=param, retry_after_s=retry_after_s)
@@ -85,7 +86,7 @@ def revive(
 
 
 def kinds(root: type[QuartetError] = QuartetError) -> Iterator[type[QuartetError]]:
-    """Every class below one in the tree that has a code of its own, leaves first."""
+    """Yield every subclass of `root` that has a code of its own, leaves of the tree first."""
     for kind in root.__subclasses__():
         yield from kinds(kind)
         if "code" in vars(kind):
@@ -125,7 +126,7 @@ class UnknownHead(NotFound):
 
 
 class MethodNotAllowed(QuartetError):
-    """The route exists, the method does not; `allow` names those that do."""
+    """A method that the route does not have; `allow` names its methods."""
 
     status = 405
     code = "method_not_allowed"
@@ -140,7 +141,7 @@ class MethodNotAllowed(QuartetError):
 
 
 class RequestTimeout(QuartetError):
-    """The body did not arrive in time; the connection holds half a request, so it is closed."""
+    """A body that did not arrive in time; the connection contains a partial request, so it is closed."""
 
     status = 408
     code = "slow_body"
@@ -175,7 +176,7 @@ class UnsupportedMediaType(QuartetError):
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """The body is compressed in a way that is not known here; `accepted` names those that are."""
+    """A body with an unsupported content encoding; `accepted` names the supported ones."""
 
     code = "unsupported_encoding"
 
@@ -199,7 +200,7 @@ class BadBundle(QuartetError):
 
 
 class Overloaded(RetryableError):
-    """The client may be told to wait for a second to a minute: so that they spread, and come back."""
+    """A request refused because of load; `Retry-After` is 1 to 60 seconds, so that retries are spread over time."""
 
     status = 429
     code = "overloaded"
@@ -253,4 +254,4 @@ class DeadlineExceeded(QuartetError):
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection before the response: no response can be sent."""
+    """A client that closed its connection before the response; no response can be sent."""

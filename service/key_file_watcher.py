@@ -1,4 +1,4 @@
-"""The files that API keys come from, read again when they change."""
+"""A watcher of the files with API keys, which reads them again when they change."""
 
 import asyncio
 import os
@@ -14,13 +14,16 @@ from service.settings_sources import ConfigError, KeySource
 
 log = structlog.get_logger()
 
-CHECK_S = 0.5  # between two looks at the files
+CHECK_S = 0.5  # between two checks of the files
 
 Stamp = tuple[int, int, int, int] | None
 
 
 class KeyFiles:
-    """Calls `changed` with all keys whenever their source has other ones; `keys`: those that are in force."""
+    """A watcher that calls `changed` with all keys when the files of their source contain other keys.
+
+    keys: the valid keys at the start
+    """
 
     def __init__(self, source: KeySource, keys: Keys, changed: Callable[[Keys], None]) -> None:
         self._source = source
@@ -28,9 +31,9 @@ class KeyFiles:
         self._changed = changed
 
     async def watch(self) -> None:
-        """Read the files again on SIGHUP, and after each change once two looks in a row have found the same.
+        """Read the files again on SIGHUP, and after each change once two checks in a row have found the same state.
 
-        So a file that is being written is left alone. A link that is set to another file is a change, too.
+        So a file that is being written is not read. A link that is set to another file counts as a change.
         """
         signaled = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, signaled.set)
@@ -46,7 +49,7 @@ class KeyFiles:
             last = now
 
     async def read_again(self) -> None:
-        """Read the files now. If they cannot be read, the keys that are in force stay."""
+        """Read the files now. If they cannot be read, the previous keys stay valid."""
         try:
             keys = await asyncio.to_thread(self._source.read)
         except ConfigError as error:
@@ -62,7 +65,7 @@ class KeyFiles:
 
 
 def stamp(path: Path) -> Stamp:
-    """What differs once a file was written or replaced, also behind a link; None where it cannot be found."""
+    """Return a value that changes when a file is written or replaced, also behind a link; None for a missing file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -71,7 +74,7 @@ def stamp(path: Path) -> Stamp:
 
 
 def differences(before: Keys, after: Keys) -> Mapping[str, list[str]]:
-    """The names of keys that came, went or have another record."""
+    """Return the names of the keys that were added, removed or changed."""
     return {
         "added": sorted(after.keys() - before.keys()),
         "removed": sorted(before.keys() - after.keys()),

@@ -1,7 +1,8 @@
-"""Who may ask: keys by name, of which only hashes are kept. `python -m service.keys NAME` makes one.
+"""API keys by name, stored as hashes. `python -m service.keys NAME` makes one.
 
-A key that was made here holds 256 random bits. Nobody guesses it, and nobody finds it from its hash, so one plain
-SHA-256 is right; slow and salted hashes are for passwords, which people choose, and would cost every request dearly.
+A key that this module makes has 256 random bits, so an attacker can neither guess it nor find it from its hash. One
+plain SHA-256 is therefore enough. Slow and salted hashes protect passwords, which people choose, and would delay every
+request.
 """
 
 import argparse
@@ -21,15 +22,18 @@ from service.priority import CLASSES, Class
 Permission = Literal["inference", "metrics", "admin"]
 
 PRIORITIES: Mapping[str, int] = {name: priority for priority, name in enumerate(CLASSES)}
-ONLY = "default"  # the name of a key that is given without one
-NAME = r"^[A-Za-z0-9_-]{1,64}$"  # what TOML takes without quotes
-PLAIN = r"^[!-~]{16,}$"  # what a header can carry, and is long enough not to be guessed
+ONLY = "default"  # the name of a key that is set without a name
+NAME = r"^[A-Za-z0-9_-]{1,64}$"  # a bare key in TOML
+PLAIN = r"^[!-~]{16,}$"  # valid in a header, and too long to guess
 
 KeyName = Annotated[str, StringConstraints(pattern=NAME)]
 
 
 class Key(BaseModel):
-    """What is kept of a key: its hash, and what whoever has it may do, how soon and how much in a minute."""
+    """The record of a key: its hash, its permissions, the priority class of its requests, and its rate limits.
+
+    requests_per_minute, tokens_per_minute: None for no limit
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,7 +49,7 @@ KEYS = TypeAdapter(dict[KeyName, Key])
 
 
 class KeyFile(BaseModel):
-    """A file of keys: a table `[keys.NAME]` for each, and nothing else."""
+    """A file of keys, which contains only a table `[keys.NAME]` for each key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,12 +57,12 @@ class KeyFile(BaseModel):
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys in a file. Raises OSError, and ValueError for what is no file of keys."""
+    """Read the keys in a file. Raises OSError, and ValueError for invalid contents."""
     return KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).keys
 
 
 def dump_keys(keys: Keys) -> bytes:
-    """Keys as JSON, to send to another process."""
+    """Return keys as JSON, to send them to another process."""
     return KEYS.dump_json(dict(keys))
 
 
@@ -67,7 +71,7 @@ def load_keys(text: bytes) -> Keys:
 
 
 def join_keys(*sources: Keys) -> Keys:
-    """All keys in one. Raises ValueError for a name that is there twice, or a key under two names."""
+    """Join the keys of all sources. Raises ValueError for a name that occurs twice, or a key with two names."""
     joined: dict[str, Key] = {}
     for name, key in (item for source in sources for item in source.items()):
         if name in joined:
@@ -80,7 +84,7 @@ def join_keys(*sources: Keys) -> Keys:
 
 
 def digest(key: str) -> bytes:
-    """The SHA-256 of a key as a header carries it."""
+    """Return the SHA-256 of a key as it is encoded in a header."""
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
@@ -89,12 +93,12 @@ def make_key() -> str:
 
 
 def record(name: str, key: str) -> str:
-    """What a file is told of a key."""
+    """Return the lines of a key in a file of keys."""
     return f'[keys.{name}]\nsha256 = "{digest(key).hex()}"\n'
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a new key once, on standard error, and its record, on standard output."""
+    """Print a new key on standard error, only this once, and its record on standard output."""
     parser = argparse.ArgumentParser(
         "python -m service.keys",
         description="Make a key: python -m service.keys NAME >> keys.toml",

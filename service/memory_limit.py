@@ -1,6 +1,6 @@
-"""The memory that the system lets the service have, by cgroup v1 and v2, and what ended for want of it.
+"""The memory limit of the service by cgroup v1 and v2, and the processes that the system killed for lack of memory.
 
-Each function takes the root of the file system, so that tests pass a directory in its place.
+Each function takes the root of the file system, so that tests can pass another directory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,20 +10,20 @@ from pathlib import Path
 from service.settings import cgroup_directories, read_text
 
 ROOT = Path("/")
-NO_LIMIT = 2**60  # v1 has a number near 2 ** 63 where there is no limit
+NO_LIMIT = 2**60  # v1 contains a number near 2 ** 63 where there is no limit
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The tightest limit of a cgroup or its ancestors; directory: of the cgroup that sets it."""
+    """The smallest limit of a cgroup and its ancestors; directory: of the cgroup that has it."""
 
     size: int  # bytes
     directory: Path
 
     @property
     def peak(self) -> int | None:
-        """The largest use of that cgroup in bytes, where the system counts it."""
+        """The peak memory of that cgroup in bytes; None where the system does not record it."""
         for name in ("memory.peak", "memory.max_usage_in_bytes"):
             if (text := read_text(self.directory / name).strip()).isdigit():
                 return int(text)
@@ -31,7 +31,7 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """The tightest memory limit of this process's cgroup and its ancestors; None where there is none."""
+    """Return the smallest memory limit of this process's cgroup and its ancestors; None where there is none."""
     found = []
     for directory in cgroup_directories(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -42,7 +42,7 @@ def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
 
 
 def oom_kills(root: Path = ROOT) -> Mapping[Path, int]:
-    """How many processes each of this process's cgroups has lost for want of memory, by directory."""
+    """Return the number of processes killed for lack of memory in each of this process's cgroups, by directory."""
     return {
         directory: count
         for directory in cgroup_directories(root, "memory")
@@ -51,7 +51,7 @@ def oom_kills(root: Path = ROOT) -> Mapping[Path, int]:
 
 
 def read_kills(directory: Path) -> Iterator[int]:
-    """The counter of one directory: in `memory.events` (v2) or `memory.oom_control` (v1)."""
+    """Yield the counter of one directory, from `memory.events` (v2) or `memory.oom_control` (v1)."""
     for name in ("memory.events", "memory.oom_control"):
         for line in read_text(directory / name).splitlines():
             match line.split():
@@ -60,7 +60,7 @@ def read_kills(directory: Path) -> Iterator[int]:
 
 
 def explain_kill(before: Mapping[Path, int], root: Path = ROOT) -> str | None:
-    """Why a process was killed, if a counter has grown since `before`: the limit, the peak, and what to set."""
+    """Return the limit, the peak and what to set, if a counter has grown since `before`; None otherwise."""
     if all(count <= before.get(directory, count) for directory, count in oom_kills(root).items()):
         return None
     limit = memory_limit(root)

@@ -1,4 +1,4 @@
-"""Signals, parents and orphans of the service's processes, by plain system calls.
+"""Signals, parents and orphans of the service's processes, by direct system calls.
 
 | signal | before the service can drain | then |
 |---|---|---|
@@ -39,7 +39,7 @@ class StopSignals:
         self._receiver: Callable[[int], None] | None = None
 
     def start(self) -> None:
-        """Start the thread: before all other threads, since these inherit what is blocked."""
+        """Start the thread; call this before all other threads start, because they inherit the blocked signals."""
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
         threading.Thread(target=self._receive, name="signals", daemon=True).start()
 
@@ -55,19 +55,19 @@ class StopSignals:
             self._receiver(number)
 
 
-stop_signals = StopSignals()  # the process's; `python -m service` starts it
+stop_signals = StopSignals()  # of this process; `python -m service` starts it
 
 
 def at_start() -> None:
-    """Let a stop signal end the process until it can drain, and others do nothing until they have a meaning."""
+    """Make a stop signal end the process until it can drain, and ignore other signals until they have a handler."""
     ignore(IGNORED)
     stop_signals.start()
 
 
 def die_with_parent(enabled: bool, parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent ends, however that ends, or no longer.
+    """Make the kernel kill this process when its parent ends in any way, or turn that off.
 
-    parent: the expected parent; if it is gone already, end now
+    parent: the expected parent; if it has already ended, this process ends now
     """
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL if enabled else 0))
     if parent is not None and os.getppid() != parent:
@@ -75,29 +75,31 @@ def die_with_parent(enabled: bool, parent: int | None = None) -> None:
 
 
 def end_within(seconds: float) -> None:
-    """End this process after some seconds from a thread of the C runtime, even if no Python code runs any more."""
+    """End this process after some seconds from a thread of the C runtime, even if no Python code can run."""
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(seconds, exit=True, file=os.dup(nowhere.fileno()))
 
 
 def prctl(option: int, argument: Any) -> int:
-    """Call prctl(2); returns -1 where the system has none."""
+    """Call prctl(2); return -1 where the system does not have it."""
     with suppress(AttributeError, OSError):
         return int(ctypes.CDLL(None).prctl(option, argument, 0, 0, 0))
     return -1
 
 
 def adopts_orphans() -> bool:
-    """Whether the kernel makes this process the parent of orphans, as it does process 1."""
+    """Return whether the kernel makes this process the parent of orphans, as it does for process 1."""
     subreaper = ctypes.c_int(0)
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(subreaper))
     return os.getpid() == 1 or bool(subreaper.value)
 
 
 async def reap_orphans(own: Callable[[], Collection[int]] = tuple) -> None:
-    """Collect the exit status of orphans that have ended, for as long as this runs; own: children that others wait for.
+    """Collect the exit status of orphans that have ended, without end if this process adopts orphans.
 
-    Only processes that are dead in two checks in a row are orphans: asyncio collects its own much sooner.
+    Only processes that are dead in two checks in a row count as orphans, because asyncio collects its own earlier.
+
+    own: returns the process ids of children for which other code waits
     """
     import asyncio  # here, because `at_start` is called before anything slow is imported
 
@@ -112,7 +114,7 @@ async def reap_orphans(own: Callable[[], Collection[int]] = tuple) -> None:
 
 
 def dead_children() -> set[int]:
-    """The children of this process that have ended and that no one has waited for."""
+    """Return the process ids of the children that have ended and whose exit status is not collected yet."""
     found, parent = set(), str(os.getpid())
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

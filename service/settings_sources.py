@@ -1,6 +1,6 @@
-"""Settings from wherever they are given, and where each came from: a flag, a variable, a file, or nowhere.
+"""Settings from flags, environment variables and a file, with the origin of each value.
 
-A flag goes before a variable, a variable before the file, the file before the default.
+A flag overrides a variable, a variable overrides the file, and the file overrides the default.
 """
 
 import tomllib
@@ -14,25 +14,27 @@ from pydantic import SecretStr, ValidationError
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.settings import Settings, Variables, did_you_mean, flag, variable
 
-FILE = Path("quartet.toml")  # read when no other is named
-BUNDLES = Path("bundles")  # looked in when no bundle is named
+FILE = Path("quartet.toml")  # read when no other file is named
+BUNDLES = Path("bundles")  # searched when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
-CANNOT_GO_ON = 4  # the exit status of a service in a state that it cannot leave by itself
+CANNOT_GO_ON = 4  # the exit status of a service in a state from which it cannot recover
 PATHS = frozenset({"api_keys", "bundles", "models_dir", "uds"})
 
 Given = Mapping[str, Any]
 
 
 class ConfigError(Exception):
-    """Settings that cannot be served with; the message says all that is wrong, and where it is from."""
+    """Invalid settings; the message names every fault and its origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings to serve with, in which all bundles and keys are that were found, and no plain key is.
+    """The final settings and their origins.
 
-    given: what they were made from; origins: where each setting is from that is not a default
-    key_files: the files that API keys are from
+    settings: with all bundles and keys that were found, and without plain keys
+    given: the settings before these were added
+    origins: the origin of each setting that is not a default
+    key_files: the files that contain API keys
     """
 
     settings: Settings
@@ -42,7 +44,7 @@ class Configuration:
 
 
 def configure(flags: Given) -> Configuration:
-    """Settings from flags, by the fields' names, from the environment and from a file. Raises ConfigError."""
+    """Read the settings from flags, by field names, from the environment and from a file. Raises ConfigError."""
     given, origins, path = gather(flags)
     if given.models_dir is not None and not given.models_dir.is_dir():
         raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
@@ -53,7 +55,7 @@ def configure(flags: Given) -> Configuration:
 
 
 def gather(flags: Given) -> tuple[Settings, Mapping[str, str], Path | None]:
-    """Settings as they are given, the origin of each, and the file of settings. Raises ConfigError."""
+    """Return the settings of all sources, the origin of each, and the path of the settings file. Raises ConfigError."""
     variables = Variables(Settings)()
     refuse_empty(flags, {name: flag(name) for name in flags} | {"bundles": "arguments"})
     path = config_file({**variables, **flags})
@@ -80,14 +82,17 @@ def key_files(given: Settings, origins: Mapping[str, str], path: Path | None) ->
 
 
 class KeySource:
-    """Where API keys come from, to read them again; `files`: those that the last reading found them in."""
+    """The source of API keys, which can read them again; files: the files that contained keys at the last read."""
 
     def __init__(self, flags: Given, files: Sequence[Path]) -> None:
         self._flags = flags
         self.files = files
 
     def read(self) -> Keys:
-        """All keys. Raises ConfigError, also where no key is left, for that would open the service to all."""
+        """Read all keys.
+
+        Raises ConfigError, also where no key is left, because that would turn access control off.
+        """
         given, origins, path = gather(self._flags)
         keys = find_keys(given)
         self.files = key_files(given, origins, path)
@@ -106,7 +111,7 @@ def config_file(given: Given) -> Path | None:
 
 
 def read_file(path: Path) -> Given:
-    """The settings in a file; paths are relative to where it is. Raises ConfigError."""
+    """Read the settings in a file; paths are relative to the file's directory. Raises ConfigError."""
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -120,18 +125,18 @@ def read_file(path: Path) -> Given:
 
 
 def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
-    """Raises ConfigError for settings that are given and empty."""
+    """Raise ConfigError for settings that are set to an empty value."""
     if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
         raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
 
 
 def is_empty(value: object) -> bool:
-    """Whether a setting is an empty string, or a list that has one, which would name the working directory."""
+    """Return whether a value is an empty string or a list with one; as a path it would be the working directory."""
     return value == "" or (isinstance(value, list) and "" in value)
 
 
 def strange(read: Given) -> Iterator[str]:
-    """What a file holds that it should not."""
+    """Yield a fault for each name in a settings file that is not allowed there or unknown."""
     known = Settings.model_fields.keys() - NOT_IN_FILES
     for name in read:
         if name in NOT_IN_FILES:
@@ -146,12 +151,12 @@ def beside(path: Path, value: object) -> object:
     return path.parent / value if isinstance(value, str) else value
 
 
-# -- what is found ------------------------------------------------------------------------------------
+# -- bundles and keys ---------------------------------------------------------------------------------
 
 
 def find_bundles() -> tuple[Path, ...]:
-    """Those that lie where bundles are looked for, by name. Raises ConfigError when there are none."""
-    # What a main process that is told its bundles does not need.
+    """Return the bundles in `BUNDLES`, sorted by name. Raises ConfigError when there are none."""
+    # A main process whose settings name the bundles does not need this import.
     from service.core.bundle import MANIFEST
 
     found = tuple(sorted(manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
@@ -161,7 +166,7 @@ def find_bundles() -> tuple[Path, ...]:
 
 
 def find_keys(given: Settings) -> Keys:
-    """All keys, from wherever they are. Raises ConfigError."""
+    """Return the keys of all settings and files. Raises ConfigError."""
     plain = given.api_key
     filed = read_key_file(given.api_keys) if given.api_keys else {}
     only = {ONLY: Key(sha256=digest(plain.get_secret_value()).hex())} if plain else {}
@@ -178,7 +183,7 @@ def read_key_file(path: Path) -> Keys:
         raise unreadable(path, error) from None
 
 
-# -- what is told -------------------------------------------------------------------------------------
+# -- messages and the report --------------------------------------------------------------------------
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
@@ -189,7 +194,7 @@ def unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
 
 
 def fault_of(fault: Given, origins: Mapping[str, str], path: Path | None) -> str:
-    """One thing that is wrong with a setting: the flag, the variable or the file's line, and why."""
+    """Return a message for one fault of a setting: its flag, its variable or the file and field, and the reason."""
     name, *inner = fault["loc"]
     place = fault["loc"] if origins[name] == str(path) else inner
     return f"{origins[name]}: {dotted(place)}{reason(fault)}"
@@ -206,7 +211,7 @@ def reason(fault: Given) -> str:
 
 
 def report(configuration: Configuration) -> str:
-    """A line for each setting: its name, its value, unless it is a secret, and where that is from."""
+    """Return a line for each setting with its name, its value (unless it is a secret) and its origin."""
     settings, given, origins = configuration.settings, configuration.given, configuration.origins
     told = {"api_keys": given, "api_key": given}
     lines = [
@@ -227,7 +232,7 @@ def origin(name: str, origins: Mapping[str, str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as people write it; of keys their names."""
+    """Return a value in the notation of a settings file; for keys their names."""
     match value:
         case None:
             return "unset"

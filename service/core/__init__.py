@@ -1,4 +1,4 @@
 """The core shared by training, export and serving: bundles, encoding, packing, sessions and decoding.
 
-All of its modules may be used from outside `service`; they take plain arguments and import only each other.
+Packages outside `service` may use all of its modules, which take plain arguments and import only each other.
 """

@@ -1,7 +1,7 @@
 """The contract between training and serving: a bundle directory and its manifest.
 
-The format is specified in `docs/bundle.md`. This file reads and writes it, checks every hash, and knows nothing of
-how a bundle is made or served.
+The format is specified in `docs/bundle.md`. This module reads and writes it and checks every hash. It does not depend
+on how a bundle is made or served.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 SHA256 = r"^[0-9a-f]{64}$"
 
-# Of graphs of any layout; no head may have such a name.
+# Names of the inputs of graphs of any layout; no head may have such a name.
 INPUTS = frozenset(
     {
         *("input_ids", "token_type_ids", "position_ids", "attention_mask", "lengths"),
@@ -51,7 +51,7 @@ INPUTS = frozenset(
 
 
 class BundleError(Exception):
-    """A bundle that must not be served: `path` names it, the message says what disagrees."""
+    """A bundle that must not be served; the message contains its path and the reason."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -113,7 +113,7 @@ class Memory(_Record):
     def of_batch(self, tokens: int) -> int:
         """Return the bytes that a batch of this many tokens of the longest texts adds at its peak.
 
-        The value is linear between two measured batches, and beyond them as between the two nearest.
+        The value is interpolated linearly between two measured batches, and extrapolated from the two nearest ones.
         """
         sizes = sorted(self.batches)
         if len(sizes) == 1:
@@ -147,10 +147,10 @@ class Vocabulary(File):
 
 
 class Goldens(File):
-    """Inputs with the outputs of PyTorch, or of a graph that was given.
+    """Inputs with the outputs of PyTorch, or of an external ONNX model.
 
     tolerance: per precision, the largest difference (`max_difference`, see `deviation`) or the smallest cosine per head
-    (`min_cosine`) that the served outputs may show against them.
+    (`min_cosine`) that the served outputs may have from these outputs
     """
 
     tolerance: dict[Precision, "Tolerance"]
@@ -174,13 +174,13 @@ class Provenance(_Record):
     teachers: tuple[str, ...] = ()  # models that it was distilled from
     recipe: str = ""
     commit: str = ""
-    checkpoint: str = ""  # on the hub, with the commit that was read: NAME@COMMIT
+    checkpoint: str = ""  # on the hub, with the commit from which it was read: NAME@COMMIT
     seed: int | None = None
-    runtime: str = ""  # what the goldens were verified with at export
+    runtime: str = ""  # the runtime that verified the goldens at export
 
     @property
     def commercial_use(self) -> str:
-        """Whether the terms of all data sets allow it, in a line: "yes", or the worst answer and whose it is."""
+        """Whether the terms of all data sets allow commercial use: "yes", or the worst value with its data sets."""
         return _commercial_use(self.datasets)
 
     def commercial_use_by_head(self, heads: Collection[str]) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 
 
 class Manifest(_Record):
-    """`manifest.json`. The order of `heads` matters: the first of a task is its default."""
+    """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
     format_version: Literal[1, 2, 3]
     name: str = Field(pattern=NAME)
@@ -260,7 +260,7 @@ class Manifest(_Record):
         return sorted(fits, key=lambda g: (wanted.index(g.precision), g.layout != "packed"))
 
     def files(self) -> dict[str, str]:
-        """Every file that the manifest answers for, with its SHA-256."""
+        """Return the SHA-256 of every file that the manifest lists, by file name."""
         weights = [graph.weights for graph in self.graphs if graph.weights]
         parts: list[File] = [self.vocabulary, self.goldens, *self.graphs, *weights]
         return {part.file: part.sha256 for part in parts}
@@ -278,9 +278,10 @@ class Golden:
 
 @dataclass(frozen=True, slots=True)
 class BundleTexts:
-    """What of a bundle those need who read its texts and answers and leave computing to others.
+    """The parts of a bundle that a process needs to encode texts and decode outputs, without the graphs.
 
-    sha256: of the manifest, which pins all else; tokenizer: the file's bytes
+    sha256: of the manifest, which contains the hashes of all other files
+    tokenizer: the bytes of its file
     """
 
     manifest: Manifest
@@ -302,7 +303,10 @@ class Bundle:
 
 
 def read_texts(bundle: Bundle) -> BundleTexts:
-    """Read what of a bundle others need. Raises BundleError when it was changed since it was loaded."""
+    """Read the manifest and the tokenizer of a bundle for an HTTP process.
+
+    Raises BundleError when the tokenizer's file cannot be read or has changed since the bundle was loaded.
+    """
     vocabulary = bundle.manifest.vocabulary
     try:
         tokenizer = bundle.file(vocabulary.file).read_bytes()
@@ -317,7 +321,7 @@ def read_texts(bundle: Bundle) -> BundleTexts:
 def load(path: Path | str) -> Bundle:
     """Read a bundle and check everything that can be checked without running it.
 
-    Raises BundleError, saying what is missing or disagrees.
+    Raises BundleError that names the missing or wrong file or field.
     """
     folder = Path(path)
     text = _read_manifest(folder)
@@ -401,7 +405,10 @@ def save_golden(path: Path, golden: Golden) -> None:
 def check_goldens(
     bundle: Bundle, precision: Precision, outputs: Mapping[str, NDArray[np.float32]], runtime: str
 ) -> None:
-    """Compare outputs computed here with the goldens. Raises BundleError naming head, figure and both runtimes."""
+    """Compare outputs computed on this machine with the goldens.
+
+    Raises BundleError that names the head, the difference and both runtimes.
+    """
     tolerance = bundle.manifest.goldens.tolerance[precision]
     for head, expected in bundle.golden.outputs.items():
         problem = disagreement(head, expected, outputs[head], tolerance)
@@ -414,7 +421,7 @@ def check_goldens(
 def disagreement(
     head: str, expected: NDArray[np.float32], found: NDArray[np.float32], tolerance: Tolerance
 ) -> str | None:
-    """How a head's outputs differ from what they should be, if by more than may be."""
+    """Return how a head's outputs differ from the expected ones; None if they are within the tolerance."""
     if found.shape != expected.shape:
         return f"{head} has shape {found.shape}, expected {expected.shape}"
     if tolerance.max_difference is not None:
@@ -429,12 +436,15 @@ def disagreement(
 
 
 def deviation(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
-    """The largest difference, in units of the largest expected number where that is above 1: rounding grows with it."""
+    """Return the largest absolute difference of two arrays.
+
+    It is divided by the largest absolute expected number where that is above 1, because rounding errors grow with it.
+    """
     return float(np.abs(found - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
 def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """The cosine of two arrays of one shape, as flat vectors."""
+    """Return the cosine of two arrays of one shape, as flat vectors."""
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(np.vdot(a, b)) / norms if norms else float(np.array_equal(a, b))
 
@@ -445,7 +455,7 @@ def hash_file(path: Path) -> str:
 
 
 def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
-    """The oldest format that can describe these graphs, as the manifest's records."""
+    """Return the oldest format version that can describe these graphs, which are given as the manifest's records."""
     fields = {name for graph in graphs for name, value in graph.items() if value is not None}
     if "memory" in fields:
         return 3
@@ -453,20 +463,20 @@ def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
 
 
 def describe_file(path: Path) -> dict[str, str]:
-    """The manifest's record of a file: its name and hash."""
+    """Return the manifest's record of a file, its name and hash."""
     return {"file": path.name, "sha256": hash_file(path)}
 
 
 @contextmanager
 def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary directory beside `path` that becomes it on success, and vanishes on failure.
+    """Yield a temporary directory next to `path`; rename it to `path` on success, and remove it on failure.
 
-    Raises FileExistsError when `path` exists and is not to be replaced, or is no bundle and not empty.
+    Raises FileExistsError when `path` exists and `replace` is false, or when it is neither a bundle nor empty.
     """
     if Path(path).exists() and not replace:
         raise FileExistsError(f"{path} exists; give another name, or say that it is to be replaced")
     check_replaceable(Path(path))
-    target = Path(path).resolve()  # what a link stands for is replaced, not the link
+    target = Path(path).resolve()  # the target of a link is replaced, not the link
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -475,7 +485,7 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
         if replace:
             swap(folder, target)
         else:
-            folder.rename(target)  # refused by the system if another has come to be there
+            folder.rename(target)  # the system refuses it if another directory has appeared there
         _sync(target.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -483,7 +493,7 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises FileExistsError for what holds anything but a bundle."""
+    """Raise FileExistsError for a path that exists and is neither a bundle nor an empty directory."""
     empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not empty and not (path / MANIFEST).is_file():
         raise FileExistsError(f"{path} is not replaced: it is no bundle, having no {MANIFEST}")
@@ -502,7 +512,7 @@ def _sync(path: Path) -> None:
 
 
 def swap(folder: Path, target: Path) -> None:
-    """Put a directory in the place of another, which is there until the new one is."""
+    """Rename a directory to the path of another, which keeps the path until then and is removed afterwards."""
     put_back(folder, target)
     old = _aside(folder)
     if target.exists():
@@ -517,7 +527,7 @@ def swap(folder: Path, target: Path) -> None:
 
 
 def put_back(folder: Path, target: Path) -> None:
-    """After a swap that was cut off: the old directory has its place again, or goes where the new one has it."""
+    """Repair an interrupted swap: restore the old directory if `target` is missing, and otherwise remove it."""
     old = _aside(folder)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)

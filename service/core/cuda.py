@@ -11,7 +11,7 @@ from typing import Any
 DRIVER = "libcuda.so.1"
 DISTRIBUTION = "onnxruntime-gpu"
 CUDA_MAJOR = 13  # of the pinned runtime, where the runtime does not report its own
-LEAST_DRIVERS = {12: 525, 13: 580}  # NVIDIA's driver branch by the major version of CUDA
+LEAST_DRIVERS = {12: 525, 13: 580}  # NVIDIA's oldest driver branch by the major version of CUDA
 # Compute capabilities for which a release of onnxruntime-gpu contains machine code. It contains no PTX, so the driver
 # compiles nothing for another one. A release that is not listed here is tried instead.
 CODE = {"1.31": ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))}
@@ -22,12 +22,17 @@ CAPABILITY_MINOR = 76
 
 
 class NoGpuError(Exception):
-    """There is no GPU that the runtime can use; the message says why and what to do."""
+    """No GPU that the runtime can use; the message contains the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """capability: compute capability; memory: bytes; cuda: newest CUDA version of the driver, major and minor."""
+    """A GPU.
+
+    capability: its compute capability, major and minor
+    memory: bytes
+    cuda: the newest CUDA version that the driver supports, major and minor
+    """
 
     name: str
     capability: tuple[int, int]
@@ -96,9 +101,9 @@ def check_gpu(gpu: Gpu, runtime: str, cuda_major: int = CUDA_MAJOR) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether the GPU build of the runtime is installed and its driver reports a GPU that it has code for.
+    """Return whether the GPU build of the runtime is installed and the driver reports a GPU for which it has code.
 
-    The runtime is not imported, so that a process that computes nothing can call this.
+    This function does not import the runtime, so that a process without inference can call it.
     """
     try:
         check_gpu(find_gpu(), metadata.version(DISTRIBUTION))

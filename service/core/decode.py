@@ -1,8 +1,8 @@
-"""Logits to answers: labels, entities, answer spans and vectors.
+"""Logits to results: labels, entities, answer spans and vectors.
 
-Pure numpy and plain arguments, so that serving, evaluation and export verification read logits in
-one and the same way. A call decodes one input, given as its windows in text order (one or more),
-so an answer cannot depend on what else was in the batch.
+The functions use only numpy and plain arguments, so that serving, evaluation and export verification
+decode logits in the same way. A call decodes one input, given as its windows in text order (one or
+more), so a result cannot depend on the other inputs of the batch.
 """
 
 import math
@@ -30,7 +30,7 @@ class LabelScore(NamedTuple):
 
 
 class EntitySpan(NamedTuple):
-    """`word` is `text[start:end]`; `entity` a type ("PER"), or a token's own label ("B-PER")."""
+    """An entity; `word` is `text[start:end]`, and `entity` a type ("PER") or a token's own label ("B-PER")."""
 
     entity: str
     score: float
@@ -40,7 +40,7 @@ class EntitySpan(NamedTuple):
 
 
 class AnswerSpan(NamedTuple):
-    """`answer` is `context[start:end]`; the null answer is "", 0, 0."""
+    """An answer; `answer` is `context[start:end]`. The null answer is "", 0, 0."""
 
     answer: str
     score: float
@@ -61,14 +61,14 @@ def to_utf16(spans: Sequence[S], text: str) -> list[S]:
 
 
 def softmax(logits: Floats) -> Floats:
-    """Softmax over the last axis; large logits do not overflow."""
+    """Return the softmax over the last axis; large logits do not overflow."""
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probabilities: Floats = exponentials / exponentials.sum(axis=-1, keepdims=True)
     return probabilities
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """The logistic function; large logits do not overflow."""
+    """Return the logistic function; large logits do not overflow."""
     probabilities: Floats = np.exp(-np.logaddexp(0, -logits))
     return probabilities
 
@@ -109,7 +109,7 @@ def classify(
     threshold: float | None = None,
     function_to_apply: str | None = None,
 ) -> list[LabelScore]:
-    """Return the `top_k` labels (None: all) by falling score, equals in label order.
+    """Return the `top_k` labels (None: all) by falling score, equal scores in label order.
 
     windows: logits `[C]` of each window; their mean, weighted by `lengths` in tokens, is activated.
     threshold: the smallest score of a label that is returned; function_to_apply: see `activate`
@@ -124,9 +124,9 @@ def classify(
 def embed(
     windows: Sequence[Floats], lengths: Sequence[int], *, normalize: bool, dimensions: int | None
 ) -> Floats:
-    """One vector: the first `dimensions` (None: all) of D, then of length 1 when `normalize`.
+    """Return one vector: the first `dimensions` (None: all) of D, scaled to length 1 if `normalize`.
 
-    windows: pooled vectors `[D]`, not normalised; their mean is weighted by `lengths` in tokens.
+    windows: pooled vectors `[D]`, not normalized; their mean is weighted by `lengths` in tokens.
     A zero vector stays zero. Raises ValueError unless 1 <= dimensions <= D.
     """
     vector = _weighted_mean(windows, lengths)
@@ -138,7 +138,7 @@ def embed(
 
 
 def _weighted_mean(windows: Sequence[Floats], lengths: Sequence[int]) -> Doubles:
-    """In double precision, so that the mean of one window is that window exactly."""
+    """Return the weighted mean in double precision; the mean of one window is that window exactly."""
     if len(windows) == 1:
         return windows[0].astype(np.float64)
     mean: Doubles = np.average(np.stack(windows), axis=0, weights=np.asarray(lengths, np.float64))
@@ -153,14 +153,14 @@ def ner(
     labels: Sequence[str],
     aggregation_strategy: str,
 ) -> list[EntitySpan]:
-    """The entities of `text`, in text order; what is labelled "O" is none.
+    """Return the entities of `text`, in text order; tokens or words with the label "O" are outside of entities.
 
     logits: `[n, C]` of each window. aggregation_strategy:
-      "none"     every token by itself, with its own label
-      "simple"   neighbouring tokens of one type are joined as the labels' scheme has it (see `service.core.tags`)
-      "first", "average", "max"    the same for whole words, which score as their first token, as
-                 the mean of their tokens, or as the token with the highest score
-    An entity scores the mean of what was joined. Raises ValueError for any other strategy.
+      "none"     every token is an entity of its own, with its own label
+      "simple"   neighboring tokens of one type are joined by the labels' scheme (see `service.core.tags`)
+      "first", "average", "max"    whole words are joined by the scheme; a word has the scores of its
+                 first token, the mean of its tokens, or the token with the highest score
+    The score of an entity is the mean of the joined parts. Raises ValueError for any other strategy.
     """
     if aggregation_strategy not in AGGREGATION_STRATEGIES:
         raise ValueError(f"aggregation_strategy must be one of {', '.join(AGGREGATION_STRATEGIES)}")
@@ -190,14 +190,14 @@ def _entities(text: str, names: list[str], scores: Floats, offsets: Ints) -> lis
 
 
 class _Runs(NamedTuple):
-    """Neighbouring rows taken together: the first row of each run, and the row after its last."""
+    """Runs of neighboring rows: the first row of each run, and the row after its last."""
 
     firsts: Ints
     ends: Ints
 
     @classmethod
     def of(cls, breaks: NDArray[np.bool]) -> "_Runs":
-        """From whether a run ends between each two rows, `[n - 1]`."""
+        """Return the runs of n rows; `breaks` `[n - 1]` is true where a run ends between two rows."""
         inner = np.flatnonzero(breaks) + 1
         return cls(np.append(0, inner), np.append(inner, len(breaks) + 1))
 
@@ -209,7 +209,7 @@ class _Runs(NamedTuple):
         return np.asarray((np.add.reduceat(rows, self.firsts).T / sizes).T, np.float32)
 
     def highest(self, rows: Floats) -> Floats:
-        """The row with the highest value of each run, the first among equals."""
+        """Return the row with the highest value of each run, the first among equals."""
         peaks = rows.max(axis=1)
         run = np.repeat(np.arange(len(self.firsts)), self.ends - self.firsts)
         return rows[np.lexsort((-peaks, run))[self.firsts]]
@@ -226,10 +226,10 @@ AGGREGATION_STRATEGIES = ("none", "simple", *_WORD_SCORES)
 def _merge_windows(
     windows: Sequence[Encoding], logits: Sequence[Floats]
 ) -> tuple[Ints, Ints, Floats]:
-    """Offsets `[t, 2]`, words `[t]` and logits `[t, C]` of the first text's tokens, each once.
+    """Return the offsets `[t, 2]`, words `[t]` and logits `[t, C]` of the first text's tokens, each once.
 
-    A token that several windows share is read from the one where the nearest edge is farthest,
-    from the earlier in a tie. Zero-width tokens are left out.
+    A token that several windows share is read from the window in which its distance to the nearest edge
+    is largest, in a tie from the earlier window. Zero-width tokens are left out.
     """
     rows = [np.flatnonzero(window.sequence == 0) for window in windows]
     tokens = _tokens(windows, rows)
@@ -240,7 +240,7 @@ def _merge_windows(
 
 
 def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
-    """What tells a token from its neighbours, `[n, 4]` of each window."""
+    """Return the offsets, word and id that distinguish a token from its neighbors, `[n, 4]` for each window."""
     return [
         np.column_stack([window.offsets, window.words, window.input_ids])[row]
         for window, row in zip(windows, rows, strict=True)
@@ -248,7 +248,7 @@ def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
 
 
 def _shifts(windows: Sequence[Ints]) -> list[int]:
-    """Where each window begins in its predecessor: at the same token, or else at its end."""
+    """Return the row of its predecessor at which each window begins: the row of the same token, or else its end."""
     shifts = []
     for previous, current in pairwise(windows):
         same = np.flatnonzero((previous == current[0]).all(axis=1))
@@ -257,10 +257,11 @@ def _shifts(windows: Sequence[Ints]) -> list[int]:
 
 
 def _most_context(sizes: Sequence[int], shifts: Sequence[int]) -> Ints:
-    """For each token of the text, which row of the concatenated windows to read it from.
+    """Return, for each token of the text, the row of the concatenated windows from which to read it.
 
-    The ends of the text need no exception: the first window holds its tokens farther from its own
-    start than any later window does, and the last one likewise.
+    The ends of the text need no exception. In the first window, a token is farther from the window's
+    start than in any later window. In the last window, a token is farther from its end than in any
+    earlier one.
     """
     begins = np.cumsum([0, *shifts])
     best = np.zeros(begins[-1] + sizes[-1], np.int64)
@@ -285,17 +286,19 @@ def qa(
     null_threshold: float,
     max_answer_tokens: int,
 ) -> list[AnswerSpan]:
-    """The `top_k` answers of `context` by falling score, equals by start and end; [] if it is empty.
+    """Return the `top_k` answers of `context` by falling score, equal scores by start and end; [] if it is empty.
 
-    logits: `[n, 2]` of each window, for starts and for ends. Each is one softmax over the context's
-    tokens and [CLS] of all windows; a span of 1 to `max_answer_tokens` tokens within a window
-    scores p_start * p_end, in the window where that is more if several hold it, and reaches to the
-    edges of its words. The best 2 * `top_k` + 10 spans count: those that read the same but for case
-    are one answer, which scores their sum and stands where the best of them does.
+    logits: `[n, 2]` of each window, for starts and for ends. Starts and ends get one softmax each,
+    over the context's tokens and [CLS] of all windows. The score of a span of 1 to
+    `max_answer_tokens` tokens within a window is p_start * p_end, the largest value if several
+    windows contain it. The span is extended to the edges of its words. The best 2 * `top_k` + 10
+    spans count. Spans whose texts differ only in case are one answer, whose score is their sum and
+    whose place is that of the best of them.
 
     With `handle_impossible_answer`, the null answer is start and end at [CLS], in the window where
-    that is least likely. It comes first if it exceeds the best answer by more than `null_threshold`
-    (a difference of logarithms) or there is none, and else by its score, but after the best answer.
+    that is least likely. It comes first if there is no answer, or if it exceeds the best answer by
+    more than `null_threshold` (a difference of logarithms). Otherwise its score gives its rank, after
+    the best answer.
     """
     rows = [_competing(window) for window in windows]
     scores = _gather(logits, rows).astype(np.float64)
@@ -320,7 +323,7 @@ def qa(
 
 
 def _competing(window: Encoding) -> Ints:
-    """Rows of a window: [CLS], then the tokens of the second text that are not of zero width."""
+    """Return the rows of a window that compete: [CLS], then the tokens of the second text that have a width."""
     wide = window.offsets[:, 0] < window.offsets[:, 1]
     return np.append(0, np.flatnonzero((window.sequence == 1) & wide))
 
@@ -330,9 +333,9 @@ def _gather(parts: Sequence[NDArray[Any]], rows: Sequence[Ints]) -> NDArray[Any]
 
 
 def _word_edges(words: Ints, offsets: Ints) -> tuple[Ints, Ints]:
-    """Start and end `[W, 2]` of each word that occurs, and which of them each token belongs to.
+    """Return start and end `[W, 2]` of each word that occurs, and the index of each token's word.
 
-    Over all windows at once, for a window may begin or end within a word.
+    All windows are read together, because a window may begin or end within a word.
     """
     names, members = np.unique(words, return_inverse=True)
     edges = np.tile([np.iinfo(np.int64).max, 0], (len(names), 1))
@@ -348,7 +351,7 @@ def _null_rank(ranked: Sequence[Span], null: float, null_threshold: float) -> in
 
 
 def _places(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
-    """Which token of the context each of the rows is, the same in every window that holds it."""
+    """Return the index of each row's token in the context, which is the same in every window that contains it."""
     texts = [np.flatnonzero(window.sequence == 1) for window in windows]
     begins = np.cumsum([0, *_shifts(_tokens(windows, texts))])
     return [
@@ -360,7 +363,7 @@ def _places(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
 def _best_spans(
     windows: Sequence[tuple[Doubles, Ints, Ints]], edges: Ints, count: int, max_answer_tokens: int
 ) -> list[Span]:
-    """The best `count` spans, each once. windows: logits, words and places, [CLS] first."""
+    """Return the best `count` spans, each once; windows: logits, words and places, [CLS] first."""
     best: dict[tuple[int, int], Span] = {}
     for logits, words, places in windows:
         for score, first, last in _top_spans(logits[1:], count, max_answer_tokens):
@@ -372,7 +375,7 @@ def _best_spans(
 
 
 def _merge_spans(spans: Sequence[Span], context: str) -> list[Span]:
-    """Spans that read the same but for case as one, the likeliest first; `spans` are, too."""
+    """Merge spans whose texts differ only in case; both lists are sorted by falling score."""
     same: dict[str, list[Span]] = {}
     for span in spans:
         same.setdefault(context[span[1] : span[2]].lower(), []).append(span)
@@ -381,16 +384,16 @@ def _merge_spans(spans: Sequence[Span], context: str) -> list[Span]:
 
 
 def _log_sum(scores: Sequence[float]) -> float:
-    """The logarithm of a sum of exponentials, of which the first is the largest."""
+    """Return the logarithm of the sum of the scores' exponentials; the first score must be the largest."""
     return scores[0] + math.log(math.fsum(math.exp(score - scores[0]) for score in scores))
 
 
 def _top_spans(logits: Doubles, count: int, max_answer_tokens: int) -> list[Span]:
-    """Score, first and last token of the best `count` spans of one window, equals in text order."""
+    """Return score, first and last token of the best `count` spans of one window, equal scores in text order."""
     reach = min(max_answer_tokens, len(logits))
     if not reach:
         return []
-    # [n, reach]: each start with every end that it may have; a padded end never wins
+    # [n, reach]: each start with every end that it may have; a padded end has the score -inf
     ends = np.pad(logits[:, 1], (0, reach - 1), constant_values=-np.inf)
     scores = (logits[:, :1] + sliding_window_view(ends, reach)).ravel()
     order = np.argsort(-scores, kind="stable")[:count]

@@ -1,8 +1,8 @@
-"""Text to tokens: the one place where text is cut.
+"""Text to tokens: the only module that cuts texts.
 
-Training, calibration, parity checks and serving all encode here. The tokenizer's own truncation and padding are
-never used and its state is never changed: tokens come without special ones, are cut into windows, and are framed by
-the special tokens that the tokenizer's template puts around them.
+Training, calibration, parity checks and serving all encode with it. The encoder never uses the tokenizer's own
+truncation and padding, and never changes its state. It tokenizes without special tokens, cuts the tokens into windows,
+and frames each window with the special tokens of the tokenizer's template.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ Truncate = bool | Literal["window"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What rides in a batch: n tokens, special ones included.
+    """One sequence of a batch: n tokens, special tokens included.
 
     input_ids       [n]     int64
     token_type_ids  [n]     int64
@@ -37,10 +37,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Encoding(Window):
-    """A window of one input, and where its tokens stand in the text.
+    """A window of one input, with the positions of its tokens in the text.
 
-    offsets         [n, 2]  half-open code points in the text that the token came from, from the first character that is
-                            no space to the last; of width 0 if there is none; (0, 0) at special tokens
+    offsets         [n, 2]  half-open range of the token's code points in its text, from the first character that is no
+                            space to the last; of width 0 if there is none; (0, 0) at special tokens
     words           [n]     index of the token's word in its text (see `service.core.words`); -1 at special tokens
     sequence        [n]     0 for the first text, 1 for the second of a pair, -1 at special tokens
     """
@@ -52,14 +52,14 @@ class Encoding(Window):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One input: its windows in text order (one, unless it was too long), and whether anything was cut off."""
+    """One input: its windows in text order (one, unless it was too long), and whether it was truncated."""
 
     windows: tuple[Window, ...]
     truncated: bool
 
     @property
     def lengths(self) -> list[int]:
-        """In tokens, of each window."""
+        """The tokens of each window."""
         return [len(window) for window in self.windows]
 
     @property
@@ -69,13 +69,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Encoded(Cut):
-    """One input whose windows know where their tokens stand in the text."""
+    """One input whose windows contain the positions of their tokens in the text."""
 
     windows: tuple[Encoding, ...]
 
 
 class TextError(ValueError):
-    """Some inputs cannot be encoded; `indices` names every one of them."""
+    """Inputs that cannot be encoded; `indices` contains the index of each of them."""
 
     def __init__(self, indices: list[int], reason: str) -> None:
         super().__init__(f"inputs {indices}: {reason}")
@@ -84,22 +84,22 @@ class TextError(ValueError):
 
 
 def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`, without the truncation and padding that it may carry.
+    """Read a `tokenizer.json`, without the truncation and padding that it may contain.
 
-    Raises ValueError naming a file that cannot be read.
+    Raises ValueError that names a file that cannot be read.
     """
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no narrower one
+    except Exception as error:  # the library has no narrower class
         raise ValueError(f"{path} cannot be read: {error}") from None
     return _plain(tokenizer)
 
 
 def parse_tokenizer(data: bytes) -> tokenizers.Tokenizer:
-    """The same from what a `tokenizer.json` holds. Raises ValueError."""
+    """Parse the bytes of a `tokenizer.json`, without its truncation and padding. Raises ValueError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library has no narrower one
+    except Exception as error:  # the library has no narrower class
         raise ValueError(f"the tokenizer cannot be read: {error}") from None
     return _plain(tokenizer)
 
@@ -124,13 +124,13 @@ class _Frame:
 
     @cached_property
     def all_type(self) -> int | None:
-        """The type of every token, texts' and special ones', if they have one in common."""
+        """The type of every token, special tokens included, if all have the same one; None otherwise."""
         types = {*self.text_types, *np.concatenate(self.types).tolist()}
         return types.pop() if len(types) == 1 else None
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, text: str, pair: str | None = None) -> _Frame:
-    """Read the template off the tokenizer itself, from an encoding whose text tokens are known."""
+    """Read the template from the tokenizer's encoding of a known text."""
     encoding = tokenizer.encode(text, pair, add_special_tokens=True)
     special = np.asarray(encoding.special_tokens_mask, dtype=bool)
     sequence = np.asarray([-1 if index is None else index for index in encoding.sequence_ids])
@@ -153,7 +153,7 @@ def _frame(tokenizer: tokenizers.Tokenizer, text: str, pair: str | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of one text, without special ones."""
+    """The tokens of one text, without special tokens."""
 
     ids: NDArray[np.int64]
     offsets: NDArray[np.int32]
@@ -176,7 +176,10 @@ def _tokens(encoding: tokenizers.Encoding) -> _Tokens:
 
 
 class Encoder:
-    """Cuts text for one model: a tokenizer and the longest window, in tokens, special ones included."""
+    """The encoder of one model, which tokenizes its texts and cuts them into windows.
+
+    max_length: tokens of the longest window, special tokens included
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_length: int) -> None:
         if tokenizer.truncation is not None or tokenizer.padding is not None:
@@ -193,7 +196,7 @@ class Encoder:
 
     @property
     def longest_stride(self) -> int:
-        """The largest stride (tokens that neighbouring windows share) a single text's windows can have."""
+        """The largest stride (tokens that neighboring windows share) of a single text's windows."""
         return self._capacity // 2
 
     def texts(
@@ -201,8 +204,8 @@ class Encoder:
     ) -> list[Encoded]:
         """Encode single texts.
 
-        truncate: True cuts at the longest window, "window" makes as many windows as needed, of which neighbours
-        share `stride` tokens, and False refuses. Raises TextError naming every text that is too long for False.
+        truncate: True cuts a text at the longest window. "window" makes as many windows as needed, of which neighbors
+        share `stride` tokens. False raises TextError that names every text that is too long.
         """
         tokens = self._tokenize(texts, _needed(self._capacity, truncate))
         plans = self._plan([*map(len, tokens)], truncate, stride)
@@ -214,7 +217,7 @@ class Encoder:
     def windows(
         self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
     ) -> list[Cut]:
-        """The windows of `texts`, without where their tokens stand: in two thirds of the time."""
+        """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time."""
         encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
         _shorten(encodings, _needed(self._capacity, truncate))
         tokens = [encoding.ids for encoding in encodings]
@@ -226,13 +229,13 @@ class Encoder:
 
     @property
     def _capacity(self) -> int:
-        """What a single text's window holds of it."""
+        """The tokens of a single text that fit in a window, without special tokens."""
         return self.max_length - self._single.size
 
     def _plan(
         self, lengths: Sequence[int], truncate: Truncate, stride: int
     ) -> list[tuple[list[slice], bool]]:
-        """Where single texts are cut, and whether that loses any of each. Raises TextError."""
+        """Return the cuts of each text, and whether they truncate it. Raises TextError."""
         capacity = self._capacity
         if truncate is False:
             self._refuse([index for index, length in enumerate(lengths) if length > capacity])
@@ -244,7 +247,7 @@ class Encoder:
     def pairs(
         self, texts: Sequence[str], pairs: Sequence[str], *, truncate: bool = True
     ) -> list[Encoded]:
-        """Encode pairs as one sequence each; with `truncate`, the longer text loses tokens first."""
+        """Encode pairs as one sequence each; with `truncate`, the longer text loses tokens first. Raises TextError."""
         capacity = self.max_length - self._pair.size
         encoded = []
         too_long = []
@@ -267,10 +270,10 @@ class Encoder:
         stride: int = 0,
         max_query_tokens: int = 64,
     ) -> list[Encoded]:
-        """Encode questions with their contexts: the question whole in every window, the context cut.
+        """Encode questions with their contexts; every window contains the whole question and a part of the context.
 
-        A question longer than `max_query_tokens` is cut to it (and the input counts as truncated), or refused when
-        `truncate` is False.
+        A question longer than `max_query_tokens` is cut to it, and the input counts as truncated. If `truncate` is
+        False, such a question, or a context that is too long, raises TextError.
         """
         encoded = []
         too_long = []
@@ -278,7 +281,9 @@ class Encoder:
         both = zip(self._tokenize(questions), self._tokenize(contexts, needed), strict=True)
         for index, (question, context) in enumerate(both):
             capacity = self.max_length - self._pair.size
-            asked = question[: min(max_query_tokens, capacity - 1)]  # a token of context at least
+            asked = question[
+                : min(max_query_tokens, capacity - 1)
+            ]  # leaves one token for the context
             capacity -= len(asked)
             cut_off = len(question) > len(asked) or (truncate is True and len(context) > capacity)
             if truncate is False and (cut_off or len(context) > capacity):
@@ -308,19 +313,19 @@ class Encoder:
 
 
 def _needed(capacity: int, truncate: Truncate) -> int | None:
-    """How many tokens of a text are looked at: one more than fit tells that it is too long; None for all."""
+    """Return how many tokens of a text are needed: one more than fit, to detect a longer text; None for all."""
     return None if truncate == "window" else capacity + 1
 
 
 def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> None:
-    """Drop what nobody looks at before the slow way into Python."""
+    """Drop the tokens that are not needed before the slow conversion to Python objects."""
     for encoding in encodings:
         if needed is not None and len(encoding) > needed:
             encoding.truncate(needed)
 
 
 def _cuts(size: int, capacity: int, stride: int, truncate: Truncate) -> list[slice]:
-    """Where `size` tokens are cut for windows of `capacity` tokens that share `stride`; at least one, maybe empty."""
+    """Return the cuts of `size` tokens into windows of `capacity` tokens that share `stride`; at least one cut."""
     if truncate != "window" or size <= capacity:
         return [slice(0, capacity)]
     if not 0 <= stride < capacity:
@@ -330,7 +335,7 @@ def _cuts(size: int, capacity: int, stride: int, truncate: Truncate) -> list[sli
 
 
 def _longest_first(first: int, second: int, capacity: int) -> tuple[int, int]:
-    """How many tokens of each text stay when the longer one loses tokens first (HF's `longest_first`)."""
+    """Return how many tokens of each text stay when the longer text loses tokens first (HF's `longest_first`)."""
     if first + second <= capacity:
         return first, second
     shorter = min(first, second, capacity // 2)
@@ -338,7 +343,7 @@ def _longest_first(first: int, second: int, capacity: int) -> tuple[int, int]:
 
 
 def _frame_ids(frame: _Frame, ids: list[int]) -> Window:
-    """Frame one text's tokens, of which nothing else is wanted."""
+    """Frame the token ids of one text with the template's special tokens."""
     framed = np.array([*frame.ids[0].tolist(), *ids, *frame.ids[1].tolist()], np.int64)
     if frame.all_type is not None:
         return Window(framed, np.full(len(framed), frame.all_type, np.int64))
@@ -347,7 +352,7 @@ def _frame_ids(frame: _Frame, ids: list[int]) -> Window:
 
 
 def _build(frame: _Frame, texts: tuple[_Tokens, ...]) -> Encoding:
-    """Frame the texts' tokens by the template's special ones."""
+    """Frame the tokens of one text or a pair with the template's special tokens."""
     empty = (0, 0)
     ids, types = [frame.ids[0]], [frame.types[0]]
     offsets = [np.full((len(frame.ids[0]), 2), empty, dtype=np.int32)]

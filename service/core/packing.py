@@ -1,8 +1,8 @@
-"""Packed batches: one flat axis of real tokens, and the layout that tells attention where sequences begin.
+"""Packed batches: one flat axis of real tokens, and a layout from which attention reads where sequences begin.
 
-A batch of B sequences with T tokens in all is never a padded rectangle. Everything but attention works on
-`[T, ...]`; attention gathers to `[B, S]` slots (S: the longest sequence) and back, by index arrays that follow
-from the lengths alone.
+A batch of B sequences with T tokens in all is never a padded rectangle. All layers except attention compute
+`[T, ...]`. Attention gathers to `[B, S]` slots (S: the longest sequence) and back, by index arrays that depend only
+on the lengths.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from service.core.encode import Window
 
-CUDA_MULTIPLE = 8  # of S: ONNX Runtime's memory-efficient attention takes a bias for such S only
+CUDA_MULTIPLE = 8  # S is rounded up to it, because ONNX Runtime's memory-efficient attention requires it for a bias
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -22,10 +22,11 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of B packed sequences stand in a padded `[B, S]` rectangle.
+    """The slots of the tokens of B packed sequences in a padded `[B, S]` rectangle.
 
-    unpack        [B, S]  packed index of each padded slot; a padding slot holds its own sequence's first token,
-                          so that nothing of another sequence is ever gathered beside it
+    lengths       [B]     tokens of each sequence
+    unpack        [B, S]  packed index of each padded slot; a padding slot has the index of its own sequence's first
+                          token, so that a row never contains a token of another sequence
     pack          [T]     flat padded slot (row * S + column) of each packed token
     cu_seqlens    [B + 1] where each sequence starts; the last entry is T
     """
@@ -41,9 +42,9 @@ class Layout:
         return int(self.unpack.shape[1])
 
     def token_offset(self, multiple: int = 1) -> Int32s:
-        """`[B, S]` flat slots: the slots of real tokens first, then the padding slots (CUDA's packed attention).
+        """Return `[B, S]` flat slots, first the real tokens' slots, then the padding slots (CUDA's packed attention).
 
-        Here S is the longest sequence's length, rounded up to a multiple.
+        Here S is the length of the longest sequence, rounded up to a multiple of `multiple`.
         """
         batch, longest = self.unpack.shape
         columns = round_up(longest, multiple)
@@ -69,12 +70,12 @@ class Packed:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is at least the number."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def make_layout(lengths: Iterable[int]) -> Layout:
-    """The layout of sequences of these lengths. Raises ValueError when there is none, or an empty one."""
+    """Return the layout of sequences of these lengths. Raises ValueError for no sequence, or an empty one."""
     sizes = np.asarray(list(lengths), dtype=np.int64)
     if sizes.size == 0 or sizes.min() < 1:
         raise ValueError(
@@ -88,7 +89,7 @@ def make_layout(lengths: Iterable[int]) -> Layout:
 
 
 def positions(layout: Layout) -> Ints:
-    """`[T]` the position of each token in its own sequence, from 0."""
+    """Return the position of each token in its own sequence, from 0, `[T]`."""
     return layout.pack % layout.longest
 
 
@@ -104,7 +105,7 @@ def pack(windows: Sequence[Window]) -> Packed:
 
 
 def each(packed: Packed) -> Iterator[Packed]:
-    """Each sequence as a batch of its own."""
+    """Yield each sequence as a batch of its own."""
     for start, end in pairwise(packed.layout.cu_seqlens.tolist()):
         own = slice(start, end)
         yield Packed(
@@ -118,9 +119,9 @@ def each(packed: Packed) -> Iterator[Packed]:
 def split(
     outputs: Mapping[str, NDArray[np.float32]], layout: Layout, per_token: Iterable[str]
 ) -> list[dict[str, NDArray[np.float32]]]:
-    """Each sequence's own rows of every output, by name.
+    """Split the outputs of a batch into B items, each with the rows of one sequence by output name.
 
-    outputs holds `[T, ...]` for the names in `per_token` and `[B, ...]` for all others; the answer has B items.
+    outputs: `[T, ...]` for the names in `per_token`, `[B, ...]` for all others
     """
     token_outputs = set(per_token)
     starts = layout.cu_seqlens

@@ -1,4 +1,4 @@
-"""One `onnxruntime.InferenceSession` of a bundle: which graph, on which provider, with how many threads."""
+"""The `onnxruntime.InferenceSession` of a bundle's graph, on a provider and with a number of threads."""
 
 import ctypes
 import io
@@ -17,8 +17,8 @@ from service.core import cuda
 from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
 from service.core.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
 
-# ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". So no other module
-# imports the library. A value that the user has set is kept.
+# ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". Therefore no other
+# module imports the library. A value that the user has set is kept.
 TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
 if not os.environ.get(TELEMETRY_OFF):
     os.environ[TELEMETRY_OFF] = "1"
@@ -43,15 +43,17 @@ TRIAL = (
 
 
 class ProviderError(Exception):
-    """The provider that was asked for is not to be had; the message names what is missing."""
+    """A requested provider that is not available; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """threads: of this session, shared by runs at one time; spin: whether they look for work between runs.
+    """The options of a session.
 
-    arena: whether ONNX Runtime keeps the memory of a run for the next, whichever thread that is on. The C library
-    keeps it by thread, and where cores share no cache, memory that moves between them costs a fifth of the speed.
+    threads: intra-op threads of the session, which concurrent runs share
+    spin: whether the threads spin for new work between runs
+    arena: whether ONNX Runtime keeps the memory of a run for the next run on any thread. Otherwise the C library keeps
+        it by thread. Where cores share no cache, memory that moves between them costs a fifth of the speed.
     """
 
     threads: int
@@ -60,7 +62,7 @@ class SessionOptions:
 
 
 class Session:
-    """A graph of a bundle, loaded. `run` may be called from several threads at once."""
+    """A loaded graph of a bundle. Several threads may call `run` at the same time."""
 
     def __init__(
         self, bundle: Bundle, graph: Graph, provider: str, options: SessionOptions
@@ -90,13 +92,14 @@ class Session:
     def stores_scores(self) -> bool:
         """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the GPU's memory.
 
-        It does not in a packed graph for CUDA without an attention bias. A graph that does not state it may have one.
+        Attention does not store them in a packed graph for CUDA without an attention bias. A graph may have a bias
+        unless its manifest states otherwise.
         """
         fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
         return self.provider == CUDA and not fused
 
     def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
-        """Compute the outputs of these heads, or of all: `[B, ...]` per sequence, `[T, ...]` per token."""
+        """Compute the outputs of these heads, or of all if empty: `[B, ...]` per sequence, `[T, ...]` per token."""
         outputs = [name for name in self._outputs if name in heads] if heads else self._outputs
         if self.graph.layout == "packed":
             return self._run(packed_feeds(packed, self._inputs), outputs)
@@ -105,7 +108,7 @@ class Session:
         return self._run_padded(packed, outputs)
 
     def _run_each(self, packed: Packed, outputs: Sequence[str]) -> BatchOutputs:
-        """One run for each sequence, for what shares a batch would change the answers."""
+        """Run each sequence by itself, because the graph's outputs depend on the batch composition."""
         parts = [self._run_padded(own, outputs) for own in each(packed)]
         return {name: np.concatenate([part[name] for part in parts]) for name in outputs}
 
@@ -119,18 +122,21 @@ class Session:
         }
 
     def _run(self, feeds: Feeds, outputs: Sequence[str]) -> BatchOutputs:
-        # A graph of a model without segments, say, has dropped the inputs that it does not need.
+        # A graph has only the inputs that it needs: a model without segments has no `token_type_ids`.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
         options = self._only_fetched if len(outputs) < len(self._outputs) else None
         values = self._session.run(outputs, needed, options)
         return dict(zip(outputs, values, strict=True))
 
     def check(self, bundle: Bundle) -> None:
-        """Recompute the goldens here. Raises BundleError when they disagree."""
+        """Recompute the goldens on this machine. Raises BundleError when the outputs disagree."""
         check_goldens(bundle, self.graph.precision, self._recompute(bundle.golden), RUNTIME)
 
     def _recompute(self, golden: Golden) -> BatchOutputs:
-        """The longest apart from the others: together, each would have its slots, and a process keeps that memory."""
+        """Return the outputs of the goldens, with the longest sequence in a batch of its own.
+
+        In one batch, all sequences would be padded to the longest, and the process would keep that memory.
+        """
         lengths = golden.lengths
         sequence = np.repeat(np.arange(len(lengths)), lengths)  # [T]
         longest = np.arange(len(lengths)) == lengths.argmax()
@@ -149,9 +155,10 @@ class Session:
 
 
 def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_MULTIPLE) -> Feeds:
-    """What a packed graph may be fed; `token_offset` has to be made, and is for a graph with that input alone.
+    """Return the possible inputs of a packed graph; `token_offset` is computed only for a graph that has this input.
 
-    multiple: of S in `token_offset`
+    inputs: the names of the graph's inputs
+    multiple: S of `token_offset` is rounded up to it
     """
     layout = packed.layout
     feeds: Feeds = {
@@ -169,7 +176,10 @@ def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_M
 
 
 def padded_feeds(packed: Packed) -> Feeds:
-    """What a portable, padded or alone graph may be fed; a padding slot holds its own sequence's first token."""
+    """Return the possible inputs, `[B, S]`, of a graph with the layout `portable`, `padded` or `alone`.
+
+    A padding slot contains its own sequence's first token.
+    """
     layout = packed.layout
     batch, longest = layout.unpack.shape
     mask = np.zeros(batch * longest, dtype=np.int64)
@@ -189,10 +199,11 @@ def open_session(
     provider: Provider = "auto",
     options: SessionOptions,
 ) -> Session:
-    """Open the best graph that the provider takes, and check the goldens on it.
+    """Open the best graph that runs on the provider, and check the goldens with it.
 
-    `auto` runs on the CPU what has no graph for the GPU. Raises ProviderError when a provider that was named is not
-    to be had, BundleError when the bundle lacks the precision or its goldens disagree here.
+    With the provider `auto`, a bundle without a graph for the GPU runs on the CPU. Raises ProviderError when the
+    requested provider is not available, and BundleError when the bundle lacks the precision or its goldens disagree on
+    this machine.
     """
     name = find_provider(provider)
     graphs = _candidates(bundle, name, precision)
@@ -208,7 +219,7 @@ def open_session(
         return session
     except BundleError:
         raise
-    except Exception as error:  # a GPU may be there and not work: the runtime's errors have no type
+    except Exception as error:  # a visible GPU may not work; the runtime's errors have no type
         fallback = _candidates(bundle, CPU, precision)
         if provider != "auto" or name == CPU or not fallback:
             raise
@@ -237,7 +248,10 @@ def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOption
 
 
 def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
-    """Return the graphs that may run there, see `Manifest.graphs_for`. Raises BundleError for a precision it lacks."""
+    """Return the graphs that may run on a provider, see `Manifest.graphs_for`.
+
+    Raises BundleError for a precision that the bundle lacks.
+    """
     manifest = bundle.manifest
     if precision not in ("auto", *manifest.precisions):
         has = ", ".join(manifest.precisions)
@@ -246,7 +260,7 @@ def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
 
 
 def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -> str:
-    """Why there is nothing to run: what the precision's graphs are for, and why that is not to be had."""
+    """Return why no graph can run: the providers of the precision's graphs, and the problem with CUDA if known."""
     if precision == "auto":
         precision = bundle.manifest.default_precision
     devices = {g.provider for g in bundle.manifest.graphs if g.precision == precision}
@@ -255,7 +269,7 @@ def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -
 
 
 def find_provider(wanted: Provider) -> str:
-    """The provider to run on. Raises ProviderError when CUDA is asked for and cannot be loaded."""
+    """Return the provider to run on. Raises ProviderError when `wanted` is "cuda" and CUDA cannot be used."""
     if wanted == "cpu":
         return CPU
     problem = cuda_problem()
@@ -268,11 +282,13 @@ def find_provider(wanted: Provider) -> str:
 
 @cache
 def cuda_problem() -> str | None:
-    """Why CUDA cannot be used here, or None when it can. Libraries, driver and device are tried once per process."""
+    """Return why CUDA cannot be used, or None when it can; tests libraries, driver and device once per process."""
     if CUDA not in ort.get_available_providers():
         return "this onnxruntime has no CUDA provider: install onnxruntime-gpu"
     if hasattr(ort, "preload_dlls"):
-        with redirect_stdout(io.StringIO()):  # it prints; the loader below names what is missing
+        with redirect_stdout(
+            io.StringIO()
+        ):  # the function prints; the loader below names what is missing
             ort.preload_dlls()
     library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     built_for = getattr(ort, "cuda_version", "").partition(".")[0]
@@ -292,30 +308,34 @@ def cuda_problem() -> str | None:
 
 
 def unused_gpu(session: Session) -> str | None:
-    """Why a session runs on the CPU although the runtime is a GPU build, or None."""
+    """Return why a session runs on the CPU although the runtime is a GPU build; None if neither holds."""
     if session.provider != CPU or CUDA not in ort.get_available_providers():
         return None
     return session.gpu_problem or cuda_problem() or "the bundle has no graph for the GPU"
 
 
 def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> Any:
-    """Open the runtime's session with the settings that serving needs. Raises what the runtime does, or ProviderError.
+    """Open the runtime's session with the settings that serving needs.
 
-    graph: a file, or the model itself, serialized
+    Raises ProviderError if the session runs on another provider, and any error of the runtime.
+
+    graph: the path of a model, or its serialized bytes
     """
     settings = ort.SessionOptions()
-    # On a GPU the only nodes that run here compute shapes.
+    # With a GPU, the only nodes on the CPU compute shapes.
     settings.intra_op_num_threads = 1 if provider == CUDA else options.threads
     settings.inter_op_num_threads = 1
-    # Within a run, threads that wait for each other spin: that is sooner than being woken. After it they sleep.
+    # During a run, threads that wait for each other spin, because waking them would take longer. After it they sleep.
     settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
     settings.enable_cpu_mem_arena = options.arena or provider != CPU
-    settings.enable_mem_pattern = False  # shapes differ from batch to batch: patterns would pile up
+    settings.enable_mem_pattern = (
+        False  # shapes differ from batch to batch: patterns would accumulate
+    )
     settings.log_severity_level = 3
-    # TF32 keeps as few digits as fp16, which would break the promise that the goldens hold fp32 to.
+    # TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens.
     providers = [provider] if provider == CPU else [(provider, {"use_tf32": "0"}), CPU]
     source = graph if isinstance(graph, bytes) else str(graph)
-    # Neither while it is made nor later does a session that fails on the GPU move to the CPU: it raises.
+    # A session that fails on the GPU, at its creation or later, raises an error and does not move to the CPU.
     session = ort.InferenceSession(source, settings, providers=providers, enable_fallback=0)
     if session.get_providers()[0] != provider:
         raise ProviderError(

@@ -1,10 +1,10 @@
-"""Labels of tokens as parts of entities: the one place that reads "B-PER" and its relatives.
+"""Labels of tokens as parts of entities: the only module that parses "B-PER" and similar labels.
 
-The schemes are IO, IOB1, IOB2 (BIO), BIOES (IOBES), BILOU and BMEWO (BMES). They are recognized from the whole set of
-labels: all except "O" must consist of a position and a type, and each position must occur with a type that has another
-one, so that "E-MAIL" is no end of a "MAIL". The position comes first or last, with a dash or an underscore ("B-PER",
-"PER_B"). In any other set labels join as in transformers: "B-" and "I-" are positions, and other labels continue only
-themselves.
+The schemes are IO, IOB1, IOB2 (BIO), BIOES (IOBES), BILOU and BMEWO (BMES). A scheme is recognized from the whole set
+of labels. All labels except "O" must consist of a position and a type. Each position must occur with a type that also
+occurs with another position, so that "E-MAIL" is not the end of a "MAIL". The position comes first or last, with a dash
+or an underscore ("B-PER", "PER_B"). In any other set, labels join as in transformers: "B-" and "I-" are positions, and
+other labels continue only themselves.
 """
 
 import functools
@@ -32,8 +32,10 @@ _SPECIAL = re.compile(r"\[.*\]|<.*>|X|PAD")  # labels of special tokens, in some
 
 
 class Tag(NamedTuple):
-    """A label: its type ("PER"), its position ("" if it has none), and what it has in common with all labels that
-    continue an entity of it."""
+    """A label with its type ("PER") and its position ("" if it has none).
+
+    common: the same for all labels that continue an entity of this label
+    """
 
     position: str
     type: str
@@ -41,12 +43,12 @@ class Tag(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether an entity begins here, whatever is before."""
+        """Whether an entity begins at the label, independent of the label before."""
         return bool(self.position) and self.position in _BEGIN + _SINGLE
 
     @property
     def ends(self) -> bool:
-        """Whether the entity ends here, whatever follows."""
+        """Whether the entity ends at the label, independent of the next label."""
         return bool(self.position) and self.position in _END + _SINGLE
 
 
@@ -81,7 +83,7 @@ def read(labels: Sequence[str]) -> list[Tag]:
 
 
 def _proven(found: Sequence[re.Match[str] | None]) -> set[str]:
-    """The positions that occur with a type that occurs with another position, too."""
+    """Return the positions that occur with a type that also occurs with another position."""
     positions = defaultdict(set)
     for match in filter(None, found):
         positions[match["type"]].add(match["position"])
@@ -93,8 +95,8 @@ class Scheme(NamedTuple):
 
     types       type of each label, "O" if it is outside of entities
     kinds  [C]  the same number for labels that may continue each other
-    begins [C]  whether an entity begins at the label, whatever is before
-    ends   [C]  whether an entity ends at the label, whatever follows
+    begins [C]  whether an entity begins at the label, independent of the label before
+    ends   [C]  whether an entity ends at the label, independent of the next label
     """
 
     types: tuple[str, ...]
@@ -142,9 +144,11 @@ def to_bio(found: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 
 def place(labels: Sequence[str], type_: str, *, first: bool, last: bool) -> int | None:
-    """Return the index of the label of an entity's token, which may be its first or last; None if there is none.
+    """Return the index of the label of an entity's token, None if there is none.
 
-    A set without the position has the next best: an end is inside, and a beginning is inside where nothing begins.
+    A missing position is replaced: an end by inside, and a beginning by inside if no label of the type begins.
+
+    first, last: whether the token is the entity's first token, and its last token
     """
     wanted = {
         (True, True): (_SINGLE, _BEGIN),

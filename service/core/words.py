@@ -1,8 +1,8 @@
-"""Where a span of a text may begin and end: the one definition of characters, words and spaces.
+"""The positions where a span of a text may begin and end: the definition of characters, words and spaces.
 
-A character is what readers see as one, a grapheme cluster of Unicode Standard Annex 29: a letter with its accents, or a
-joined emoji. What extends a space is a character by itself. No span cuts a character. A space is white space, a control
-or an invisible format character. No span begins or ends with one. A word is a run of characters that ends
+A character is a grapheme cluster of Unicode Standard Annex 29, such as a letter with its accents, or a joined emoji. A
+code point that extends a space is a character by itself. No span cuts a character. A space is white space, a control or
+an invisible format character. No span begins or ends with a space. A word is a run of characters that ends
 
 - at a space;
 - at a punctuation mark or a symbol such as an emoji. Each of them is a word, except a mark that connects two letters or
@@ -11,8 +11,8 @@ or an invisible format character. No span begins or ends with one. A word is a r
 - around every character of a script that is written without spaces between words, such as Chinese, Japanese and Thai;
 - where the tokenizer's pre-tokenizer ends one.
 
-A token belongs to the word in which it begins. No label is read here: whether the stop after a name is part of the name
-is the model's decision, which it makes for the token of the stop.
+A token belongs to the word in which it begins. This module reads no labels. Whether the stop after a name is part of
+the name depends on the label that the model predicts for the token of the stop.
 """
 
 import functools
@@ -96,7 +96,7 @@ _CHARACTER = re.compile(
     rb"(?:ff|L+(?:[SV]V*)?T*|[SV]V*T*|[^ ])(?:[ejv]|(?<=[xe]j)x|(?<=v)[asu]|(?<=vj)[asu])*"
 )
 _WORD = re.compile(
-    rb"[as]{2,}(?=[ p])"  # by far the most words of most texts, which are found sooner so
+    rb"[as]{2,}(?=[ p])"  # matches most words of most texts, and is faster than the general patterns
     rb"|(?<=[ansLVTSejv])qs(?!%(core)b)"
     rb"|(?=[uxpqcd.f])%(character)b"
     rb"|(?:[as]\.){2,}(?!%(core)b)"
@@ -106,9 +106,10 @@ _WORD = re.compile(
 )
 _COMPOSED = re.compile(rb"[ejvfVT]|L[LS]")
 
-# Where the places that a tokenizer returns may be right as they are: what a text must not match, and a text that shows
-# whether they are. BERT's are right where all characters are common ones. Byte-level ones also need a text in which no
-# two marks meet, and which begins with neither a space nor an apostrophe.
+# The conditions under which a tokenizer's own offsets and words are right. Each has a pattern that a text must not
+# match, and a test text for which they must be right. BERT's tokenizers are right where all characters are common ones.
+# Byte-level tokenizers also need a text in which no two marks meet, and which begins with neither a space nor an
+# apostrophe.
 _COMMON = (
     r"\t\n\r -~\u00a1-\u00a5\u00a7\u00a8\u00aa-\u00ac\u00af\u00b1-\u024f\u2010-\u2027\u2030-\u205e"
 )
@@ -128,11 +129,11 @@ _TRIALS = (
 _SPACE_TOKENS = (
     "▁",
     "Ġ",
-)  # stand for the space before a word, in tokenizers of pieces and of bytes
+)  # represent the space before a word, in tokenizers of pieces and of bytes
 
 
 class Places:
-    """Where the tokens of one tokenizer stand in a text, by characters and words."""
+    """The positions of one tokenizer's tokens in a text, by characters and words."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         ids = {mark: tokenizer.token_to_id(mark) for mark in _SPACE_TOKENS}
@@ -142,7 +143,7 @@ class Places:
         )
 
     def are_known(self, text: str) -> bool:
-        """Whether the tokenizer's own offsets and words are right for a text."""
+        """Return whether the tokenizer's own offsets and words are right for a text."""
         return self._unusual is not None and not self._unusual.search(text)
 
     def find(
@@ -154,8 +155,10 @@ class Places:
     ) -> tuple[CharacterPositions, CharacterPositions]:
         """Return offsets `[n, 2]` and words `[n]` of the first n tokens of `text`, from the tokenizer's own.
 
-        ids `[n]`. The offsets of a token have no space at their edges and cut no character. They are of width 0 where
-        the token stands for nothing else than spaces. Words rise. Two words of the tokenizer never become one.
+        The offsets of a token have no space at their edges and cut no character. They are of width 0 where the token
+        represents only spaces. Word indices ascend. Two words of the tokenizer never become one.
+
+        ids: of the tokens, `[n]`
         """
         if not len(ids):
             return offsets, words
@@ -181,7 +184,7 @@ class Places:
         return np.stack([starts, ends], axis=1), numbers
 
     def _keeps(self, tokenizer: tokenizers.Tokenizer, text: str) -> bool:
-        """Whether the tokenizer's own words and offsets of a text are right, and its tokens show them all."""
+        """Return whether the tokenizer's own words and offsets of a text are right, and cover all words of the text."""
         encoding = tokenizer.encode(text, add_special_tokens=False)
         own = (
             np.asarray(encoding.offsets, np.int32).reshape(-1, 2),
@@ -195,11 +198,11 @@ class Places:
         )
 
 
-_LOOK_AHEAD = 64  # code points after the last token, of which a truncated text has many more
+_LOOK_AHEAD = 64  # code points to read after the last token; a truncated text has many more
 
 
 def _kinds(text: str) -> bytes:
-    """The kind of each code point."""
+    """Return the kind of each code point, one byte each."""
     if text.isascii():
         return text.encode().translate(_ascii_table())
     return _table()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].tobytes()
@@ -212,7 +215,7 @@ def _ascii_table() -> bytes:
 
 @functools.cache
 def _table() -> Kinds:
-    """The kind of every code point, `[0x110000]`."""
+    """Return the kind of every code point, `[0x110000]`."""
     table = np.full(0x110000, ord("o"), np.uint8)
     categories = (unicodedata.category(chr(code)) for code in range(_ASSIGNED))
     kinds = "".join(map(_KINDS_OF_CATEGORY.__getitem__, categories))
@@ -230,7 +233,7 @@ def _table() -> Kinds:
 
 
 def _edges(matches: Iterable[re.Match[bytes]]) -> CharacterPositions:
-    """Start and end `[W, 2]` of each match."""
+    """Return start and end `[W, 2]` of each match."""
     edges = [edge for match in matches for edge in match.span()]
     return np.array(edges, np.int32).reshape(-1, 2)
 

@@ -1,4 +1,4 @@
-"""Engines: each is one served model, from texts to results. They know no HTTP.
+"""Engines: each computes the results of one served model from texts, without HTTP.
 
-Callers use `registry.Engines`, `engine.Engine`, the `device.Device` that computes for them, and `commands`.
+Callers use `registry.Engines`, `engine.Engine`, the `device.Device` that computes their entries, and `commands`.
 """

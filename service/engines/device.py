@@ -1,6 +1,7 @@
-"""The seam that decides the processes: what an engine needs of whoever computes, in this process or in another.
+"""The interface between an engine and the device that computes its entries.
 
-`service.engines.local_device` computes here, `service.processes.remote_device` asks another process to.
+`service.engines.local_device` computes in this process, `service.processes.remote_device` sends the entries to another
+process.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -16,7 +17,10 @@ CPU = "CPUExecutionProvider"  # as service.core.session, which HTTP processes do
 
 @dataclass(frozen=True, slots=True)
 class RunsOn:
-    """How a bundle is computed; `provider_note`: why not on the GPU that there is."""
+    """How a bundle is computed.
+
+    provider_note: the reason why an available GPU is not used; None where there is no such reason
+    """
 
     precision: str
     layout: str
@@ -25,7 +29,7 @@ class RunsOn:
     runtime: str
 
     def stated_memory(self, manifest: Manifest) -> Memory | None:
-        """Return what the manifest states of the memory of the graph that runs; None on a GPU."""
+        """Return the memory that the manifest states for the graph that runs; None on a GPU, or if it states none."""
         if self.provider != CPU:
             return None
         graphs = (
@@ -51,7 +55,7 @@ class Device(Protocol):
         """Compute one request, as `Batcher.submit` does. Raises ReplicaLost when the device is gone."""
 
     def load(self) -> Load:
-        """What waits, how fast it drains, and whether more may come."""
+        """Return the backlog, the drain rates, and the problem that keeps the device from accepting requests."""
 
     def alive(self) -> bool:
-        """False when only a restart of this process can help."""
+        """Return whether the device works; False when only a restart of this process can help."""

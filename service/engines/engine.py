@@ -1,6 +1,6 @@
-"""One served bundle: text in, answers out. The only file that knows encoding, batching and decoding.
+"""One served bundle: text in, results out. Only this module combines encoding, batching and decoding.
 
-Calls take and give plain values, never HTTP, so that any dialect can be spoken in front of them.
+Calls take and return plain values without HTTP types, so that any API can call them.
 """
 
 import asyncio
@@ -33,23 +33,25 @@ W = TypeVar("W")
 C = TypeVar("C", bound=Cut)
 P = ParamSpec("P")
 
-STRIDE = 64  # tokens that neighbouring windows share, unless a request says otherwise
-# A request of more is encoded, or decoded, in a thread. There are few, so that few texts are in work at once, and a
-# request that leaves or is late while it waits for one costs nothing.
+STRIDE = 64  # tokens that neighboring windows share, unless the request sets `stride`
+# A helper thread encodes or decodes a request above these limits. There are few helper threads, so that few texts are
+# in memory at once. A request that is cancelled or late while it waits for a helper thread costs no computation.
 INLINE_CHARACTERS = 4096
 INLINE_TOKENS = 4096
-PART_CHARACTERS = 65_536  # of a large request that are encoded in one go: all that they become is in memory at once
+PART_CHARACTERS = (
+    65_536  # per encoding call of a large request; limits the temporary memory of encoding
+)
 HELPERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a request brings to an engine, apart from its inputs.
+    """The attributes of a request, apart from its inputs.
 
-    deadline: when the client gives up, in seconds of `time.monotonic`
-    isolate_errors: an input that fails has an error and no result; otherwise it fails the whole request
-    on_submit: called with the number of tokens when the inputs go to the device
-    place: how the request names the input of an index, for errors
+    deadline: when the client stops waiting, in seconds of `time.monotonic`
+    isolate_errors: whether an input that fails gets an error of its own; otherwise it fails the whole request
+    on_submit: called with the number of tokens when the engine submits the inputs to the device
+    place: format of an input's index in error messages
     """
 
     request_id: str
@@ -63,7 +65,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """tokens: of all windows, special ones included; truncated: inputs that lost text."""
+    """The size of an encoded request.
+
+    tokens: of all windows, special tokens included
+    truncated: indices of the inputs that lost text
+    """
 
     tokens: int
     windows: int
@@ -72,7 +78,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds by stage, and the batch; of several entries, those of the slowest."""
+    """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries."""
 
     encode_s: float
     queue_s: float
@@ -84,7 +90,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """results: one for each input, None for those that have an error."""
+    """The results of a request.
+
+    results: one for each input, None for an input that has an error
+    """
 
     head: str
     results: list[T | None]
@@ -94,12 +103,12 @@ class Reply(Generic[T]):
 
 
 Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
-# Is given a task, what it was asked, and its reply.
+# Called with an engine's method, the arguments of the call, and its reply.
 Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
 
 
 def mirrored(task: Method[P, T]) -> Method[P, T]:
-    """Hand requests that were answered, all at once, to whoever wants copies."""
+    """Decorate a task so that the engine passes each completed request that is not streamed to `copies`, if set."""
 
     @wraps(task)
     async def answer(self: "Engine", /, *args: P.args, **options: P.kwargs) -> Reply[T]:
@@ -112,7 +121,11 @@ def mirrored(task: Method[P, T]) -> Method[P, T]:
 
 
 class Engine:
-    """A bundle in front of the device that computes it; `model` tells how it is served just now."""
+    """A served bundle that encodes requests for a device and decodes its outputs.
+
+    model: the bundle's current serving state
+    copies: receives each completed request, for mirrored traffic; None if the bundle has no mirrored traffic
+    """
 
     def __init__(
         self, texts: BundleTexts, encoder: Encoder, model: ServedModel, device: Device
@@ -145,7 +158,7 @@ class Engine:
         function_to_apply: str | None = None,
         on_result: OnResult[list[decode.LabelScore]] | None = None,
     ) -> Reply[list[decode.LabelScore]]:
-        """Labels per text, or per text with its pair, best first."""
+        """Return the labels of each text, or of each text with its pair, best first."""
         name, described = self._head("classification", head)
         shared = self._stride(stride)
 
@@ -183,7 +196,7 @@ class Engine:
         offset_unit: OffsetUnit = "code_point",
         on_result: OnResult[list[decode.EntitySpan]] | None = None,
     ) -> Reply[list[decode.EntitySpan]]:
-        """Entities per text, in text order."""
+        """Return the entities of each text, in text order."""
         name, described = self._head("ner", head)
         shared = self._stride(stride)
 
@@ -217,7 +230,7 @@ class Engine:
         offset_unit: OffsetUnit = "code_point",
         on_result: OnResult[list[decode.AnswerSpan]] | None = None,
     ) -> Reply[list[decode.AnswerSpan]]:
-        """Spans of each context that answer its question, best first."""
+        """Return the spans of each context that answer its question, best first."""
         name, described = self._head("qa", head)
         shared = self._stride(stride)
 
@@ -258,7 +271,7 @@ class Engine:
         stride: int | None,
         on_result: OnResult[Floats] | None = None,
     ) -> Reply[Floats]:
-        """One vector per text: `[D]`."""
+        """Return one vector `[D]` for each text."""
         name, described = self._head("embedding", head)
         shared = self._stride(stride)
         if dimensions is not None and described.dimensions and dimensions > described.dimensions:
@@ -278,10 +291,10 @@ class Engine:
 
         return await self._answer(name, ticket, encode, vector, _characters(texts), on_result)
 
-    # -- what they share --------------------------------------------------------------------------
+    # -- shared by the tasks ----------------------------------------------------------------------
 
     def _head(self, task: Task, wanted: str | None) -> tuple[str, Head]:
-        """The head of that name, or the first of the task. Raises UnknownHead."""
+        """Return the head of that name, or the first head of the task. Raises UnknownHead."""
         of_task = {name: head for name, head in self.manifest.heads.items() if head.task == task}
         if wanted is None and of_task:
             return next(iter(of_task.items()))
@@ -300,7 +313,7 @@ class Engine:
         sizes: Sequence[int],
         on_result: OnResult[T] | None,
     ) -> Reply[T]:
-        """Answer with one head: `decode_one` has its output for each window of an input."""
+        """Compute the reply of one head; `decode_one` gets the head's output for each window of an input."""
 
         def decode_head(index: int, item: C, outputs: list[Outputs]) -> T:
             return decode_one(index, item, [own[head] for own in outputs])
@@ -316,7 +329,7 @@ class Engine:
         sizes: Sequence[int],
         on_result: OnResult[T] | None,
     ) -> Reply[T]:
-        """Encode, submit, decode: the way of every request."""
+        """Encode the inputs, submit their entries to the device, and decode the outputs."""
         began = time.perf_counter()
         encoded, errors = await self._encode(encode, sizes, ticket)
         encode_s = time.perf_counter() - began
@@ -339,7 +352,7 @@ class Engine:
     async def _stream(
         self, entries: Sequence[Entry], collector: ResultCollector[C, T]
     ) -> list[EntryOutcome]:
-        """Submit entries, and decode each input as soon as its last outcome is there; a large one in a thread."""
+        """Submit entries, and decode each input as soon as its last outcome arrives; a large input in a thread."""
         large: list[asyncio.Task[None]] = []
 
         async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:
@@ -365,13 +378,13 @@ class Engine:
         return outcomes
 
     async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
-        """Do large work in a thread, so that the event loop goes on, and small work at once."""
+        """Run large work in a thread, so that the event loop is not blocked; run small work directly."""
         if not large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
 
     def _stride(self, asked: int | None) -> int:
-        """The tokens that windows are to share. Raises InvalidInput for more than half a window."""
+        """Return the number of tokens that windows share. Raises InvalidInput for more than half a window."""
         longest = self.encoder.longest_stride
         if asked is None:
             return min(STRIDE, longest)
@@ -382,10 +395,12 @@ class Engine:
     async def _encode(
         self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
     ) -> tuple[list[C | None], Errors]:
-        """Encode inputs of so many characters, part by part: between two, others have the thread.
+        """Encode inputs part by part, so that other requests can use the thread between two parts.
 
-        Raises an InvalidInput that names all that are bad, unless errors are isolated, and TooLarge as soon as
-        there are more tokens than may ever wait.
+        Raises InvalidInput that names all inputs that cannot be encoded, unless errors are isolated. Raises TooLarge
+        as soon as the encoded tokens exceed the limit of the queue.
+
+        sizes: characters of each input
         """
         encoded: list[C | None] = []
         errors: Errors = {}
@@ -429,29 +444,29 @@ class Engine:
             for window in windows(item)
         ]
 
-    # -- coming and going -------------------------------------------------------------------------
+    # -- lifecycle --------------------------------------------------------------------------------
 
     def acquire(self) -> None:
-        """Keep it open for one more request, until `release`."""
+        """Keep the engine open for one more request, until `release`."""
         self._users += 1
         self._unused.clear()
 
     def release(self) -> None:
-        """A request needs it no longer."""
+        """Release the engine for one request that called `acquire`."""
         self._users -= 1
         if not self._users:
             self._unused.set()
 
     async def unused(self) -> None:
-        """Wait until no request needs it."""
+        """Wait until no request uses the engine."""
         if self._users:
             await self._unused.wait()
 
     def close(self) -> None:
-        """Leave texts that wait for a thread unread."""
+        """Shut down the helper threads; cancel texts that wait for one."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
-    # -- telling of itself ------------------------------------------------------------------------
+    # -- description ------------------------------------------------------------------------------
 
     @property
     def runs_on(self) -> RunsOn:
@@ -464,7 +479,7 @@ class Engine:
         return f"{self.sha256[:12]};precision={on.precision};provider={on.provider};runtime={on.runtime}"
 
     def describe(self) -> dict[str, object]:
-        """What `GET /models` says of it."""
+        """Return the model's description in the response of `GET /models`."""
         manifest, on = self.manifest, self.runs_on
         memory = on.stated_memory(manifest)
         return {
@@ -493,12 +508,12 @@ class Engine:
 
 
 def _characters(*texts: Sequence[str]) -> list[int]:
-    """Of each input, which has a text in every one of these."""
+    """Return the characters of each input, which has one text in each of the sequences."""
     return [sum(map(len, together)) for together in zip(*texts, strict=True)]
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbouring inputs that are encoded in one go: `PART_CHARACTERS` of them, or one that has more."""
+    """Yield slices of consecutive inputs with at most `PART_CHARACTERS` together; a longer input has its own slice."""
     start = characters = 0
     for index, size in enumerate(sizes):
         if index > start and characters + size > PART_CHARACTERS:
@@ -511,7 +526,7 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
 def _without(
     encode: Callable[[slice], Sequence[C]], part: slice, bad: Sequence[int]
 ) -> list[C | None]:
-    """Encode a part of the inputs but for the bad ones, which are None."""
+    """Encode a part of the inputs, except the indices in `bad`, whose items are None."""
     encoded: list[C | None] = []
     start = part.start
     for index in bad:

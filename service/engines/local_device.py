@@ -45,13 +45,15 @@ from service.settings import Settings, Slots, usable_cores
 log = structlog.get_logger()
 
 WARM_UP_S = 0.3
-QUEUE_S = 3.0  # of a GPU's work may wait, where no setting says how much
-QUEUE_MOST = 2**23  # tokens of that: about 50 bytes each, in all processes
+QUEUE_S = 3.0  # seconds of a GPU's work that may wait, where `max_queue_tokens` is unset
+QUEUE_MOST = (
+    2**23
+)  # tokens; upper limit of that queue; a token takes about 50 bytes in all processes together
 SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
 
 
 class Runner:
-    """One bundle's sessions, by the slots that a run takes."""
+    """The sessions of one bundle, by the number of slots that a run takes."""
 
     def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
         self._bundle = bundle
@@ -60,13 +62,16 @@ class Runner:
         self._per_token = {name for name, head in heads.items() if head.per_token}
 
     def run(self, width: int, windows: Sequence[Window], heads: Heads = ()) -> list[Outputs]:
-        """Compute the outputs of these heads, or of all, for each window, on this many slots."""
+        """Compute the outputs of these heads, or of all heads if empty, for each window, on `width` slots."""
         packed = pack(windows)
         outputs = self._sessions[width].run(packed, heads)
         return [*split(outputs, packed.layout, self._per_token)]
 
     def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
-        """Measure what batches cost, by the slots that they take; full: what batches on one slot have cost already."""
+        """Measure the cost of batches, by the number of slots that they take.
+
+        full: batches on one slot that are already measured
+        """
         max_length = self._bundle.manifest.max_length
 
         def estimator(width: int) -> Estimator:
@@ -85,14 +90,14 @@ class Runner:
         return {width: estimator(width) for width in self._sessions}
 
     def _build(self, length: int) -> Window:
-        """An input of this many tokens."""
+        """Return an input of this many tokens."""
         golden, first = self._bundle.golden, np.zeros(length, dtype=np.intp)
         return Window(golden.input_ids[first], golden.token_type_ids[first])
 
     def run_at_once(self, size: int, length: int, slots: int) -> Sample:
-        """Run a batch of equal lengths on each slot at the same time; return what one cost.
+        """Run a batch of `size` sequences of `length` tokens on each slot at the same time; return the cost of one.
 
-        It runs twice and the second time counts, because the first allocates.
+        The batches run twice. Only the second run counts, because the first one allocates memory.
         """
         batch = [self._build(length)] * size
         with ThreadPoolExecutor(slots) as threads:
@@ -104,7 +109,7 @@ class Runner:
         return Sample(size * length, size, length, seconds)
 
     def self_test(self) -> SelfTest:
-        """What is to be computed again and again, with what it gives now."""
+        """Return the bundle's self-test, with the outputs of the shortest golden computed now as expected values."""
         window = smallest(self._bundle.golden)
         (expected,) = self.run(1, [window])
         tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
@@ -112,12 +117,12 @@ class Runner:
 
     @property
     def unbatched(self) -> bool:
-        """Whether each window is a run of its own."""
+        """Whether each window needs its own run."""
         return self._sessions[1].graph.layout == "alone"
 
     @property
     def padded(self) -> bool:
-        """Whether padding is computed as tokens are."""
+        """Whether the graph computes padding like tokens."""
         return self._sessions[1].graph.layout in ("portable", "padded")
 
     @property
@@ -128,13 +133,13 @@ class Runner:
 
 
 def fingerprint(window: Window) -> str:
-    """The first sixteen digits of the SHA-256 of its token ids, as little-endian int64."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a window's token ids, as little-endian int64."""
     return hashlib.sha256(window.input_ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedBundle:
-    """A bundle whose goldens agree here, and of whose batches is known what they cost."""
+    """A bundle with open sessions whose goldens agree on this machine and whose batch cost is measured."""
 
     texts: BundleTexts
     runner: Runner
@@ -146,9 +151,9 @@ class OpenedBundle:
 
 
 def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tuple[int, int]]:
-    """The batches of equal lengths that need most memory, as sequences and tokens of each.
+    """Return the batches of equal lengths that need most memory, as (number of sequences, tokens of each sequence).
 
-    tokens, size, area: limits of a batch, see `Budget`; a single sequence may pass them
+    tokens, size, area: limits of a batch, see `Budget`; a batch of a single sequence may exceed them
     """
     length = max_length
     if tokens * max_length > area:
@@ -159,13 +164,19 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
 
 
 def trim() -> None:
-    """Let the system have what is free: the C library would keep most of it, in pieces that no other bundle fits in."""
-    with suppress(AttributeError):  # glibc's own
+    """Return freed memory to the system.
+
+    Otherwise the C library keeps most of it, in fragments that are too small for another bundle.
+    """
+    with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class LocalDevice:
-    """The sessions of this process; `texts` and `runs_on` are those of its bundles, by id."""
+    """The device that computes in this process, with the sessions of its bundles.
+
+    texts, runs_on: of the bundles, by id
+    """
 
     def __init__(
         self, settings: Settings, slots: Slots, metrics: Metrics, on_cpu: bool = True
@@ -193,9 +204,10 @@ class LocalDevice:
         self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
     def open(self, bundle: Bundle) -> OpenedBundle:
-        """Open a bundle's sessions, check its goldens, measure its cost; in any thread, for it takes its time.
+        """Open a bundle's sessions, check its goldens and measure its cost.
 
-        Raises BundleError or ProviderError when it must not be served.
+        This takes seconds and may run in any thread. Raises BundleError or ProviderError when the bundle must not be
+        served.
         """
         settings = self._settings
         texts = read_texts(bundle)
@@ -243,7 +255,10 @@ class LocalDevice:
         return samples
 
     def _area(self, session: Session) -> float:
-        """Limit of B * S * S of a batch: its scores on all slots take half of the GPU's memory, unless it is set."""
+        """Return the limit of B * S * S of a batch: the setting `max_batch_attention`, if the graph stores scores.
+
+        Where it is unset, the attention scores of the batches on all slots take at most half of the GPU's memory.
+        """
         if not session.stores_scores:
             return math.inf
         if self._settings.max_batch_attention is not None:
@@ -252,7 +267,7 @@ class LocalDevice:
         return find_gpu().memory // (2 * self._slots.number * SCORES * number)
 
     def add(self, opened: OpenedBundle) -> None:
-        """Compute for a bundle from now on."""
+        """Start to compute batches of an opened bundle."""
         name = opened.texts.manifest.id
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
@@ -265,7 +280,7 @@ class LocalDevice:
             log.warning("the GPU is not used", model=name, reason=note)
 
     async def drop(self, name: str) -> None:
-        """Compute for a bundle no longer, once what was accepted for it is answered."""
+        """Remove a bundle once all accepted requests for it are answered."""
         self._self_tests.remove(name)
         await self.batcher.drained(name)
         self.batcher.remove_bundle(name)
@@ -273,7 +288,7 @@ class LocalDevice:
         self.batcher.max_queue_tokens = self._queue_limit()
 
     def _queue_limit(self) -> int:
-        """Tokens that may wait: as set, or some seconds of what the GPU computes of its fastest bundle."""
+        """Return the tokens that may wait: the setting, or `QUEUE_S` seconds at the fastest bundle's rate on a GPU."""
         if self._settings.max_queue_tokens is not None:
             return self._settings.max_queue_tokens
         work = QUEUE_S * max(self._gpu_rates.values(), default=0.0)
@@ -293,7 +308,7 @@ class LocalDevice:
         return replace(load, problem=load.problem or self._hung() or self._self_tests.problem)
 
     def facts(self) -> dict[str, dict[str, str]]:
-        """What the metrics say of each bundle."""
+        """Return the labels of each bundle for the metrics, by id."""
         return {
             name: {"sha256": texts.sha256, **self.runs_on[name].facts}
             for name, texts in self.texts.items()
@@ -303,13 +318,13 @@ class LocalDevice:
         return not (self.batcher.problem or self._hung() or self._self_tests.lost)
 
     async def watch(self) -> None:
-        """See that the sessions are well, and that nobody hangs."""
+        """Run the self-tests, and count the ages of running batches to detect one that hangs."""
         async with asyncio.TaskGroup() as watching:
             watching.create_task(self._self_tests.run())
             watching.create_task(self._count_ages())
 
     async def _count_ages(self) -> None:
-        """Count the ages of the running batches by a stall clock."""
+        """Add the ticks of a stall clock to the age of each running batch."""
         clock = StallClock(health.TICK_S)
         while True:
             await clock.tick()
@@ -317,7 +332,7 @@ class LocalDevice:
                 batch.age_s += clock.tick_s
 
     def _hung(self) -> str:
-        """Tells of a batch that has run for much too long, if there is one."""
+        """Return a description of a batch that has exceeded its time limit, or an empty string."""
         for batch in self.batcher.running:
             if batch.age_s > hang_limit_s(self._hang_s, batch.expected_s):
                 what = f"{batch.size} texts, {batch.tokens} tokens"
@@ -332,7 +347,7 @@ class LocalDevice:
         self._metrics.observe_batch(stats)
 
     def _tell_poison(self, entry: Entry, error: InferenceFailed) -> None:
-        """Of an input that failed alone, tell enough to find it again among others, and nothing of what it says."""
+        """Log an input that fails inference, with enough to identify it and without its text."""
         if self._poison.may_tell():
             log.error(
                 "an input failed alone",
@@ -353,7 +368,7 @@ class LocalDevice:
 
 @asynccontextmanager
 async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
-    """A device that has no bundles yet; in the end it drains. Raises ProviderError when the provider cannot be had."""
+    """Open a device without bundles; drain it on exit. Raises ProviderError when the provider is not available."""
     on_cpu = find_provider(settings.provider) == CPU
     slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
     device = LocalDevice(settings, slots, metrics, on_cpu)

@@ -1,6 +1,7 @@
-"""The memory that the service needs at most on a CPU, and the check of the memory limit at the start.
+"""The maximum memory that the service needs on a CPU, and the check of the memory limit at the start.
 
-The need is a bound: all slots run the largest batch of the longest texts at once, which the planner rarely does.
+The need is an upper bound. It assumes that all slots run the largest batch of the longest texts at once, which the
+planner rarely does.
 """
 
 import math
@@ -15,8 +16,8 @@ from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.scheduling.cost_model import SHAPES
 from service.settings import Settings, usable_cores
 
-# Of processes without sessions and requests, measured with Python 3.11 and onnxruntime 1.31. The files of libraries
-# count once, because all processes share them.
+# Memory of processes without sessions and requests, measured with Python 3.11 and onnxruntime 1.31. Library files count
+# once, because all processes share them.
 MAIN = 28 * MIB
 HTTP = 66 * MIB  # of each
 INFERENCE = 90 * MIB
@@ -26,20 +27,20 @@ SINGLE = 130 * MIB  # of the only process, with `http_workers` 0
 OPENED_PER_BYTE = 1.2  # of a graph's files
 BYTES_PER_TOKEN = 64 * 1024  # of a batch, as encoders with 384 hidden units need
 
-STEP = 256  # of a `max_batch_tokens` that a message names
+STEP = 256  # a message suggests multiples of this for `max_batch_tokens`
 
 log = structlog.get_logger()
 
 
 class MemoryLimitError(Exception):
-    """The memory limit is below the need; the message has both, and the settings that fit."""
+    """A memory limit below the need; the message contains both, and settings that fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNeed:
     """The graph of a bundle that will run.
 
-    memory: as its manifest states it, or an estimate
+    memory: the value that its manifest states, or an estimate
     """
 
     manifest: Manifest
@@ -54,10 +55,10 @@ class GraphNeed:
 def check_memory(settings: Settings, bundles: Sequence[Bundle], root: Path = ROOT) -> None:
     """Compare the need of bundles on a CPU with the memory limit.
 
-    Raises MemoryLimitError where the need is above the limit and each bundle states its memory. Where one does not,
-    the need is an estimate, and is logged as a warning.
+    Raises MemoryLimitError where the need is above the limit and each bundle states its memory. Where a bundle does not
+    state it, the need is an estimate, and is logged as a warning.
 
-    root: of the file system
+    root: the root of the file system
     """
     limit = memory_limit(root)
     needs = [need for bundle in bundles for need in graph_needs(settings, bundle)]
@@ -71,7 +72,7 @@ def check_memory(settings: Settings, bundles: Sequence[Bundle], root: Path = ROO
 
 
 def graph_needs(settings: Settings, bundle: Bundle) -> list[GraphNeed]:
-    """Return the graph that will run with its memory; nothing where the bundle lacks the precision."""
+    """Return the graph that will run with its memory; an empty list where the bundle lacks the precision."""
     manifest = bundle.manifest
     graph = next(iter(manifest.graphs_for("cpu", settings.precision)), None)
     if graph is None:
@@ -96,7 +97,7 @@ def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
 
 
 def warm_up_memory(needs: Sequence[GraphNeed]) -> int:
-    """Return the bytes of the largest batch of the warm-up, which the C library keeps for the thread that opened."""
+    """Return the bytes of the largest warm-up batch; the C library keeps them for the thread that opened the bundle."""
     return max((need.memory.of_batch(warm_up_tokens(need)) for need in needs), default=0)
 
 
@@ -107,7 +108,7 @@ def process_memory(settings: Settings) -> int:
 
 
 def batch_tokens(settings: Settings, need: GraphNeed) -> int:
-    """Return the tokens of the largest batch: one text may exceed `max_batch_tokens`."""
+    """Return the tokens of the largest batch; a single text may exceed `max_batch_tokens`."""
     longest = need.manifest.max_length
     if need.graph.layout == "alone":
         return longest
@@ -123,7 +124,7 @@ def warm_up_tokens(need: GraphNeed) -> int:
 
 
 def explain_need(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> str:
-    """Return a line with the limit, the need and its parts, and what to set."""
+    """Return a line with the limit, the need and its parts, and the settings to change."""
     need = needed_memory(settings, needs)
     slots = settings.slots(True, usable_cores(), max(len(needs), 1))
     sessions = len(slots.threads) * sum(one.memory.opened for one in needs)
@@ -159,7 +160,7 @@ def fitting_tokens(settings: Settings, needs: Sequence[GraphNeed], limit: int) -
 
 
 def fitting_precision(settings: Settings, needs: Iterable[GraphNeed], limit: int) -> str | None:
-    """Return int8 where each bundle states the memory of such a graph and the need fits with it."""
+    """Return "int8" where each bundle states the memory of an int8 graph and the need then fits; None otherwise."""
     changed = settings.model_copy(update={"precision": "int8"})
     quantized = []
     for need in needs:

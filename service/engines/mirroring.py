@@ -1,8 +1,9 @@
-"""Copies of requests for a version that is to come: how its answers differ is counted, and nobody waits for them.
+"""Mirrored traffic: copies of requests for a candidate version, whose results are compared with the current version's.
 
-A copy is made of a request that has its answer, of a sampled share of them, at bulk priority, one at a time, and only
-where the request itself waited no longer than it was computed: else others wait now, which is known sooner from it than
-from the device's load. Whatever becomes of a copy, the request has been answered.
+The engine copies a sampled share of the requests, one at a time and at bulk priority. It copies a request after its
+response is computed, so that a copy never delays or fails that response. It drops the copy if the request waited in the
+queue for longer than its inference took, because then other requests wait now. The queue time of that request shows
+this earlier than the device's load does.
 """
 
 import asyncio
@@ -25,16 +26,22 @@ from service.scheduling.load import Load
 
 log = structlog.get_logger()
 
-CLOSE = 0.99  # the cosine from which on two vectors count as the same answer
+CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 PATIENCE_S = 10.0
 BULK = CLASSES.index("bulk")
 
-# Is told of a model, a head, what became of some answers ("same", "changed", "failed", "dropped"), and how many.
+# Called with a model, a head, an outcome ("same", "changed", "failed", "dropped"), and the number of such results.
 Compared = Callable[[str, str, str, int], None]
 
 
 class MirroredTraffic:
-    """What an engine hands its requests to, of which another is to get a share."""
+    """The sender of copies from the current version's engine to the candidate version's engine.
+
+    engine: the candidate version's
+    share: of the requests to copy, from 0 to 1
+    load: returns the device's load
+    compared: called with the results of each comparison
+    """
 
     def __init__(
         self,
@@ -54,7 +61,7 @@ class MirroredTraffic:
     def __call__(
         self, task: Method[Any, Any], args: Sequence[Any], options: Any, reply: Reply[Any]
     ) -> None:
-        """Copy a request that was answered so, if it is its turn and there is room for it."""
+        """Copy a completed request if it is sampled; count it as dropped if there is no capacity for the copy."""
         if self._draw() >= self._share:
             return
         waited = reply.timing.queue_s > reply.timing.inference_s
@@ -97,7 +104,7 @@ class MirroredTraffic:
 
 
 def bulk(ticket: Ticket) -> Ticket:
-    """Of nobody, in no haste, for all its inputs that can be answered; nobody is told when it goes to the device."""
+    """Return the ticket of a copy: bulk priority, isolated errors, `PATIENCE_S` seconds, no tenant and no callback."""
     deadline = time.monotonic() + PATIENCE_S
     return replace(
         ticket, deadline=deadline, priority=BULK, tenant="", isolate_errors=True, on_submit=None
@@ -105,21 +112,21 @@ def bulk(ticket: Ticket) -> Ticket:
 
 
 def outcome(one: Any, other: Any) -> str:
-    """What became of the answer to a copy of an input that has one; `other` is None where there is none."""
+    """Return the outcome of comparing an input's result with the copy's: "same", "changed", or "failed" for None."""
     if other is None:
         return "failed"
     return "same" if same_answer(one, other) else "changed"
 
 
 def same_answer(one: Any, other: Any) -> bool:
-    """Whether two answers to one input have the same best label, entities or best span, or nearly the same vector."""
+    """Return whether two results of one input have the same best label, entities or best span, or a similar vector."""
     if isinstance(one, np.ndarray):
         return one.shape == other.shape and cosine(one, other) >= CLOSE
     return essence(one) == essence(other)
 
 
 def essence(answer: Sequence[LabelScore | EntitySpan | AnswerSpan]) -> object:
-    """What an answer says, but for how sure it is."""
+    """Return a result without its scores."""
     match answer:
         case [LabelScore(label, _), *_]:
             return label

@@ -1,4 +1,4 @@
-"""Which bundles are served, and whose requests each of them gets: a value, and the ways in which it changes."""
+"""The served bundles with the requests that each of them gets, as an immutable value, and functions that change it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,14 @@ ServingState = Literal["current", "previous", "pinned"]
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """What has to be known of a bundle to serve it again as it was.
+    """The record of a served bundle, from which another process can serve it again in the same state.
 
-    id: `name@version`; sha256: of its manifest; since: when it got its state, in seconds of `time.time`. State:
-    *current* answers for its name, *previous* did so before it, and it and *pinned* ones answer who names them in full;
-    shadow: the share of the current one's requests that it gets copies of
+    id: `name@version`
+    sha256: of its manifest
+    state: *current* gets the requests for its name; *previous* is the version that was current before it; requests for
+        `name@version` reach these two and any *pinned* version
+    since: when it got its state, in seconds of `time.time`
+    shadow: the share of the current version's requests of which it gets copies
     """
 
     id: str
@@ -38,36 +41,34 @@ class ServedModel(ModelRecord):
     runs_on: RunsOn
 
 
-Models = tuple[
-    ServedModel, ...
-]  # the first is the default, or would be if its name's current one were not there
+Models = tuple[ServedModel, ...]  # the first current one is the default
 
 
 class Subscriber(Protocol):
-    """Whoever sends requests where the catalogue says, in this process or in others."""
+    """A sender of requests that follows changes of the served models, in this process or in another."""
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
-        """Send new requests there from now on. Raises ValueError, and sends them where they went before.
+        """Send new requests to these models. Raises ValueError, and then continues with the previous models.
 
-        texts: by id, at least of bundles that were not in the last one
+        texts: by id, at least of bundles that were not in the previous call
         """
 
     async def left(self, model_id: str) -> None:
-        """Wait until no request is with a bundle any more that was in the last one and is in this one no longer."""
+        """Wait until no request uses a bundle that the last `adopt` has removed."""
 
 
 def current(models: Models, name: str) -> ServedModel | None:
-    """Who answers for a name."""
+    """Return the current version of a name; None if there is none."""
     return next((m for m in models if m.name == name and m.state == "current"), None)
 
 
 def previous(models: Models, name: str) -> ServedModel | None:
-    """Who would answer for it after a step back."""
+    """Return the version that a rollback of a name would make current; None if there is none."""
     return next((m for m in models if m.name == name and m.state == "previous"), None)
 
 
 def settled(models: Sequence[ServedModel], now: float) -> Models:
-    """Let somebody answer for every name: where nobody does the previous one, else the first."""
+    """Return the models with a current version for every name: where it is missing the previous one, else the first."""
     found = tuple(models)
     for name in dict.fromkeys(model.name for model in models):
         if current(found, name) is None:
@@ -84,10 +85,10 @@ def introduce_model(
     keep_old: bool = True,
     resident: Collection[str] = (),
 ) -> Models:
-    """Let a bundle answer for its name from now on; who did stays as the previous one, if it is to be kept.
+    """Return the models with a new current version of its name; with `keep_old` the replaced version is `previous`.
 
-    Whoever was the previous one goes, unless it is the new one itself, or one of the resident, by their hashes: these
-    stay, pinned.
+    The version that was `previous` before is removed, unless it is the new one, or its hash is in `resident`. A
+    resident version stays as `pinned`.
     """
     old, former = current(models, new.name), previous(models, new.name)
     new = _turned(new, "current", now)
@@ -101,7 +102,10 @@ def introduce_model(
 
 
 def add_model(models: Models, new: ServedModel, now: float) -> Models:
-    """Let a bundle answer who names it in full, and for its name if nobody does; one of a name gets copies."""
+    """Return the models with another pinned version, which becomes current if its name has no current version.
+
+    At most one version of a name gets copies of requests: a new one with `shadow` above 0 replaces it.
+    """
     alone = new.shadow > 0
     rest = [replace(m, shadow=0.0) if alone and m.name == new.name else m for m in models]
     if any(model.id == new.id for model in rest):
@@ -110,7 +114,7 @@ def add_model(models: Models, new: ServedModel, now: float) -> Models:
 
 
 def remove_model(models: Models, model_id: str, now: float) -> Models:
-    """Serve a bundle no longer; if it answered for its name, another does now, in its place."""
+    """Return the models without a bundle; if it was current, another version of its name takes its place."""
     gone = next(model for model in models if model.id == model_id)
     rest = settled([model for model in models if model is not gone], now)
     heir = current(rest, gone.name)

@@ -1,4 +1,4 @@
-"""All engines of this process: who answers for which model."""
+"""The engines of this process, by the model name that a request contains."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,9 +19,10 @@ ExecuteCommand = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
 
 class Engines:
-    """An engine for each bundle that is served. They come and go while requests are answered.
+    """An engine for each served bundle; engines are added and removed while requests run.
 
-    execute: as `Curator.execute`; compared: is told of answers to copies
+    execute: executes a command, as `ModelManager.execute` does
+    compared: called with the results of compared copies
     """
 
     def __init__(self, device: Device, execute: ExecuteCommand, compared: Compared) -> None:
@@ -30,7 +31,7 @@ class Engines:
         self.execute = execute
         self.expected: list[
             str
-        ] = []  # who is asked; who is kept for a rollback is idle all the time
+        ] = []  # ids of models that get requests; a version kept for a rollback is idle
         self._device = device
         self._compared = compared
         self._by_id: dict[str, Engine] = {}
@@ -38,10 +39,11 @@ class Engines:
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
-        """Answer for these from now on, all at once; those of others end when their requests have.
+        """Switch to these models at once; an engine of another model closes when its last request has ended.
 
-        texts: by id, at least of those that are new here. Raises ValueError for a tokenizer that cannot be read or
-        used, and answers as before.
+        Raises ValueError for a tokenizer that cannot be read or used, and then keeps the engines unchanged.
+
+        texts: by id, at least of models that have no engine yet
         """
         engines = {
             model.id: self._known(model) or await self._open(texts[model.id], model)
@@ -73,18 +75,21 @@ class Engines:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
         try:
             encoder = Encoder(tokenizer, texts.manifest.max_length)
-        except Exception as error:  # tokenizers has no narrower one
+        except Exception as error:  # tokenizers raises no narrower class
             raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
         return Engine(texts, encoder, model, self._device)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:
-        """Versions of a model mostly share one: it is read once, which takes time, and has no state."""
+        """Return the tokenizer of an open engine with this hash; None if there is none.
+
+        Versions of a model mostly share a tokenizer. It has no state, and reading it again would take time.
+        """
         engines = self._by_id.values()
         fits = (e.encoder.tokenizer for e in engines if e.manifest.vocabulary.sha256 == sha256)
         return next(fits, None)
 
     async def left(self, model_id: str) -> None:
-        """Wait until no request is with a bundle that is not served any more."""
+        """Wait until no request uses a bundle that is no longer served."""
         if ending := [task for engine, task in self._leaving.items() if engine.id == model_id]:
             await asyncio.wait(ending)
 
@@ -94,7 +99,7 @@ class Engines:
         del self._leaving[engine]
 
     def get(self, model: str | None) -> Engine:
-        """The default engine, or the one of that name or `name@version`. Raises UnknownModel."""
+        """Return the engine of a name or `name@version`, or the default one for None. Raises UnknownModel."""
         engine = self._by_name.get(model)
         if engine is None:
             served = ", ".join(self._by_id)
@@ -110,7 +115,7 @@ class Engines:
 
 
 def by_name(models: Models, engines: Mapping[str, Engine]) -> dict[str | None, Engine]:
-    """The engine of each id, the current one of each name, and for who names none that of the first name."""
+    """Return the engine of each id, the current engine of each name, and the default engine under None."""
     found: dict[str | None, Engine] = {}
     for model in models:
         found[model.id] = engines[model.id]

@@ -1,4 +1,4 @@
-"""The results of one request: each input is decoded once the outcomes of all its windows are there."""
+"""The results of one request: an input is decoded as soon as the outcomes of all its windows have arrived."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from service.scheduling.entries import Entry, EntryOutcome, Outputs
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cut)
-# Decodes one input: its index, its windows, and the outputs of each window by head.
+# Decodes one input from its index, its windows, and the outputs of each window by head.
 Decode = Callable[[int, C, list[Outputs]], T]
 # Called with an input's index and its result; None where the input failed.
 OnResult = Callable[[int, T | None], None]
@@ -26,9 +26,9 @@ class CompleteInput(NamedTuple, Generic[C]):
 
 
 class ResultCollector(Generic[C, T]):
-    """Collects the outcomes of a request's entries, in any order, into one result per input.
+    """A collector of the outcomes of a request's entries, in any order, into one result per input.
 
-    encoded: the inputs, in order; None for one that could not be encoded, whose error is in `errors`
+    encoded: the inputs, in order; None for an input that could not be encoded, whose error is in `errors`
     entries: of all windows, in the order of the inputs
     errors: of the inputs that failed; the collector adds to it where `isolate_errors` is set
     isolate_errors: a failed input has no result; otherwise the first error fails the request
@@ -65,7 +65,7 @@ class ResultCollector(Generic[C, T]):
         return [self._results.get(index) for index in range(len(self._encoded))]
 
     def add(self, entry: Entry, outcome: EntryOutcome) -> CompleteInput[C] | None:
-        """Add an entry's outcome; return the input that it completes, if it completes one."""
+        """Add an entry's outcome; return the input that it completes, or None."""
         index = self._input[entry]
         item = self._encoded[index]
         if item is None or index in self._errors or self._request_error is not None:
@@ -80,7 +80,7 @@ class ResultCollector(Generic[C, T]):
         return CompleteInput(index, item, [self._outputs.pop(other) for other in own])
 
     def decode(self, complete: CompleteInput[C]) -> T:
-        """Decode an input; in any thread."""
+        """Decode an input; may run in any thread."""
         return self._decode_one(*complete)
 
     def finish(self, complete: CompleteInput[C], result: T, began: float) -> None:
@@ -109,5 +109,5 @@ class ResultCollector(Generic[C, T]):
 
 
 def windows(item: Cut | None) -> Sequence[Window]:
-    """Return an input's windows; one that could not be encoded has none."""
+    """Return an input's windows; an input that could not be encoded (None) has no windows."""
     return () if item is None else item.windows

@@ -1,7 +1,7 @@
-"""A small known input of each bundle, computed again and again.
+"""Self-tests: a small known input of each bundle, which the device computes periodically.
 
-So what a session can do no longer is known before somebody asks for it. A bundle whose own batches have just ended well
-needs no canary, so load never makes a service unready.
+A self-test detects a session that no longer works before a client's request fails. A bundle whose own batches have just
+succeeded needs no self-test, so high load never makes a service unready.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
 
 def smallest(golden: Golden) -> Window:
-    """The shortest of a bundle's goldens."""
+    """Return the shortest of a bundle's goldens."""
     index = int(golden.lengths.argmin())
     end = int(golden.lengths[: index + 1].sum())
     own = slice(end - int(golden.lengths[index]), end)
@@ -32,23 +32,27 @@ def smallest(golden: Golden) -> Window:
 
 @dataclass(slots=True)
 class SelfTest:
-    """One bundle's input, what it gave at the start, how much of that may change, and what is wrong now."""
+    """One bundle's input, its expected outputs with their tolerance, and the state of the test.
+
+    problem: why the last test failed; empty if it succeeded
+    tried: when the last test started, by `time.monotonic`
+    """
 
     window: Window
     expected: Outputs
     tolerance: Tolerance
     problem: str = ""
     failures: int = 0  # in a row
-    well: float = 0.0  # when the bundle's own batches last ended well, by `time.monotonic`
+    well: float = 0.0  # when one of the bundle's own batches last succeeded, by `time.monotonic`
     tried: float = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether it is to be tried; what failed is tried whatever its batches say."""
+        """Return whether the test should run; successful batches do not postpone it after a failure."""
         known = self.tried if self.problem else max(self.tried, self.well)
         return now - known >= health.SELF_TEST_S
 
     def compare(self, outputs: Outputs) -> str:
-        """How the outputs of today differ from those of the start, if they do."""
+        """Return how the outputs differ from the expected ones; an empty string if they are within the tolerance."""
         for head, expected in self.expected.items():
             if not np.isfinite(outputs[head]).all():
                 return f"{head} is not finite"
@@ -58,7 +62,11 @@ class SelfTest:
 
 
 class SelfTests:
-    """The canaries of a device, which `probe` computes; `observe` is told of each try, and whether it went well."""
+    """The self-tests of a device's bundles.
+
+    probe: computes the outputs of a bundle's window
+    observe: called after each test with the bundle and whether it succeeded
+    """
 
     def __init__(self, probe: ComputeProbe, observe: Callable[[str, bool], None]) -> None:
         self._probe = probe
@@ -72,24 +80,24 @@ class SelfTests:
         del self._of[bundle]
 
     def ended_well(self, bundle: str) -> None:
-        """Know of a batch that has just been computed."""
+        """Record that a batch of a bundle has just succeeded."""
         if bundle in self._of:
             self._of[bundle].well = time.monotonic()
 
     @property
     def problem(self) -> str:
-        """What is wrong with a bundle, if anything is."""
+        """The problem of the first bundle whose last test failed; empty if all succeeded."""
         return next((self_test.problem for self_test in self._of.values() if self_test.problem), "")
 
     @property
     def lost(self) -> bool:
-        """Whether a bundle has failed so often that nothing more is to be expected."""
+        """Whether a bundle has failed `SELF_TEST_FAILURES` tests in a row."""
         return any(
             self_test.failures >= health.SELF_TEST_FAILURES for self_test in self._of.values()
         )
 
     async def run(self) -> None:
-        """Try those that have not shown to be well for a while, one after the other, again and again."""
+        """Run each self-test that is due, one after the other, without end."""
         while True:
             for bundle, self_test in [*self._of.items()]:
                 if self_test.due(time.monotonic()):
@@ -103,7 +111,7 @@ class SelfTests:
         except Exception as error:
             problem = " ".join(str(error).split()) or repr(error)
         if self._of.get(bundle) is not self_test:
-            return  # it was removed meanwhile
+            return  # the bundle was removed in the meantime
         self_test.failures = self_test.failures + 1 if problem else 0
         self_test.problem = problem and f"the canary of {bundle} failed: {problem}"
         self._observe(bundle, not problem)

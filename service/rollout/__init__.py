@@ -1,4 +1,4 @@
-"""Rollout: which versions are served, and how they are loaded, promoted, rolled back and unloaded.
+"""Rollout: load, promote, roll back and unload versions of models.
 
-Callers use `manager` and `directory_watcher`, with the commands of `engines.commands`.
+Callers use `model_manager` and `directory_watcher`, with the commands of `engines.commands`.
 """

@@ -1,8 +1,9 @@
-"""A directory of bundles, looked at again and again: what has come is loaded, what has gone is unloaded.
+"""A watcher that loads the bundles that appear in a directory, and unloads those that disappear from it.
 
-It is looked at, for many file systems of networks and containers tell nobody of changes. What lies there is loaded when
-it was the same at two looks, so that a copy that is under way is left alone; what must not be served is tried again
-when it has changed, and told of no sooner. The orders are an administrator's own, done by the `ModelManager`.
+The watcher scans the directory periodically, because many network and container file systems do not report changes. It
+loads a bundle once two scans in a row have found the same files, so that it ignores an unfinished copy. It retries and
+logs a rejected bundle only after the files have changed. It changes models by the same commands as an administrator,
+which the `ModelManager` executes.
 """
 
 import asyncio
@@ -24,15 +25,17 @@ from service.settings import Settings
 
 log = structlog.get_logger()
 
-BY = "models_dir"  # who asks, for the log
+BY = "models_dir"  # the origin of the commands, for the log
 
 
 @dataclass(frozen=True, slots=True)
 class SeenBundle:
-    """A bundle as it lies there.
+    """The state of a bundle's directory at a scan.
 
-    files: name, size and time of change of each; sha256: of the manifest; name: the model's, if it can be read;
-    came: when it came to be here, in nanoseconds: its manifest, or the whole folder where that was moved
+    files: name, size in bytes and modification time in nanoseconds of each file
+    sha256: of the manifest
+    name: the model's, if the manifest can be read
+    came: arrival time in nanoseconds: the later status change of the manifest and of the directory, which may be moved
     """
 
     files: tuple[tuple[str, int, int], ...]
@@ -45,16 +48,19 @@ Look = Mapping[Path, SeenBundle | None]
 
 
 def scan_bundles(root: Path) -> dict[Path, SeenBundle | None]:
-    """All that lies there and has a manifest, but for links and what is hidden. Raises OSError.
+    """Return every directory with a manifest, except symbolic links and hidden ones. Raises OSError.
 
-    What is there and cannot be read just now is None.
+    The value of a directory that cannot be read at the moment is None.
     """
     found: dict[Path, SeenBundle | None] = {}
     for folder in root.iterdir():
         if not folder.name.startswith(".") and not folder.is_symlink():
             try:
                 found[folder] = examine(folder)
-            except (FileNotFoundError, NotADirectoryError):  # no bundle, or one that is just going
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+            ):  # no bundle, or one that is being removed
                 continue
             except OSError:
                 found[folder] = None
@@ -77,20 +83,20 @@ def read_name(manifest: bytes) -> str | None:
 
 
 class DirectoryWatcher:
-    """Has a curator serve what lies in a directory."""
+    """A watcher that keeps a model manager's models equal to the bundles in a directory."""
 
     def __init__(self, root: Path, manager: ModelManager) -> None:
         self._root = root.absolute()
         self._manager = manager
         self._last: Look = {}
-        self._known: dict[Path, SeenBundle] = {}  # what was loaded, or refused, as it was then
-        self._stuck: dict[
-            Path, object
-        ] = {}  # how things stood when others stood in these ones' way
+        self._known: dict[
+            Path, SeenBundle
+        ] = {}  # the state in which a bundle was loaded or refused
+        self._stuck: dict[Path, object] = {}  # the manager's state at a conflict, by directory
         self._blind = False
 
     async def run(self, every_s: float) -> None:
-        """Look so often."""
+        """Scan the directory every `every_s` seconds, without end."""
         while True:
             try:
                 await self.heed(await asyncio.to_thread(scan_bundles, self._root))
@@ -102,7 +108,7 @@ class DirectoryWatcher:
             await asyncio.sleep(every_s)
 
     async def heed(self, now: Look) -> None:
-        """Have that served which lies there now: first what came, so that a name goes on being answered for."""
+        """Load and unload bundles after a scan; load first, so that a name always has a served version."""
         before, self._last = self._last, now
         bundles = {
             folder: known
@@ -120,23 +126,23 @@ class DirectoryWatcher:
             await self._unload(folder)
 
     async def _load(self, folder: Path, seen: SeenBundle, bundles: Iterable[SeenBundle]) -> None:
-        """Let it answer for its name, if no other of that name came later."""
+        """Load a bundle; promote it if no other bundle of its name arrived later."""
         self._stuck.pop(folder, None)
         if any(model.sha256 == seen.sha256 for model in self._manager.models):
-            return  # by the command line, an administrator, or the process before this one
+            return  # loaded by the command line, an administrator, or the previous process
         rivals = [other.came for other in bundles if other.name == seen.name]
         promote = seen.came >= max(rivals)
         try:
             await self._manager.execute(LoadModel(path=str(folder), promote=promote, by=BY))
         except Conflict:
             self._stuck[folder] = self._manager.standing
-        except QuartetError:  # which the curator has told of, as of conflicts
+        except QuartetError:  # the manager has logged it, as it logs conflicts
             pass
 
     async def _unload(self, folder: Path) -> None:
-        """Whoever answers for its name goes last, lest another of them gets to.
+        """Unload the versions of a removed directory, the current one last, so that none of the others becomes current.
 
-        Where that is refused, as of the last one that is served, it is tried again when others are served.
+        A refused command, such as for the last served model, is retried when the served models have changed.
         """
         if folder in self._stuck and not self._may_try_again(folder):
             return
@@ -150,20 +156,20 @@ class DirectoryWatcher:
             self._stuck.pop(folder, None)
 
     def _may_try_again(self, folder: Path) -> bool:
-        """Whether something was in its way that may be there no longer."""
+        """Return whether a command for this directory was refused and the served models have changed since then."""
         return folder in self._stuck and self._stuck[folder] != self._manager.standing
 
     def _of(self, folder: Path) -> Sequence[ServedModel]:
         return [model for model in self._manager.models if Path(model.path).absolute() == folder]
 
     def _tell(self, error: OSError) -> None:
-        """A directory that cannot be read is told of once, and says nothing of what lies in it."""
+        """Log once that the directory cannot be read; its bundles stay as they are."""
         if not self._blind:
             log.error("models_dir cannot be read", problem=str(error))
         self._blind = True
 
 
 async def watch(manager: ModelManager, settings: Settings) -> None:
-    """Watch the directory of the settings, if they want it."""
+    """Watch `models_dir` if it and `watch_s` are set."""
     if settings.models_dir is not None and settings.watch_s is not None:
         await DirectoryWatcher(settings.models_dir, manager).run(settings.watch_s)

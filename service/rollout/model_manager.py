@@ -1,8 +1,8 @@
-"""Who decides which bundles are served: at start, and whenever somebody asks for another.
+"""The model manager, which decides which bundles are served, at the start and by commands.
 
-A bundle comes beside all that is served: it is read, checked, opened and tried in a thread. Then everybody is told at
-once whose requests it gets, and who asked for it is answered when all have heard. One that goes gets no new requests
-first, and is let go of when the last that it had is answered.
+The manager reads, checks, opens and tests a new bundle in a thread, while the other models are served. Then it sends
+the new model table to the subscriber, and the command returns when every process uses the table. A bundle that is
+unloaded first gets no new requests. The manager closes it when its last request is answered.
 """
 
 import asyncio
@@ -49,15 +49,20 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 CommandResult = Mapping[str, Any]
-Resume = Mapping[str, Any]  # what one process leaves the next, as JSON
+Resume = Mapping[str, Any]  # state for the next process, as JSON
 
 
 async def tell_nobody(_: Mapping[str, object]) -> None:
-    """For where there is no next process."""
+    """Ignore a report, where there is no main process to send it to."""
 
 
 class ModelManager:
-    """Decides which bundles a device computes, and which requests each gets; `report` is told of every change."""
+    """The manager of the bundles that a device computes and of the requests that each of them gets.
+
+    models: the served models; the first current one is the default
+    resident: hashes of bundles that only a command unloads; a new version does not replace them
+    report: called with the state for the next process after every change
+    """
 
     def __init__(
         self,
@@ -71,11 +76,11 @@ class ModelManager:
         self._settings = settings
         self._report = report
         self._subscriber: Subscriber | None = None
-        self._coming: dict[Path, float] = {}  # since when
+        self._coming: dict[Path, float] = {}  # start of loading, in seconds of `time.time`
         self._going: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
         self._deciding = asyncio.Lock()
-        self.resident: Collection[str] = ()  # hashes of who goes by order only, not to make room
+        self.resident: Collection[str] = ()
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
         metrics.watch(device.load, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
@@ -83,10 +88,10 @@ class ModelManager:
     # -- at start ---------------------------------------------------------------------------------
 
     def open(self, resume: Resume | None = None) -> None:
-        """Open the bundles that the settings name, or those that the process before this one served.
+        """Open the bundles of the settings, or with `resume` the bundles that the previous process served.
 
-        Raises BundleError or ProviderError when one must not be served, and MemoryLimitError where the memory limit is
-        too small. One that was served before is told of and left out, unless no other is left.
+        Raises BundleError or ProviderError when a bundle must not be served, and MemoryLimitError where the memory
+        limit is too small. A bundle of the previous process that fails is logged and left out, unless all of them fail.
         """
         if resume is None:
             loaded = [bundles.load(path) for path in self._settings.bundles]
@@ -123,7 +128,7 @@ class ModelManager:
         return opened
 
     def _add(self, path: Path, opened: OpenedBundle) -> ServedModel:
-        """Let the device compute for a bundle that nobody asks for yet."""
+        """Add a bundle to the device as a pinned model, which gets no requests yet."""
         self._device.add(opened)
         name, sha256 = opened.texts.manifest.id, opened.texts.sha256
         return ServedModel(
@@ -131,7 +136,10 @@ class ModelManager:
         )
 
     async def follow(self, subscriber: Subscriber) -> None:
-        """Tell it of all that is served, now and later. Raises ValueError when it cannot send requests there."""
+        """Send the model table to a subscriber, now and after every change.
+
+        Raises ValueError when the subscriber cannot send requests to a model.
+        """
         await subscriber.adopt(self.models, self._device.texts)
         self._subscriber = subscriber
 
@@ -140,7 +148,7 @@ class ModelManager:
     async def execute(self, command: Command) -> CommandResult:
         """Execute a command to its end, even if the caller is cancelled.
 
-        Raises InvalidInput, UnknownModel, Forbidden, Conflict and BadBundle; then nothing has changed.
+        Raises InvalidInput, UnknownModel, Forbidden, Conflict or BadBundle, and then has changed nothing.
         """
         task = asyncio.create_task(self._run(command))
         self._commands.add(task)
@@ -235,16 +243,16 @@ class ModelManager:
 
     @property
     def standing(self) -> object:
-        """What is served and what is going: equal as long as nothing changes that an order may be refused for."""
+        """The served and the draining models; while this value is unchanged, a refused command is refused again."""
         return self.models, frozenset(self._going)
 
     def facts(self) -> dict[str, dict[str, str]]:
-        """What the metrics say of each bundle."""
+        """Return the labels of each bundle for the metrics, by id."""
         states = {model.id: model.state for model in self.models}
         facts = self._device.facts()
         return {name: {**facts[name], "state": states.get(name, "draining")} for name in facts}
 
-    # -- how they are done ------------------------------------------------------------------------
+    # -- changes of the model table ---------------------------------------------------------------
 
     async def _introduce(
         self, what: str, new: ServedModel, by: str, keep_old: bool = True
@@ -261,7 +269,7 @@ class ModelManager:
         return self._introduced(new)
 
     async def _stand_by(self, new: ServedModel, shadow: float, by: str) -> CommandResult:
-        """Let a bundle answer who names it in full, and copies of requests for its name."""
+        """Serve a bundle for `name@version` requests, and for copies of its name's requests if `shadow` is above 0."""
         if new.state == "current" and shadow:
             raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
         new = replace(new, shadow=shadow)
@@ -279,7 +287,7 @@ class ModelManager:
         }
 
     async def _serve(self, models: Models) -> None:
-        """Have all requests go there from now on, and let go of all other bundles. Raises BadBundle."""
+        """Send all new requests to these models, and unload all other bundles. Raises BadBundle."""
         assert self._subscriber is not None, "our bug: there is no subscriber"
         before, self.models = self.models, models
         try:
@@ -293,7 +301,7 @@ class ModelManager:
         await self._report({"resume": {"models": [*map(kept_of, models)]}})
 
     def _let_go_of(self, models: Mapping[str, ServedModel]) -> None:
-        """Let go of those that are not served."""
+        """Start to unload the models that are no longer served."""
         for name in models.keys() - {model.id for model in self.models} - self._going.keys():
             self._going[name] = models[name], asyncio.create_task(self._let_go(name))
 
@@ -306,7 +314,7 @@ class ModelManager:
         await asyncio.to_thread(trim)
         log.info("unloaded", model=name)
 
-    # -- what they need ---------------------------------------------------------------------------
+    # -- look-ups and checks ----------------------------------------------------------------------
 
     def _find(self, model_id: str) -> ServedModel:
         for model in self.models:
@@ -319,7 +327,10 @@ class ModelManager:
         return UnknownModel(f"no model {asked!r}; loaded here: {there}", param="model")
 
     def _known(self, bundle: Bundle) -> bool:
-        """Whether it is served already. Raises Conflict when another is by its name."""
+        """Return whether a bundle is already served.
+
+        Raises Conflict when its `name@version` is draining or served with other contents.
+        """
         name = bundle.manifest.id
         if name in self._going:
             raise Conflict(f"{name} is being unloaded: try again when it is gone")
@@ -332,7 +343,7 @@ class ModelManager:
         return self._device.texts[model.id].manifest
 
     def _check_space(self, new: Manifest, allowed: bool) -> None:
-        """Raises NewEmbeddingSpace when its vectors are not those of who answers for its name now."""
+        """Raise NewEmbeddingSpace when the vectors of the bundle and of its current version cannot be compared."""
         old = model_state.current(self.models, new.name)
         if allowed or old is None:
             return
@@ -371,18 +382,18 @@ class ModelManager:
 
 @contextmanager
 def bundle_errors() -> Iterator[None]:
-    """Whatever keeps a bundle from being opened is told to who asked for it."""
+    """Turn every error of opening a bundle, except Conflict, into BadBundle for the client."""
     try:
         yield
     except Conflict:
         raise
-    except Exception as error:  # the runtime's own have no type
+    except Exception as error:  # the runtime's errors have no type
         log.debug("cannot open", exc_info=True)
         raise BadBundle(" ".join(str(error).split())) from None
 
 
 def check_answers(model: str, compared: Counts, max_changed: float, min_compared: int) -> None:
-    """Raises ChangedAnswers when too few answers to copies are known, or too many of a head's differ or failed."""
+    """Raise ChangedAnswers when too few results were compared, or too large a share of a head's changed or failed."""
     known = {
         head: (at.get("changed", 0) + at.get("failed", 0), at.get("same", 0))
         for head, at in compared.items()
@@ -407,9 +418,9 @@ def embeds(manifest: Manifest) -> bool:
 
 
 def locate(models_dir: Path | None, path: str) -> Path:
-    """The bundle that is meant: by its path, or by its name in the operator's directory.
+    """Return the directory of a bundle from its path, or from its name in `models_dir`.
 
-    Raises Forbidden where there is no such directory, and InvalidInput for what would lead out of it.
+    Raises Forbidden where `models_dir` is unset, and InvalidInput for a path that leads out of it.
     """
     if models_dir is None:
         raise Forbidden(
@@ -433,5 +444,5 @@ def kept_of(model: ServedModel) -> dict[str, Any]:
 
 
 def moment(seconds: float) -> str:
-    """A time as people and programs read it, in UTC."""
+    """Format seconds of `time.time` as an ISO 8601 time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

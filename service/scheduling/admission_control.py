@@ -1,7 +1,7 @@
-"""Admit a request if the queue has room for it and it would be answered in time, or refuse it whole.
+"""Admit a request if the queue has room for it and its expected completion is in time, or refuse it whole.
 
-The HTTP process refuses by the size of a body before it is read (`service.middleware.early_rejection`); this is the
-exact check, when the texts are tokens.
+The HTTP process refuses requests by the size of their bodies before it reads them
+(`service.middleware.early_rejection`). This module makes the exact check, with the number of tokens.
 """
 
 import math
@@ -16,10 +16,10 @@ from service.scheduling.planner import Planner
 
 
 class AdmissionControl:
-    """Knows how fast the device drains the queue, and refuses what would not fit or be too late.
+    """The check of new requests against the limit of the queue and the expected completion.
 
-    The drain rate of a model is the rate that its measured cost predicts, times the speed at which the device really
-    works: less than 1 where other processes use the cores or batches are small.
+    The drain rate of a model is the rate that its measured cost predicts, times the measured speed of the device. The
+    speed is below 1 where other processes use the cores or batches are small.
     """
 
     def __init__(
@@ -39,7 +39,11 @@ class AdmissionControl:
         self._started_s = 0.0  # expected seconds of the batches that began since then
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """Raise TooLarge for a request that an empty queue could not hold, Overloaded for one without room or time."""
+        """Check a new request.
+
+        Raises TooLarge if an empty queue could not hold it, and Overloaded if the queue has no room for it or its
+        expected completion is too late.
+        """
         flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
         limit = self.max_queue_tokens
         if tokens > limit:
@@ -67,11 +71,14 @@ class AdmissionControl:
         return Load(self._rates, waiting, problem, self.max_queue_tokens)
 
     def batch_started(self, model: ModelStatistics, tokens: int) -> None:
-        """Count a batch that begins towards the drain speed."""
+        """Add the expected seconds of a batch that starts to the measurement of the drain speed."""
         self._started_s += tokens / self._planner.expected_rate(model)
 
     def observe(self, now: float, idle: int) -> None:
-        """While all slots are busy and entries wait, compare the expected seconds of new batches with the clock."""
+        """Update the drain speed from the expected seconds of new batches and the elapsed time.
+
+        It counts only time in which all slots are busy and entries wait.
+        """
         if self._started_s and now > self._busy_since:
             self._drain.observe(self._started_s, now - self._busy_since)
         if idle or not self._queue:
@@ -81,13 +88,13 @@ class AdmissionControl:
         self._started_s = 0.0
 
     def _is_clearly_fine(self, tokens: int, left_s: float) -> bool:
-        """Whether a request has room and time even if all waiting tokens went first at the slowest model's rate."""
+        """Return whether a request has room and time even if all waiting tokens run first, at the slowest rate."""
         all_tokens = self._queue.tokens + tokens
         in_time = CLEAR_SHARE * left_s * min(self._rates.values(), default=0.0)
         return all_tokens <= min(self.max_queue_tokens, in_time)
 
     def _is_full(self, load: Load, flow: Flow, tokens: int) -> bool:
-        """Whether the queue has no room; a flow below its share of the queue always has."""
+        """Return whether the queue has no room for a request; it always has room for a flow below its share."""
         if load.queue_tokens + tokens <= self.max_queue_tokens:
             return False
         shares = weights({*load.waiting, flow})

@@ -1,12 +1,12 @@
 """The queue in front of a device's slots: requests in, batches out, one future per request.
 
-Only `_serve` touches the queue. `submit` and the slots' threads post messages; `_serve` takes them in order, then
-starts a batch on every idle slot. While all slots are busy the queue grows, and that is what makes batches: no entry
-waits for others unless `max_wait_ms` is set. Which entries are next is decided by `planner`, which requests are let in
-by `admission_control`; `prefetch` plans one batch ahead under load.
+Only `_serve` changes the queue. `submit` and the slots' threads post messages; `_serve` handles them in order, then
+starts a batch on every idle slot. While all slots are busy the queue grows, and batches are made from the entries that
+wait. No entry waits for others unless `max_wait_ms` is set. `planner` decides which entries are next, and
+`admission_control` decides which requests are admitted. `prefetch` plans one batch ahead under load.
 
-Slots belong to the device, and the models share them. On a CPU a slot is a core: a batch takes one slot, which is the
-highest throughput, or several, which is the lowest latency when few entries wait.
+Slots belong to the device, and the models share them. On a CPU a slot is a core. A batch on one slot gives the highest
+throughput; a batch on several slots gives the lowest latency when few entries wait.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from service.scheduling.prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
 
-DRAINED_POLL_S = 0.02  # between checks for what is left of a model that is unloaded
+DRAINED_POLL_S = 0.02  # between checks for remaining work of a model that is unloaded
 TURNS_TO_SEND = (
     2  # turns of the event loop until the response of a resolved future has been written
 )
@@ -56,7 +56,7 @@ def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:
 
 
 class Batcher:
-    """Shares the device's slots among the requests of all models.
+    """The scheduler that shares the device's slots among the requests of all models.
 
     run: `run(width, model, windows)` is called in a thread, with the number of slots that the batch takes (one, or
         `wide`), and returns one mapping of outputs per window
@@ -114,7 +114,7 @@ class Batcher:
         self._queue.models[bundle] = ModelStatistics(estimators, unbatched, area)
 
     def remove_bundle(self, bundle: str) -> None:
-        """Stop serving a model: its waiting requests fail with NotReady, its running batches are answered."""
+        """Stop serving a model: its waiting requests fail with NotReady, its running batches complete."""
         del self._queue.models[bundle]
         self._post(partial(self._abandon, bundle))
 
@@ -123,11 +123,11 @@ class Batcher:
         return sum(request.flow_queue.flow.bundle == bundle for request in self._unanswered)
 
     async def drained(self, bundle: str) -> None:
-        """Wait until no entry of a model waits or runs; without end while more requests arrive."""
+        """Wait until no entry of a model waits or runs; this does not end while more requests arrive."""
         while self.requests(bundle) or any(batch.bundle == bundle for batch in self.running):
             await asyncio.sleep(DRAINED_POLL_S)
 
-    # -- life -------------------------------------------------------------------------------------
+    # -- lifecycle --------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._threads.start()
@@ -164,7 +164,7 @@ class Batcher:
         return "" if self._state == "open" else f"the batcher is {self._state}"
 
     def load(self) -> Load:
-        """Return what waits, and the rate at which all slots drain it."""
+        """Return the backlog of each flow, and the rate at which all slots drain each model."""
         waiting = {flow: backlog.copy() for flow, backlog in self._queue.waiting.items()}
         return self._admission.load(waiting, self.problem)
 
@@ -173,19 +173,21 @@ class Batcher:
     async def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> list[EntryOutcome]:
-        """Compute one request: entries of one model, in their order; admitted whole or refused.
+        """Compute one request, which is admitted whole or refused.
 
-        Returns one outcome per entry; InferenceFailed is the outcome of an entry that fails.
-        `on_outcome(entry, outcome)` is called for each entry as soon as its batch is done. Cancelling
-        drops what still waits. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded
-        before anything is queued, DeadlineExceeded while it is, InferenceFailed when a batch is lost.
+        Returns one outcome per entry, in order; InferenceFailed is the outcome of an entry that fails. Cancellation
+        drops the entries that still wait. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded before any
+        entry is queued, DeadlineExceeded while entries wait, and InferenceFailed when a batch is lost.
+
+        entries: of one model
+        on_outcome: called with each entry and its outcome as soon as the entry's batch is done
         """
         return await self.begin(entries, on_outcome)
 
     def begin(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
     ) -> asyncio.Future[list[EntryOutcome]]:
-        """Begin a request as `submit` does, and return its future; refusals are raised here."""
+        """Begin a request as `submit` does, and return its future; a refusal is raised by this call."""
         if not entries:
             nothing: asyncio.Future[list[EntryOutcome]] = asyncio.get_running_loop().create_future()
             nothing.set_result([])
@@ -199,7 +201,7 @@ class Batcher:
         """Compute every head's outputs of a window for a self-test, before all waiting entries.
 
         Where `wide` slots are idle, probes alternate between one slot and `wide`. A probe does not change the measured
-        cost, and is not observed. Raises UnknownModel, and what the run raises.
+        cost, and is not observed. Raises UnknownModel, and the errors that the run raises.
         """
         future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
         self._post(partial(self._probes.append, Probe(bundle, window, future)))
@@ -233,7 +235,7 @@ class Batcher:
     # -- the loop ---------------------------------------------------------------------------------
 
     def _post(self, message: Callable[[], None]) -> None:
-        """Take a message in the next turn of the event loop, with all others that arrive in this one."""
+        """Queue a message for the next turn of the event loop, which handles all messages of this turn together."""
         self._inbox.append(message)
         self._serve_soon()
 
@@ -242,7 +244,7 @@ class Batcher:
             self._turn = asyncio.get_running_loop().call_soon(self._serve)
 
     def _receive(self, message: Callable[[], None]) -> None:
-        """Take a thread's message at once: a client waits for its result, and its slot is idle."""
+        """Handle a thread's message at once, because a client waits for its result and its slot is idle."""
         self._inbox.append(message)
         self._serve()
 
@@ -277,7 +279,7 @@ class Batcher:
         while self._threads.idle and self._queue:
             planned = self.planner.next(now, self._threads.idle, may_hold)
             if planned is None:
-                break  # all cancelled, and the messages that drop them are on their way
+                break  # all candidates are cancelled; the messages that drop them are in the inbox or will be posted
             if planned.hold_s:
                 return planned.hold_s
             self._threads.run(self._job(planned))
@@ -286,7 +288,7 @@ class Batcher:
         return 0.0
 
     def _break(self) -> None:
-        """Stop after a bug of ours: the state of the queue is unknown, so that every waiting request fails."""
+        """Stop after a bug of ours: the state of the queue is unknown, so every waiting request fails."""
         self._state, self._stopped = "failed", True
         logger.critical("the batcher broke; nothing is served any more", exc_info=True)
         self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))
@@ -350,7 +352,7 @@ class Batcher:
         call_after(TURNS_TO_SEND, self._learn, estimator, stats)
 
     def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
-        """Refine the cost and observe a batch. It takes time, so responses are sent first."""
+        """Refine the cost from a batch, and call the observer. This takes time, so responses are sent first."""
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
             estimator.refine(Sample(*shape, stats.inference_s))

@@ -1,11 +1,11 @@
-"""What a batch costs on this machine: a straight line through measured batches.
+"""The cost of a batch on this machine: a linear model, fitted to measured batches.
 
     seconds = per_run + per_token * T + per_slot * B * S * S
 
-for B sequences of T real tokens together, the longest of S tokens. The middle term is every layer
-that works on packed tokens; the last one is attention, which on a CPU also works on padding. A graph
-that takes padded batches works on padding everywhere: its T is B * S. This one line plans batches,
-predicts how fast the queue drains, and fills `Retry-After`.
+for B sequences of T real tokens together, the longest of S tokens. The middle term covers every layer
+that computes packed tokens. The last one covers attention, which on a CPU also computes padding. A
+graph with padded batches computes padding in every layer: its T is B * S. The scheduler uses this
+model to plan batches, to predict how fast the queue drains, and to fill `Retry-After`.
 """
 
 import math
@@ -21,13 +21,13 @@ T = TypeVar("T")
 Matrix = NDArray[np.float64]
 
 SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (8, 128))  # size, length; by number of tokens
-MEMORY = 0.98  # what a batch weighs when the next one has come: the last fifty count
-WARM_UP = 0.1  # what a warm-up sample weighs beside a new batch
+MEMORY = 0.98  # factor on the weight of a batch for each later batch: about the last fifty count
+WARM_UP = 0.1  # weight of a warm-up sample relative to a new batch
 REFIT_EVERY = 8  # batches
-SURPRISE = 1.25  # a batch of so many times the time expected, or of it, is learnt from at once
+SURPRISE = 1.25  # ratio of measured and expected time, or its inverse, above which a batch refits the cost at once
 RIDGE = 1e-8
-DRAIN_S = 2.0  # of work, after which it weighs a third
-# Of the three terms, as masks.
+DRAIN_S = 2.0  # seconds of work after which the weight of older work falls to 1 / e
+# All choices of the three terms, as masks.
 CHOICES = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)][1:], np.float64)
 
 
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 class Cost:
     """Seconds per run, per computed token and per attention slot (B * S * S of them in a batch).
 
-    padded: whether padding is computed as tokens are
+    padded: whether the graph computes padding like tokens
     """
 
     per_run: float
@@ -59,7 +59,7 @@ class Cost:
         return self.per_run + self.per_token * computed + self.per_slot * slots
 
     def computed(self, tokens: int, size: int, longest: int) -> int:
-        """The tokens that such a batch computes, padding included where it is padded."""
+        """Return the tokens that such a batch computes, padding included if `padded`."""
         return size * longest if self.padded else tokens
 
     def tokens_per_second(self, lengths: Sequence[int]) -> float:
@@ -72,19 +72,19 @@ GUESS = Cost(per_run=1e-3, per_token=2e-5, per_slot=0.0)  # before anything was 
 
 
 def fit(samples: Iterable[Sample]) -> Cost:
-    """Fit by non-negative least squares on relative errors: short batches count like long ones.
+    """Fit the cost by non-negative least squares on relative errors: short batches count like long ones.
 
-    What the samples leave open is split evenly: one sample alone gives a third of its time to each
-    term, and none gives `GUESS`.
+    Terms that the samples do not determine get equal shares of the time: from one sample alone, each
+    term gets a third. Without samples the result is `GUESS`.
     """
     return _solve(_evidence(samples))
 
 
 class Estimator:
-    """The cost of one bundle: known from warm-up, refined by the batches that really ran.
+    """The cost of one bundle: first fitted to the warm-up, then refined by the batches of requests.
 
-    Older batches fade; the warm-up never quite does, so that shapes which traffic does not show
-    stay known. The state is two 3 x 4 matrices, however long it learns.
+    The weight of older batches decays. The warm-up keeps a small weight, so that the cost stays known
+    for shapes that do not occur in the traffic. The state is two 3 x 4 matrices of constant size.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class Estimator:
         self.cost = self._fit(self._warm)
 
     def refine(self, sample: Sample) -> None:
-        """Learn from a real batch; one from a machine that stalled, or far too fast, counts little.
+        """Refine the cost by the sample of a batch that ran.
 
-        That is because an error is relative to the longer of the measured and the expected time.
+        An error is relative to the longer of the measured and the expected time, so a batch on a stalled machine, or a
+        batch that was far too fast, has little weight.
         """
         if sample.seconds <= 0:
             return
@@ -113,7 +114,10 @@ class Estimator:
             self.cost = self._fit(WARM_UP * self._warm + self._recent)
 
     def _surprises(self, sample: Sample) -> bool:
-        """Whether it took much longer or shorter than expected: a wrong cost of batches that are rare is soon right."""
+        """Return whether a batch took much longer or shorter than expected.
+
+        Such a batch refits the cost at once, so that the wrong cost of a rare batch is corrected early.
+        """
         expected = self.cost.seconds(sample.tokens, sample.size, sample.longest)
         return not expected < SURPRISE * sample.seconds < SURPRISE**2 * expected
 
@@ -121,7 +125,7 @@ class Estimator:
         return replace(_solve(evidence), padded=self._padded)
 
     def _fold(self) -> None:
-        """Add the new samples to what is known, the older the less."""
+        """Add the new samples to the recent evidence, with smaller weights for older ones."""
         expected = [self.cost.seconds(s.tokens, s.size, s.longest) for s in self._new]
         ages = np.arange(len(self._new))[::-1]
         fresh = _evidence(self._new, expected, MEMORY**ages)
@@ -134,9 +138,10 @@ class Estimator:
 
 
 class Drain:
-    """How fast work gets done, by what was expected: less than 1 where others use the cores, or batches are small.
+    """The measured speed of the device relative to the expected speed.
 
-    Older evidence fades with the seconds that it is of.
+    It is below 1 where other processes use the cores, or batches are small. The weight of older observations decays
+    with the seconds of the newer ones.
     """
 
     def __init__(self) -> None:
@@ -144,7 +149,7 @@ class Drain:
         self._expected = self._took = DRAIN_S
 
     def observe(self, expected_s: float, took_s: float) -> None:
-        """Work that was expected to take so long has taken so long, while there was always more of it."""
+        """Add an observation: work with `expected_s` expected seconds took `took_s`, while more work always waited."""
         fade = math.exp(-took_s / DRAIN_S)
         self._expected = fade * self._expected + expected_s
         self._took = fade * self._took + took_s
@@ -162,9 +167,11 @@ def measure(
 ) -> list[Sample]:
     """Time a model on at most five shapes, small ones first, and stop before `budget_s` is over.
 
-    `build` makes an input of so many tokens, `run` takes a batch of them, `max_size` at most. A shape
-    counts with the faster of two runs, because the first one allocates; the smallest runs once
-    whatever it takes.
+    build: makes an input of this many tokens
+    run: computes a batch of at most `max_size` inputs
+
+    The time of a shape is that of the faster of two runs, because the first one allocates memory. The
+    smallest shape runs once even if it exceeds the budget.
     """
     samples: list[Sample] = []
     end = clock() + budget_s
@@ -192,9 +199,9 @@ def _time(
 def _evidence(
     samples: Iterable[Sample], at_least: ArrayLike = 0.0, weights: ArrayLike = 1.0
 ) -> Matrix:
-    """The normal equations of the relative errors, [3, 4]; the last column is the right side.
+    """Return the normal equations of the relative errors, [3, 4]; the last column is the right-hand side.
 
-    An error is relative to the measured seconds, or to `at_least`, if that is more.
+    An error is relative to the measured seconds, or to `at_least` if that is larger.
     """
     rows = [(1, s.tokens, s.size * s.longest**2, s.seconds) for s in samples if s.seconds > 0]
     table = np.array(rows, dtype=np.float64).reshape(-1, 4)
@@ -204,14 +211,14 @@ def _evidence(
 
 
 def _solve(evidence: Matrix) -> Cost:
-    """The best line without a negative term: of every choice of terms, the one with least error."""
+    """Return the cost with the least error among all choices of terms without a negative one."""
     if not evidence.any():
         return GUESS
     scale = 1 / np.sqrt(np.diagonal(evidence))  # the terms' units are ten powers of ten apart
     matrix = evidence[:, :3] * np.outer(scale, scale) + RIDGE * np.eye(3)
     target = evidence[:, 3] * scale
     chosen = CHOICES[:, :, None] * CHOICES[:, None, :]
-    # Terms that are not chosen have an equation of their own, which says 0.
+    # A term that is not chosen has an equation of its own, whose solution is 0.
     equations = chosen * matrix + (1 - chosen) * np.eye(3)
     lines = np.linalg.solve(equations, (CHOICES * target)[:, :, None])[:, :, 0]  # [7, 3]
     errors = ((lines @ matrix) * lines).sum(axis=1) - 2 * lines @ target

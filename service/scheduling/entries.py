@@ -1,6 +1,6 @@
-"""The entries of requests: one window of one input each, and what becomes of it.
+"""The entries of requests, one window of one input each, and their outcomes.
 
-Nothing here knows of time, threads or tasks.
+Nothing here depends on time, threads or tasks.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from service.errors import InternalError, QuartetError
 from service.scheduling.load import Flow
 
 Outputs = Mapping[str, NDArray[np.float32]]
-Heads = tuple[str, ...]  # empty for all of the bundle
+Heads = tuple[str, ...]  # empty for all heads of the bundle
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the batch they come from."""
+    """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the figures of its batch."""
 
     outputs: Outputs
     queue_s: float
@@ -36,7 +36,7 @@ class Entry:
 
     arrival, deadline: in seconds of `time.monotonic`
     priority: the index of its class in `priority.CLASSES`
-    heads: those whose outputs are computed, checked and returned; none named are all
+    heads: the heads whose outputs are computed, checked and returned; empty for all
     unbatched: its batch holds no other entry, and it is not refused: another process admitted it and was lost,
         perhaps because of it
     The fields below `tokens` belong to the fair queue.
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def done(self) -> bool:
-        """Whether its request is over: answered, failed or cancelled."""
+        """Whether its request has ended: answered, failed or cancelled."""
         return self.request is not None and self.request.future.done()
 
 
@@ -78,9 +78,9 @@ OnOutcome = Callable[[Entry, EntryOutcome], None]
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request's entries and their outcomes; the future has them all when the last one is there.
+    """A request's entries and their outcomes; the last outcome completes the future with all of them.
 
-    on_outcome: called with each outcome as soon as it is there
+    on_outcome: called with each entry and its outcome as soon as the outcome arrives
     """
 
     entries: Sequence[Entry]
@@ -94,7 +94,7 @@ class PendingRequest:
         return [entry for entry in self.entries if entry not in self.outcomes]
 
     def add(self, entry: Entry, outcome: EntryOutcome) -> None:
-        """Add an entry's outcome. The request fails where `on_outcome` does."""
+        """Add an entry's outcome. The request fails with InternalError if `on_outcome` raises."""
         if self.future.done():
             return
         self.outcomes[entry] = outcome

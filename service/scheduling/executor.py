@@ -1,4 +1,4 @@
-"""The threads of a device's slots, and what happens to a batch there: run, halve on failure, check, measure."""
+"""The threads of a device's slots, and their work on a batch: run it, halve it on failure, check it, measure it."""
 
 import asyncio
 from collections import deque
@@ -15,7 +15,7 @@ from service import errors
 from service.core.encode import Window
 from service.scheduling.entries import Entry, Heads, Outputs
 
-# Takes the width in slots, the bundle, the entries' windows, and the heads to compute.
+# Called with the width in slots, the bundle, the entries' windows, and the heads to compute.
 RunBatch = Callable[[int, str, Sequence[Window], Heads], list[Outputs]]
 EntryResult = Outputs | errors.InferenceFailed
 
@@ -26,7 +26,8 @@ class Job:
 
     width: the slots that it takes
     run: called in the thread
-    started, ended: called in the event loop when the thread begins with it, and with the result
+    started: called in the event loop when the thread begins with the job
+    ended: called in the event loop with the result
     """
 
     width: int
@@ -38,8 +39,8 @@ class Job:
 class Threads:
     """One thread for each slot.
 
-    A thread that has ended a job begins with the prefetched one, if there is one, before the event loop handles the
-    end of the first: so it does not wait for the planner. Everything else happens in the event loop, in calls that
+    A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end
+    of the first. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
     `post` makes.
 
     idle: slots that run nothing
@@ -57,7 +58,7 @@ class Threads:
             thread.submit(int)  # a thread that cannot start fails here
 
     def run(self, job: Job) -> None:
-        """Begin with a job for which there are idle slots."""
+        """Begin with a job; requires enough idle slots for its width."""
         thread = self._free.pop()
         self._begin(job)
         thread.submit(self._work, asyncio.get_running_loop(), thread, job)
@@ -74,7 +75,7 @@ class Threads:
         return False
 
     def stop(self) -> None:
-        """End the free threads; a busy one ends with its job."""
+        """End the free threads; a busy thread ends after its job."""
         self.cancel_prefetch()
         for thread in self._all:
             thread.shutdown(wait=thread in self._free, cancel_futures=True)
@@ -114,7 +115,7 @@ class Threads:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A batch in its thread; `age_s` is counted by the watcher of the device."""
+    """A batch in its thread; the device's watcher counts its `age_s`."""
 
     bundle: str
     size: int
@@ -144,7 +145,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """A batch that ran, for metrics."""
+    """The statistics of a batch that ran, for metrics."""
 
     bundle: str
     size: int
@@ -156,7 +157,7 @@ class BatchStats:
 
     @property
     def slots(self) -> int:
-        """B * S: what a padded batch would hold."""
+        """B * S, the slots of the padded batch."""
         return self.size * self.longest
 
     @property

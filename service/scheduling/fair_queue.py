@@ -1,13 +1,15 @@
-"""Which entries are next: weighted fair queueing of flows, and start-time fair queueing of requests in each.
+"""The order of entries: weighted fair queueing of flows, and start-time fair queueing of the requests in each flow.
 
 A flow is the requests of one model, class and tenant (`service.scheduling.load`). Each batch adds the seconds that it
-computes for a flow, divided by the flow's weight, to the flow's virtual time; the flow with the smallest virtual time
-is next. A new flow starts at the virtual time of the others, so that idle time earns no credit. In a flow each
-request's entries get consecutive virtual starts, in tokens, from the virtual start at which the request arrived, and
-the smallest start is next: a single text never waits behind a thousand. Small requests that keep arriving could delay a
-large one without end, so a flow also knows which request has waited longest without being scheduled.
+computes for a flow, divided by the flow's weight, to the flow's virtual time. The flow with the smallest virtual time
+is next. A new flow starts at the virtual time of the others, so that idle time earns no credit.
 
-Nothing here knows of time, threads or tasks; the batcher owns the one `FairQueue`.
+In a flow, each request's entries get consecutive virtual starts, in tokens, from the virtual start at which the request
+arrived. The entry with the smallest start is next, so that a single text never waits behind a thousand. Small requests
+that keep arriving could delay a large one without end, so a flow also records which request has waited longest without
+being scheduled.
+
+Nothing here depends on time, threads or tasks. The batcher owns the only `FairQueue`.
 """
 
 import itertools
@@ -24,9 +26,9 @@ from service.scheduling.entries import Entry, PendingRequest
 from service.scheduling.load import Backlog, Flow, RemainingWork, weights
 
 MAX_SKIPPED = 16  # batches of a flow without an entry of a request before that request goes first
-# The next batch is planned from the entries of this many batches. A larger pool finds more entries of similar length,
-# and skips an entry of unusual length for longer: with all of 160 entries instead of 32 the throughput is 1 % higher
-# and the longest wait 50 % longer.
+# The planner chooses the next batch from the entries of this many batches. A larger pool contains more entries of
+# similar length, but an entry of unusual length is skipped for longer. With all of 160 entries instead of 32, the
+# throughput is 1 % higher and the longest wait 50 % longer.
 POOL_BATCHES = 8
 POOL_LEAST, POOL_MOST = 32, 256
 FIRST_TRIAL, TRIAL_EVERY = 4, 64  # choices between one slot and several
@@ -65,7 +67,7 @@ class QueuedRequest(PendingRequest):
 
 
 class ModelStatistics:
-    """What the planner knows of one served model.
+    """The planner's data about one served model.
 
     estimators: the cost of its batches, by the number of slots that a batch takes
     unbatched: each entry gets a batch of its own
@@ -88,8 +90,8 @@ class ModelStatistics:
     def count_choice(self) -> bool:
         """Count a choice between one slot and several; return whether it is a trial of the more expensive one.
 
-        Trials measure the cost that is not used otherwise. They are frequent at first, since the warm-up may have been
-        disturbed.
+        Trials measure the cost of the choice that is not used otherwise. They are frequent at first, because the
+        measurements of the warm-up may have been disturbed.
         """
         self._choices += 1
         if self._choices < self._next_trial:
@@ -111,7 +113,7 @@ class ModelStatistics:
 
     @property
     def price(self) -> float:
-        """Seconds of one slot per token, in a typical batch."""
+        """Seconds of one slot per token in a typical batch."""
         lengths = [self.mean_length] * (1 if self.unbatched else POOL_BATCHES)
         return 1 / self.estimators[1].tokens_per_second(lengths)
 
@@ -222,9 +224,9 @@ class FlowQueue:
         return [first, *(entry for entry in frontend if entry is not first)]
 
     def frontend(self, size: int) -> list[Entry]:
-        """Return the `size` entries of smallest start, in O(size), and O(log n) for each entry new to it."""
+        """Return the `size` entries of smallest start, in O(size), plus O(log n) for each entry new to the front."""
         frontend = [key for key in self._front if key[2].queued]
-        if len(self._heap) > 2 * self._queued + size:  # most of it was dropped
+        if len(self._heap) > 2 * self._queued + size:  # most of its entries have left the queue
             self._heap = [key for key in self._heap if key[2].queued]
             heapify(self._heap)
         while self._heap and (len(frontend) < size or self._heap[0] < frontend[-1]):

@@ -1,9 +1,9 @@
-"""Who shares the device, what waits for it, and how long one more request would.
+"""The flows that share the device, their backlog, and the expected wait of one more request.
 
-Those who share are flows: the requests of one bundle, class and tenant. Each flow has its part of the device for as
-long as it wants it (`weights`); within one, single texts are served as they come, and of a request of several they wait
-for no more tokens than they bring. How long a request would wait is read off the fluid that this is the packets of:
-generalized processor sharing (Parekh and Gallager, 1993).
+A flow is the requests of one bundle, class and tenant. Each flow with waiting entries gets its share of the device
+(`weights`). Within a flow, requests of a single text run in their order of arrival. A small request waits for at most
+as many tokens of a larger request as it has itself. The expected wait is computed in the fluid model that fair queueing
+approximates, generalized processor sharing (Parekh and Gallager, 1993).
 """
 
 from collections import Counter
@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 from service.errors import Overloaded
 
-# Tokens that may wait, where neither a setting nor a GPU's rate says more.
+# Tokens that may wait, where `max_queue_tokens` is unset and a GPU's rate does not give a larger limit.
 MAX_QUEUE_TOKENS = 262_144
-# Of each class: so one that could use more than it gets has eight ninths, or one ninth, of the device.
+# The weight of each class: if both could use more than their share, they get eight ninths and one ninth of the device.
 WEIGHTS = (8.0, 1.0)
 # The share of the time left before its deadline that a request's expected completion may take; the rest is a reserve.
-QUEUE_SHARE = 0.6  # judged exactly, when its texts are tokens
-# Judged by the size of its body: less, so that a request that is let in is not refused in the queue at full cost.
+QUEUE_SHARE = 0.6  # for the exact check, by the request's tokens
+# For the early check, by the size of its body. It is smaller, so that few requests pass the early check and are refused
+# by the exact one, at full cost.
 EARLY_SHARE = 0.5
-CLEAR_SHARE = 0.3  # within it, a request needs no exact judgment in the queue
+CLEAR_SHARE = 0.3  # below this share, a request needs no exact check
 
 
 class Flow(NamedTuple):
@@ -33,7 +34,7 @@ class Flow(NamedTuple):
 
 
 def weights(flows: Collection[Flow]) -> dict[Flow, float]:
-    """Each one's part of the device: a class's is split evenly over its tenants, a tenant's over its bundles."""
+    """Return the weight of each flow: a class splits its weight evenly over its tenants, a tenant over its bundles."""
     bundles = Counter((flow.priority, flow.tenant) for flow in flows)
     tenants = Counter(priority for priority, _ in bundles)
     return {
@@ -42,29 +43,29 @@ def weights(flows: Collection[Flow]) -> dict[Flow, float]:
 
 
 class RemainingWork(NamedTuple):
-    """What is left of a request; nothing is left of none."""
+    """The remaining tokens and windows of a request; both are 0 where there is no request."""
 
     tokens: int = 0
     windows: int = 0
 
     @property
     def bits(self) -> int:
-        """Of the tokens that others of the flow may pass; a last window is passed by nobody."""
+        """The bit length of the remaining tokens; 0 for a last window, which no other request of the flow passes."""
         return self.tokens.bit_length() if self.windows > 1 else 0
 
 
 @dataclass(slots=True)
 class Backlog:
-    """What waits of one flow: requests and tokens, by the bits of what is left of each request."""
+    """The waiting requests and tokens of one flow, by the bits of each request's remaining work."""
 
     requests: Counter[int] = field(default_factory=Counter)
     sizes: Counter[int] = field(
         default_factory=Counter
-    )  # in tokens, all requests of as many bits together
+    )  # tokens of all requests with the same number of bits
 
     @classmethod
     def of(cls, *requests: RemainingWork) -> "Backlog":
-        """The backlog of some requests."""
+        """Return the backlog of some requests."""
         backlog = cls()
         for request in requests:
             backlog.change(RemainingWork(), request)
@@ -78,14 +79,17 @@ class Backlog:
         return Backlog(self.requests.copy(), self.sizes.copy())
 
     def change(self, before: RemainingWork, after: RemainingWork) -> None:
-        """What is left of a request changes."""
+        """Change the remaining work of a request."""
         for left, sign in ((before, -1), (after, 1)):
             if left.windows:
                 self.requests[left.bits] += sign
                 self.sizes[left.bits] += sign * left.tokens
 
     def ahead(self, tokens: int) -> int:
-        """The tokens that are served before so many new ones: of larger requests of several windows as many each."""
+        """Return the waiting tokens that run before a new request of `tokens` tokens.
+
+        A larger request of several windows counts with only as many tokens as the new request has.
+        """
         own = tokens.bit_length()
         return sum(
             waiting if bits <= own else tokens * self.requests[bits]
@@ -95,10 +99,12 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How fast the device drains each bundle, what waits of each flow, and why no more should come, if so.
+    """The device's drain rate of each bundle, and the backlog of each flow.
 
-    rates: tokens per second, all slots together, if nothing but this bundle waits; waiting: running batches not counted
-    max_queue_tokens: tokens that may wait, those of one request included
+    rates: tokens per second of all slots together, if only this bundle waits
+    waiting: the backlog, without running batches
+    problem: why the device accepts no requests; empty if it accepts them
+    max_queue_tokens: tokens that may wait, including the tokens of a new request
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -116,21 +122,24 @@ class Load:
 
     @property
     def drain_s(self) -> float:
-        """Seconds until all that waits would be computed."""
+        """Seconds until the whole backlog is computed."""
         return sum(
             backlog.tokens / self.rates[flow.bundle] for flow, backlog in self.waiting.items()
         )
 
     def add(self, flow: Flow, request: RemainingWork) -> None:
-        """Count what was sent to the device since it told its load, unless it is for a bundle that came since then."""
+        """Add a request that was sent to the device after it reported this load.
+
+        A request for a bundle that was added after the report is not counted.
+        """
         if flow.bundle not in self.rates:
             return
         self.waiting.setdefault(flow, Backlog()).change(RemainingWork(), request)
 
     def wait_s(self, flow: Flow, tokens: int, coming: int = 0) -> float:
-        """Seconds until so many more tokens of this flow would be computed; 0 where the bundle's speed is not known.
+        """Return the seconds until `tokens` more tokens of a flow are computed; 0 where the bundle's rate is unknown.
 
-        coming: tokens of the flow that wait nowhere yet, and will be before it
+        coming: tokens of the flow that are not in the queue yet and will run before them
         """
         rate = self.rates.get(flow.bundle)
         if not rate:
@@ -138,7 +147,7 @@ class Load:
         own, backlog = tokens + coming, self.waiting.get(flow)
         if backlog is not None:
             own += backlog.ahead(tokens)
-        if len(self.waiting) == (backlog is not None):  # nobody else waits
+        if len(self.waiting) == (backlog is not None):  # no other flow waits
             return own / rate
         work = {
             other: backlog.tokens / self.rates[other.bundle]
@@ -146,15 +155,15 @@ class Load:
         }
         work[flow] = own / rate
         shares = weights(work)
-        span = work[flow] / shares[flow]  # of virtual time, in which each is served by its share
+        span = work[flow] / shares[flow]  # virtual time in which each flow gets its share
         return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
 
     def check_in_time(
         self, flow: Flow, tokens: int, left_s: float, share: float = QUEUE_SHARE, coming: int = 0
     ) -> None:
-        """Raise Overloaded if a request is expected to take more than a share of the `left_s` seconds that it has.
+        """Raise Overloaded if a request's expected completion takes more than a share of the `left_s` seconds left.
 
-        Where nothing waits every request is tried, since running batches correct the expected rate.
+        An empty queue accepts every request, because running batches correct the expected rate.
         """
         wait_s = self.wait_s(flow, tokens, coming)
         if wait_s > share * left_s and (self.queue_tokens or coming):

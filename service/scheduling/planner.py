@@ -9,9 +9,7 @@ from service.scheduling.cost_model import Cost
 from service.scheduling.entries import Entry
 from service.scheduling.fair_queue import FairQueue, ModelStatistics
 
-CHEAP_ENOUGH = (
-    1.01  # a price per token within 1 % of the lowest: a longer batch is not worth its latency
-)
+CHEAP_ENOUGH = 1.01  # ratio to the lowest price per token; a larger batch would add latency for a gain below 1 %
 
 
 class Budget(NamedTuple):
@@ -19,8 +17,9 @@ class Budget(NamedTuple):
 
     tokens: computed tokens, padding included where the graph computes it
     size: entries
-    share: tokens, so that every slot gets its part of the waiting ones
-    area: B * S * S of B sequences, S being the longest rounded up to `CUDA_MULTIPLE`: what attention may store on a GPU
+    share: tokens, so that the waiting tokens are divided among the slots
+    area: B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
+        `CUDA_MULTIPLE`
     """
 
     tokens: int
@@ -33,7 +32,7 @@ class Planned(NamedTuple):
     """A batch to run.
 
     width: the slots that it takes
-    hold_s: seconds to wait for more entries before it runs; 0 is at once
+    hold_s: seconds to wait for more entries before it runs; 0 to run at once
     """
 
     model: ModelStatistics
@@ -43,11 +42,11 @@ class Planned(NamedTuple):
 
 
 def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
-    """Choose the next batch from candidates in order of the fair queue; empty when none is left to run.
+    """Choose the next batch from candidates in the order of the fair queue; empty when no candidate is left to run.
 
-    The first candidate leads the batch. The others are entries of its model, nearest in length first, up to the size
-    at which a token is about as cheap as it gets: a larger batch would gain nothing, and all of its entries would wait
-    for it. An unbatched entry leads no other and joins no batch.
+    The first candidate leads the batch. The others are entries of its model, nearest in length first. The batch ends at
+    the size at which the price per token is within 1 % of the lowest, because all entries of a larger batch would wait
+    longer for no gain. An unbatched entry runs in a batch of its own.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
@@ -86,7 +85,7 @@ def area(size: int, longest: int) -> int:
 
 
 class Planner:
-    """Plans batches from a fair queue for the slots of a device.
+    """The planner of batches from a fair queue for the slots of a device.
 
     budget: the limits of every batch
     slots: of the device
@@ -106,7 +105,7 @@ class Planner:
     def next(self, now: float, idle: int, may_hold: bool) -> Planned | None:
         """Plan the next batch for `idle` slots; None if all candidates are cancelled. Requires a waiting entry.
 
-        With no idle slot it is the batch for the next slot that becomes idle.
+        If no slot is idle, the batch is for the next slot that becomes idle.
         """
         model, pool = self._queue.pool()
         width = self._width(model, pool, idle)
@@ -127,9 +126,9 @@ class Planner:
         return self.slots * model.estimators[1].tokens_per_second(lengths)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
-        """Return the slots of the next batch: several if they are idle, fewer entries wait, and it ends sooner so.
+        """Return the slots of the next batch: several if they are idle, fewer entries wait, and the batch ends earlier.
 
-        Now and then the other choice is tried.
+        Trials use the other choice, see `ModelStatistics.count_choice`.
         """
         if not self._queue.size < self._wide <= idle:
             return 1

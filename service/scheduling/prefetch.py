@@ -9,11 +9,11 @@ from service.scheduling.planner import Planned, Planner
 
 
 class Prefetch:
-    """At most one batch that the next idle thread begins with.
+    """At most one prefetched batch, with which the next idle thread begins.
 
-    A later entry of the same flow never goes before it. An entry of a flow that had none waiting may, and any request
-    may go before a part of a large one; when such an entry enters, the prefetch is cancelled. The entries stay in the
-    queue until a thread begins with them.
+    A later entry of the same flow never goes before the batch. An entry of a flow that had no waiting entries may go
+    before it, and any request may go before a part of a large request. When such an entry enters, the prefetch is
+    cancelled. The entries stay in the queue until a thread begins with them.
     """
 
     def __init__(self, queue: FairQueue, planner: Planner, threads: Threads) -> None:
@@ -22,7 +22,7 @@ class Prefetch:
         self._threads = threads
         self._batch: Sequence[Entry] = ()
         self._is_part = False  # of a large request
-        self._entered = 0  # value of `_possible_predecessors` when it was planned
+        self._entered = 0  # value of `_possible_predecessors` when the batch was planned
         self._worth_from = 0  # entries that must wait before planning can pay
 
     def batch_started(self, size: int) -> None:
@@ -30,9 +30,9 @@ class Prefetch:
         self._batch, self._worth_from = (), 2 * size
 
     def keep_or_cancel(self, now: float, probes: bool) -> bool:
-        """Cancel the prefetched batch if it is out of date; False when a thread has just begun with it.
+        """Cancel the prefetched batch if it is out of date; return False when a thread has just begun with it.
 
-        probes: a self-test waits, which goes first
+        probes: whether a self-test waits, which goes before the batch
         """
         if not self._batch:
             return True
@@ -46,7 +46,7 @@ class Prefetch:
         return True
 
     def prefetch(self, now: float, may_hold: bool, make_job: Callable[[Planned], Job]) -> None:
-        """Prefetch the next batch once twice as many entries wait as it holds; requires that no slot is idle."""
+        """Prefetch the next batch once at least twice as many entries wait as it holds; requires no idle slot."""
         if self._batch or not self._queue or self._queue.size < self._worth_from:
             return
         planned = self._planner.next(now, 0, may_hold)
@@ -62,5 +62,5 @@ class Prefetch:
 
     @property
     def _possible_predecessors(self) -> int:
-        """How many requests or flows have entered so far that may go before the prefetched batch."""
+        """The number of requests or flows so far that may go before the prefetched batch."""
         return self._queue.requests_entered if self._is_part else self._queue.flows_entered
