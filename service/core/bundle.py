@@ -64,7 +64,7 @@ class _Record(BaseModel):
 
 
 class Head(_Record):
-    """What one output of the graph means."""
+    """The task and the decoding parameters of one output of the graph."""
 
     task: Task
     labels: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ def _proven(found: Sequence[re.Match[str] | None]) -> set[str]:
 
 
 class Scheme(NamedTuple):
-    """How neighboring labels of a set join.
+    """The rules by which neighboring labels of a set join.
 
     types       type of each label, "O" if it is outside of entities
     kinds  [C]  the same number for labels that may continue each other

@@ -17,7 +17,7 @@ CPU = "CPUExecutionProvider"  # as service.core.session, which HTTP processes do
 
 @dataclass(frozen=True, slots=True)
 class RunsOn:
-    """How a bundle is computed.
+    """The graph, provider and runtime that compute a bundle.
 
     provider_note: the reason why an available GPU is not used; None where there is no such reason
     """
@@ -43,7 +43,7 @@ class RunsOn:
 
 
 class Device(Protocol):
-    """Where entries are computed: in this process or in another."""
+    """The device that computes entries, in this process or in another."""
 
     @property
     def max_queue_tokens(self) -> int:

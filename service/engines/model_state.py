@@ -68,7 +68,7 @@ def previous(models: Models, name: str) -> ServedModel | None:
 
 
 def settled(models: Sequence[ServedModel], now: float) -> Models:
-    """Return the models with a current version for every name: where it is missing the previous one, else the first."""
+    """Return the models with a current version for every name: if missing, the previous one, else the first."""
     found = tuple(models)
     for name in dict.fromkeys(model.name for model in models):
         if current(found, name) is None:

@@ -160,7 +160,7 @@ class Batcher:
 
     @property
     def problem(self) -> str:
-        """Why no request is accepted, or an empty string."""
+        """The reason why no request is accepted; empty if requests are accepted."""
         return "" if self._state == "open" else f"the batcher is {self._state}"
 
     def load(self) -> Load:

@@ -206,6 +206,7 @@ ADOPT = (  # PR_SET_CHILD_SUBREAPER
 ORPHAN = '(sleep 0.2 & echo "orphan $!" >&2) ; exec "$@"'  # its parent ends before it does
 
 
+@pytest.mark.slow
 @WORKERS
 def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
     """A process that adopts orphans, as process 1 does, collects those that end, and none of its own is lost."""

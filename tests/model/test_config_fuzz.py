@@ -49,6 +49,7 @@ def test_one_field(family: str, folders: dict[str, Path], data: st.DataObject) -
     read_or_refuse(folders[family], document)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
 @given(document=VALUES)
 @example(document=[])
