@@ -4,7 +4,6 @@ BUNDLE is a directory, GRAPH the file of one of its graphs. The process prints t
 opens the session as serving does, on one thread, and then runs batches of the longest texts.
 """
 
-import ctypes
 import re
 import subprocess
 import sys
@@ -18,8 +17,8 @@ import numpy as np
 from service.core import bundle
 from service.core.bundle import Bundle, Graph, Memory
 from service.core.encode import Window
-from service.core.packing import pack
-from service.core.session import CPU, TRIAL, Session, SessionOptions, open_graph
+from service.core.packing import pack, round_up
+from service.core.session import CPU, TRIAL, Session, SessionOptions, open_graph, trim
 
 TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
 RUNS = 3  # of each batch
@@ -67,7 +66,7 @@ def measure_here(opened: Bundle, graph: Graph) -> Memory:
         1
     ) as thread:  # the C library's heap of a thread is not that of the main thread
         batches = thread.submit(measure_batches, opened, session, with_session).result()
-    return Memory(opened=round_up(max(with_session - bare, 0)), batches=batches)
+    return Memory(opened=round_up(max(with_session - bare, 0), ROUNDING), batches=batches)
 
 
 def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict[int, int]:
@@ -91,17 +90,13 @@ def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict
             token_s = (time.perf_counter() - began) / (size * length)
             if time.perf_counter() + token_s * size * length > end:
                 break
-        batches[size * length] = round_up(max(read_status("VmHWM") - with_session, 0))
+        batches[size * length] = round_up(max(read_status("VmHWM") - with_session, 0), ROUNDING)
     return batches
 
 
 def batch_sizes(max_length: int, unbatched: bool) -> list[int]:
     """Return the sizes of the batches to measure, in texts of `max_length` tokens."""
     return [1] if unbatched else sorted({max(tokens // max_length, 1) for tokens in TOKENS})
-
-
-def round_up(size: int) -> int:
-    return -(-size // ROUNDING) * ROUNDING
 
 
 def read_status(name: str) -> int:
@@ -113,12 +108,6 @@ def read_status(name: str) -> int:
     if found is None:
         raise UnmeasuredError(f"{STATUS} has no {name}")
     return int(found[1]) * 1024
-
-
-def trim() -> None:
-    """Return free memory to the system, where the C library can."""
-    with suppress(AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import ctypes
 import io
 import os
 from collections.abc import Collection, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -342,3 +342,12 @@ def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> A
             f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"
         )
     return session
+
+
+def trim() -> None:
+    """Return freed memory to the system.
+
+    Otherwise the C library keeps most of it, in fragments that are too small for another bundle.
+    """
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,13 +1,12 @@
 """The device of this process: the bundles' sessions, and the batcher that they share."""
 
 import asyncio
-import ctypes
 import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -161,15 +160,6 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
         length = min(length, max_length)
     full = max(min(size, tokens // length), 1), length
     return [full] if length == max_length else [full, (1, max_length)]
-
-
-def trim() -> None:
-    """Return freed memory to the system.
-
-    Otherwise the C library keeps most of it, in fragments that are too small for another bundle.
-    """
-    with suppress(AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class LocalDevice:

@@ -19,6 +19,7 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.bundle import Bundle, BundleError, Manifest
+from service.core.session import trim
 from service.engines import model_state
 from service.engines.commands import (
     Command,
@@ -28,7 +29,7 @@ from service.engines.commands import (
     RollBackModel,
     UnloadModel,
 )
-from service.engines.local_device import LocalDevice, OpenedBundle, trim
+from service.engines.local_device import LocalDevice, OpenedBundle
 from service.engines.memory_need import check_memory
 from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
 from service.errors import (
