@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from model.data import checksums
 from model.data.checksums import DataError
+from service.core.encode import load_tokenizer
 from service.core.packing import Ints
 
-VERSION = 2  # of the rules for splitting and tokenizing text, part of the cache's name
+VERSION = 3  # of the rules for splitting and tokenizing text, part of the cache's name
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, UnicodeError)
@@ -148,7 +149,7 @@ def load(files: list[Path], tokenizer_file: Path, cache: Path) -> Corpus:
         key.update(bytes.fromhex(checksums.hash_file(file)))
     path = cache / f"corpus-{key.hexdigest()[:16]}.npz"
     if not path.is_file():
-        corpus = build(files, tokenizers.Tokenizer.from_file(str(tokenizer_file)))
+        corpus = build(files, load_tokenizer(tokenizer_file))
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
         np.savez(partial, **vars(corpus))

@@ -178,3 +178,16 @@ class TestBuild:
         assert calls == [[corpus_file], both, [corpus_file], both]
         assert all(map(np.array_equal, astuple(first), astuple(again)))
         assert len(list((tmp_path / "cache").iterdir())) == 4
+
+    def test_padding_of_a_tokenizer(
+        self, corpus_file: Path, tokenizer_file: Path, small_tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        """A tokenizer file that pads and truncates, as published ones do, gives the same corpus."""
+        small_tokenizer.enable_padding(length=64)
+        small_tokenizer.enable_truncation(max_length=4)
+        small_tokenizer.save(str(tmp_path / "padding.json"))
+
+        plain = corpus.load([corpus_file], tokenizer_file, tmp_path)
+        padded = corpus.load([corpus_file], tmp_path / "padding.json", tmp_path)
+
+        assert all(map(np.array_equal, astuple(plain), astuple(padded)))
