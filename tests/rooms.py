@@ -19,6 +19,7 @@ ORDER = (
     "service.scheduling",
     "service.observability",
     "service.engines",
+    "service.tasks",
     "service.middleware",
     "service.rollout",
     "service.api",

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -18,7 +18,7 @@ from starlette.types import Receive
 from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.request_body import answer_in_time, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
-from service.engines.engine import Engine, Reply, Ticket
+from service.engines.engine import Engine, EngineTask, Reply, Ticket
 from service.errors import QuartetError
 from service.middleware.body_memory import MemoryReservation
 from service.middleware.request_context import RequestContext, context_of
@@ -27,14 +27,6 @@ from service.observability.logs import log_bug
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
-
-
-class EngineCall(Protocol[T]):
-    """An engine method with all arguments bound except the callback for results."""
-
-    def __call__(
-        self, *, on_result: Callable[[int, T | None], None] | None
-    ) -> Coroutine[Any, Any, Reply[T]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +43,11 @@ class Call(Generic[R]):
     receive: Receive
     in_lines: bool
 
-    async def answer(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
-        """Run the engine call. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
+    async def answer(self, task: EngineTask[T], name: str, show: Callable[[T], object]) -> Response:
+        """Compute a task. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
         if self.in_lines:
-            return await self._stream(ask, name, show)
-        reply = await self._wait(ask(on_result=None))
+            return await self._stream(task, name, show)
+        reply = await self._wait(self.engine.answer(task, self.ticket, self.body.heads))
         began = time.perf_counter()
         results = [None if result is None else show(result) for result in reply.results]
         content = self._content(reply, {f"{name}s": results})
@@ -65,7 +57,7 @@ class Call(Generic[R]):
 
     def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
         """Return the body of a response. An NDJSON response has it as its last line, without results."""
-        content = {"model": self.engine.id, "head": reply.head, **results, "usage": reply.usage}
+        content = {"model": self.engine.id, "head": reply.heads[0], **results, "usage": reply.usage}
         if self.ticket.isolate_errors:
             content["errors"] = [
                 {"index": index, "code": error.code, "message": error.message}
@@ -73,7 +65,9 @@ class Call(Generic[R]):
             ]
         return content
 
-    async def _stream(self, ask: EngineCall[T], name: str, show: Callable[[T], object]) -> Response:
+    async def _stream(
+        self, task: EngineTask[T], name: str, show: Callable[[T], object]
+    ) -> Response:
         """Send one line per input as soon as its result is ready, and a last line with a summary or an error.
 
         An error before the first line produces a normal error response. After the first line, all tokens count as
@@ -90,7 +84,8 @@ class Call(Generic[R]):
                 asking.exception()
             lines.end()
 
-        asking = asyncio.create_task(self._wait(ask(on_result=on_result)))
+        computing = self.engine.answer(task, self.ticket, self.body.heads, on_result)
+        asking = asyncio.create_task(self._wait(computing))
         asking.add_done_callback(ended)
         try:
             first = await lines.take()

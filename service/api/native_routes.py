@@ -31,6 +31,10 @@ from service.api.schemas import (
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.question_answering import QuestionAnswering
 
 T = TypeVar("T")
 
@@ -65,19 +69,16 @@ async def classify(request: Request) -> Response:
     """Labels and their scores for each text, or each pair of texts."""
     call = await receive_call(request, ClassifyRequest)
     body = call.body
-    ask = partial(
-        call.engine.classify,
-        body.inputs,
-        body.text_pair,
-        call.ticket,
-        head=body.head,
+    task = Classification(
+        texts=body.inputs,
+        pairs=body.text_pair,
         top_k=body.top_k,
         truncate=body.truncate,
         stride=body.stride,
         threshold=body.threshold,
         function_to_apply=body.function_to_apply,
     )
-    return await call.answer(ask, "result", each(label))
+    return await call.answer(task, "result", each(label))
 
 
 @router.post("/ner", **openapi.task(NerRequest, NerResponse))
@@ -85,18 +86,15 @@ async def ner(request: Request) -> Response:
     """The named entities of each text, with their places in it."""
     call = await receive_call(request, NerRequest)
     body = call.body
-    ask = partial(
-        call.engine.ner,
-        body.inputs,
-        call.ticket,
-        head=body.head,
+    task = EntityRecognition(
+        texts=body.inputs,
         aggregation_strategy=body.aggregation_strategy,
         offset_unit=body.offset_unit,
         truncate=body.truncate,
         stride=body.stride,
     )
     key = "entity" if body.aggregation_strategy == "none" else "entity_group"
-    return await call.answer(ask, "result", each(partial(entity, key)))
+    return await call.answer(task, "result", each(partial(entity, key)))
 
 
 @router.post("/qa", **openapi.task(QaRequest, QaResponse))
@@ -104,19 +102,16 @@ async def qa(request: Request) -> Response:
     """The spans of a context that answer a question best."""
     call = await receive_call(request, QaRequest)
     body = call.body
-    ask = partial(
-        call.engine.qa,
-        body.questions,
-        body.contexts,
-        call.ticket,
-        head=body.head,
+    task = QuestionAnswering(
+        questions=body.questions,
+        contexts=body.contexts,
         top_k=body.top_k,
         handle_impossible_answer=body.handle_impossible_answer,
         offset_unit=body.offset_unit,
         truncate=body.truncate,
         stride=body.stride,
     )
-    return await call.answer(ask, "result", each(answer))
+    return await call.answer(task, "result", each(answer))
 
 
 @router.post("/embed", **openapi.task(EmbedRequest, EmbedResponse))
@@ -124,18 +119,15 @@ async def embed(request: Request) -> Response:
     """One vector for each text."""
     call = await receive_call(request, EmbedRequest)
     body = call.body
-    ask = partial(
-        call.engine.embed,
-        body.inputs,
-        call.ticket,
-        head=body.head,
+    task = Embedding(
+        texts=body.inputs,
         normalize=body.normalize,
         dimensions=body.dimensions,
         truncate=body.truncate,
         stride=body.stride,
     )
     show = base64_of if body.encoding_format == "base64" else floats
-    return await call.answer(ask, "embedding", show)
+    return await call.answer(task, "embedding", show)
 
 
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:

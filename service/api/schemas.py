@@ -92,6 +92,11 @@ class Request(_Strict):
     )
 
     @property
+    def heads(self) -> tuple[str, ...]:
+        """The names of the requested heads; empty for the default."""
+        return () if self.head is None else (self.head,)
+
+    @property
     def size(self) -> int:
         """The number of inputs, which is also the number of results."""
         raise NotImplementedError

@@ -5,33 +5,30 @@ Calls take and return plain values without HTTP types, so that any API can call 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
-from service.core import decode
 from service.core.bundle import BundleTexts, Head, Manifest, Task
-from service.core.decode import Floats, OffsetUnit
-from service.core.encode import Cut, Encoded, Encoder, TextError, Truncate
+from service.core.encode import Cut, Encoder, TextError
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
     CompleteInput,
-    Decode,
     Errors,
     OnResult,
     ResultCollector,
     windows,
 )
+from service.engines.task_plan import TaskPlan
 from service.errors import InvalidInput, TooLarge, UnknownHead
-from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome, Outputs
+from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
 
 T = TypeVar("T")
 W = TypeVar("W")
 C = TypeVar("C", bound=Cut)
-P = ParamSpec("P")
 
 STRIDE = 64  # tokens that neighboring windows share, unless the request sets `stride`
 # A helper thread encodes or decodes a request above these limits. There are few helper threads, so that few texts are
@@ -92,32 +89,31 @@ class Timing:
 class Reply(Generic[T]):
     """The results of a request.
 
+    heads: the names of the heads that computed it
     results: one for each input, None for an input that has an error
     """
 
-    head: str
+    heads: Heads
     results: list[T | None]
     usage: TokenUsage
     timing: Timing
     errors: Errors = field(default_factory=dict)
 
 
-Method = Callable[Concatenate["Engine", P], Coroutine[Any, Any, Reply[T]]]
-# Called with an engine's method, the arguments of the call, and its reply.
-Copies = Callable[[Method[Any, Any], Sequence[Any], Any, Reply[Any]], None]
+class EngineTask(Protocol[T]):
+    """A task with its inputs and its options, which any engine can plan."""
+
+    def plan(self, engine: "Engine", heads: Heads) -> TaskPlan[Any, T]:
+        """Return the plan for an engine.
+
+        heads: the requested heads; empty for the default of the task
+        Raises UnknownHead for a head that the model lacks, and InvalidInput for options that it cannot follow.
+        """
+        ...
 
 
-def mirrored(task: Method[P, T]) -> Method[P, T]:
-    """Decorate a task so that the engine passes each completed request that is not streamed to `copies`, if set."""
-
-    @wraps(task)
-    async def answer(self: "Engine", /, *args: P.args, **options: P.kwargs) -> Reply[T]:
-        reply = await task(self, *args, **options)
-        if self.copies is not None and options.get("on_result") is None:
-            self.copies(task, args, options, reply)
-        return reply
-
-    return answer
+# Called with a completed task, its ticket and its reply.
+Copies = Callable[[EngineTask[Any], Ticket, Reply[Any]], None]
 
 
 class Engine:
@@ -141,204 +137,54 @@ class Engine:
         self._users = 0
         self._unused = asyncio.Event()
 
-    # -- the four tasks ---------------------------------------------------------------------------
+    # -- for the plans of tasks -------------------------------------------------------------------
 
-    @mirrored
-    async def classify(
-        self,
-        texts: list[str],
-        pairs: list[str] | None,
-        ticket: Ticket,
-        *,
-        head: str | None,
-        top_k: int | None,
-        truncate: Truncate,
-        stride: int | None,
-        threshold: float | None = None,
-        function_to_apply: str | None = None,
-        on_result: OnResult[list[decode.LabelScore]] | None = None,
-    ) -> Reply[list[decode.LabelScore]]:
-        """Return the labels of each text, or of each text with its pair, best first."""
-        name, described = self._head("classification", head)
-        shared = self._stride(stride)
-
-        def encode(part: slice) -> Sequence[Cut]:
-            if pairs is None:
-                return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
-            if truncate == "window":
-                raise InvalidInput("pairs have no windows: say true or false", param="truncate")
-            return self.encoder.pairs(texts[part], pairs[part], truncate=truncate)
-
-        def labels(_: int, cut: Cut, outputs: list[Floats]) -> list[decode.LabelScore]:
-            return decode.classify(
-                outputs,
-                cut.lengths,
-                labels=described.labels,
-                problem_type=described.problem_type,
-                top_k=top_k,
-                threshold=threshold,
-                function_to_apply=function_to_apply,
-            )
-
-        sizes = _characters(texts) if pairs is None else _characters(texts, pairs)
-        return await self._answer(name, ticket, encode, labels, sizes, on_result)
-
-    @mirrored
-    async def ner(
-        self,
-        texts: list[str],
-        ticket: Ticket,
-        *,
-        head: str | None,
-        aggregation_strategy: str,
-        truncate: Truncate,
-        stride: int | None,
-        offset_unit: OffsetUnit = "code_point",
-        on_result: OnResult[list[decode.EntitySpan]] | None = None,
-    ) -> Reply[list[decode.EntitySpan]]:
-        """Return the entities of each text, in text order."""
-        name, described = self._head("ner", head)
-        shared = self._stride(stride)
-
-        def entities(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.EntitySpan]:
-            found = decode.ner(
-                text.windows,
-                outputs,
-                texts[index],
-                labels=described.labels,
-                aggregation_strategy=aggregation_strategy,
-            )
-            return decode.to_utf16(found, texts[index]) if offset_unit == "utf16" else found
-
-        def encode(part: slice) -> list[Encoded]:
-            return self.encoder.texts(texts[part], truncate=truncate, stride=shared)
-
-        return await self._answer(name, ticket, encode, entities, _characters(texts), on_result)
-
-    @mirrored
-    async def qa(
-        self,
-        questions: list[str],
-        contexts: list[str],
-        ticket: Ticket,
-        *,
-        head: str | None,
-        top_k: int,
-        handle_impossible_answer: bool,
-        truncate: Truncate,
-        stride: int | None,
-        offset_unit: OffsetUnit = "code_point",
-        on_result: OnResult[list[decode.AnswerSpan]] | None = None,
-    ) -> Reply[list[decode.AnswerSpan]]:
-        """Return the spans of each context that answer its question, best first."""
-        name, described = self._head("qa", head)
-        shared = self._stride(stride)
-
-        def encode(part: slice) -> list[Encoded]:
-            return self.encoder.questions(
-                questions[part],
-                contexts[part],
-                truncate=truncate,
-                stride=shared,
-                max_query_tokens=described.max_query_tokens,
-            )
-
-        def answers(index: int, text: Encoded, outputs: list[Floats]) -> list[decode.AnswerSpan]:
-            found = decode.qa(
-                text.windows,
-                outputs,
-                contexts[index],
-                top_k=top_k,
-                handle_impossible_answer=handle_impossible_answer,
-                null_threshold=described.null_threshold,
-                max_answer_tokens=described.max_answer_tokens,
-            )
-            return decode.to_utf16(found, contexts[index]) if offset_unit == "utf16" else found
-
-        sizes = _characters(questions, contexts)
-        return await self._answer(name, ticket, encode, answers, sizes, on_result)
-
-    @mirrored
-    async def embed(
-        self,
-        texts: list[str],
-        ticket: Ticket,
-        *,
-        head: str | None,
-        normalize: bool | None,
-        dimensions: int | None,
-        truncate: Truncate,
-        stride: int | None,
-        on_result: OnResult[Floats] | None = None,
-    ) -> Reply[Floats]:
-        """Return one vector `[D]` for each text."""
-        name, described = self._head("embedding", head)
-        shared = self._stride(stride)
-        if dimensions is not None and described.dimensions and dimensions > described.dimensions:
-            reason = f"{name} has {described.dimensions} dimensions, {dimensions} were asked for"
-            raise InvalidInput(reason, param="dimensions")
-
-        def vector(_: int, cut: Cut, outputs: list[Floats]) -> Floats:
-            return decode.embed(
-                outputs,
-                cut.lengths,
-                normalize=described.normalize if normalize is None else normalize,
-                dimensions=dimensions,
-            )
-
-        def encode(part: slice) -> Sequence[Cut]:
-            return self.encoder.windows(texts[part], truncate=truncate, stride=shared)
-
-        return await self._answer(name, ticket, encode, vector, _characters(texts), on_result)
-
-    # -- shared by the tasks ----------------------------------------------------------------------
-
-    def _head(self, task: Task, wanted: str | None) -> tuple[str, Head]:
-        """Return the head of that name, or the first head of the task. Raises UnknownHead."""
+    def select_head(self, task: Task, wanted: Heads) -> tuple[str, Head]:
+        """Return the wanted head, or the first head of the task if there is none. Raises UnknownHead."""
         of_task = {name: head for name, head in self.manifest.heads.items() if head.task == task}
-        if wanted is None and of_task:
+        if not wanted and of_task:
             return next(iter(of_task.items()))
-        if wanted not in of_task:
-            what = f"no {task} head" + (f" {wanted!r}" if wanted else "")
+        name = wanted[0] if wanted else None
+        if name not in of_task:
+            what = f"no {task} head" + (f" {name!r}" if name else "")
             has = ", ".join(of_task) or "none"
             raise UnknownHead(f"{self.id} has {what}; of this task it has: {has}", param="head")
-        return wanted, of_task[wanted]
+        return name, of_task[name]
 
-    async def _answer(
+    def check_stride(self, wanted: int | None) -> int:
+        """Return the number of tokens that windows share. Raises InvalidInput for more than half a window."""
+        longest = self.encoder.longest_stride
+        if wanted is None:
+            return min(STRIDE, longest)
+        if wanted > longest:
+            raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
+        return wanted
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    async def answer(
         self,
-        head: str,
+        task: EngineTask[T],
         ticket: Ticket,
-        encode: Callable[[slice], Sequence[C]],
-        decode_one: Callable[[int, C, list[Floats]], T],
-        sizes: Sequence[int],
-        on_result: OnResult[T] | None,
+        heads: Heads = (),
+        on_result: OnResult[T] | None = None,
     ) -> Reply[T]:
-        """Compute the reply of one head; `decode_one` gets the head's output for each window of an input."""
+        """Encode the inputs of a task, submit their entries to the device, and decode the outputs.
 
-        def decode_head(index: int, item: C, outputs: list[Outputs]) -> T:
-            return decode_one(index, item, [own[head] for own in outputs])
-
-        return await self._answer_heads((head,), ticket, encode, decode_head, sizes, on_result)
-
-    async def _answer_heads(
-        self,
-        heads: Heads,
-        ticket: Ticket,
-        encode: Callable[[slice], Sequence[C]],
-        decode_one: Decode[C, T],
-        sizes: Sequence[int],
-        on_result: OnResult[T] | None,
-    ) -> Reply[T]:
-        """Encode the inputs, submit their entries to the device, and decode the outputs."""
+        heads: the heads to compute; empty for the default of the task
+        on_result: called with each result as soon as it is decoded
+        Raises the errors of `EngineTask.plan`, and the first error of an input unless errors are isolated.
+        """
+        plan = task.plan(self, heads)
         began = time.perf_counter()
-        encoded, errors = await self._encode(encode, sizes, ticket)
+        encoded, errors = await self._encode(plan.encode, plan.sizes, ticket)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
-        entries = self._entries(heads, encoded, ticket)
+        entries = self._entries(plan.heads, encoded, ticket)
         if ticket.on_submit is not None:
             ticket.on_submit(usage.tokens)
         collector = ResultCollector(
-            encoded, entries, errors, ticket.isolate_errors, decode_one, on_result
+            encoded, entries, errors, ticket.isolate_errors, plan.decode, on_result
         )
         if on_result is None:
             outcomes = await self._device.submit(entries)
@@ -347,7 +193,10 @@ class Engine:
         else:
             outcomes = await self._stream(entries, collector)
         timing = _timing(outcomes, encode_s, collector.decode_s)
-        return Reply(heads[0], collector.results(), usage, timing, errors)
+        reply = Reply(plan.heads, collector.results(), usage, timing, errors)
+        if self.copies is not None and on_result is None:
+            self.copies(task, ticket, reply)
+        return reply
 
     async def _stream(
         self, entries: Sequence[Entry], collector: ResultCollector[C, T]
@@ -382,15 +231,6 @@ class Engine:
         if not large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
-
-    def _stride(self, asked: int | None) -> int:
-        """Return the number of tokens that windows share. Raises InvalidInput for more than half a window."""
-        longest = self.encoder.longest_stride
-        if asked is None:
-            return min(STRIDE, longest)
-        if asked > longest:
-            raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
-        return asked
 
     async def _encode(
         self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
@@ -505,11 +345,6 @@ class Engine:
             "commercial_use_by_head": manifest.provenance.commercial_use_by_head(manifest.heads),
             "datasets": [data.model_dump() for data in manifest.provenance.datasets],
         }
-
-
-def _characters(*texts: Sequence[str]) -> list[int]:
-    """Return the characters of each input, which has one text in each of the sequences."""
-    return [sum(map(len, together)) for together in zip(*texts, strict=True)]
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:

@@ -19,7 +19,7 @@ import structlog
 
 from service.core.bundle import cosine
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
-from service.engines.engine import INLINE_TOKENS, Engine, Method, Reply, Ticket
+from service.engines.engine import INLINE_TOKENS, Engine, EngineTask, Reply, Ticket
 from service.errors import Overloaded, QuartetError
 from service.priority import CLASSES
 from service.scheduling.load import Load
@@ -58,27 +58,22 @@ class MirroredTraffic:
         self._draw = draw
         self.copying: asyncio.Task[None] | None = None
 
-    def __call__(
-        self, task: Method[Any, Any], args: Sequence[Any], options: Any, reply: Reply[Any]
-    ) -> None:
+    def __call__(self, task: EngineTask[Any], ticket: Ticket, reply: Reply[Any]) -> None:
         """Copy a completed request if it is sampled; count it as dropped if there is no capacity for the copy."""
         if self._draw() >= self._share:
             return
         waited = reply.timing.queue_s > reply.timing.inference_s
         large = reply.usage.tokens > INLINE_TOKENS
         if self.copying or waited or large or self._load().problem:
-            self._compared(self._engine.id, reply.head, "dropped", len(reply.results))
+            self._tell(reply, dropped=len(reply.results))
             return
         self._engine.acquire()
-        self.copying = asyncio.create_task(self._copy(task, args, options, reply))
+        self.copying = asyncio.create_task(self._copy(task, ticket, reply))
 
-    async def _copy(
-        self, task: Method[Any, Any], args: Sequence[Any], options: Any, reply: Reply[Any]
-    ) -> None:
+    async def _copy(self, task: EngineTask[Any], ticket: Ticket, reply: Reply[Any]) -> None:
         answered = sum(one is not None for one in reply.results)
         try:
-            copied = [bulk(arg) if isinstance(arg, Ticket) else arg for arg in args]
-            other = await task(self._engine, *copied, **{**options, "head": reply.head})
+            other = await self._engine.answer(task, bulk(ticket), reply.heads)
             counts = Counter(
                 outcome(one, another)
                 for one, another in zip(reply.results, other.results, strict=True)
@@ -98,9 +93,10 @@ class MirroredTraffic:
             self._engine.release()
 
     def _tell(self, reply: Reply[Any], **numbers: int) -> None:
+        head = "+".join(reply.heads)
         for outcome, number in numbers.items():
             if number:
-                self._compared(self._engine.id, reply.head, outcome, number)
+                self._compared(self._engine.id, head, outcome, number)
 
 
 def bulk(ticket: Ticket) -> Ticket:

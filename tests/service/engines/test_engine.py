@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.core.session import SessionOptions, open_session
 from service.engines import engine
 from service.engines.device import Device, RunsOn
-from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, Reply, Ticket
+from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
 from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
 from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
@@ -28,6 +29,10 @@ from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.settings import Settings
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.question_answering import QuestionAnswering
 from tests import samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,16 +40,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = [samples.text(words, seed=words) for words in (1, 9, 30)]
 LONG = samples.text(700, seed=3)
 
-CLASSIFY = {"head": None, "top_k": None, "truncate": True, "stride": 0}
-NER = {"head": None, "aggregation_strategy": "simple", "truncate": "window", "stride": 16}
+CLASSIFY = {"top_k": None, "truncate": True, "stride": 0}
+NER = {"aggregation_strategy": "simple", "truncate": "window", "stride": 16}
 QA = {
-    "head": None,
     "top_k": 3,
     "handle_impossible_answer": False,
     "truncate": "window",
     "stride": 16,
 }
-EMBED = {"head": None, "normalize": None, "dimensions": None, "truncate": True, "stride": 0}
+EMBED = {"normalize": None, "dimensions": None, "truncate": True, "stride": 0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -89,9 +93,9 @@ def alike(one: Any, other: Any) -> bool:
 
 async def test_classify(tiny: Engine, runner: Runner) -> None:
     """Each text gets every label, as decoded from its own logits."""
-    reply = await tiny.classify(SHORT, None, ticket(), **CLASSIFY)
+    reply = await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket())
     head = tiny.manifest.heads["sentiment"]
-    assert ("sentiment", len(SHORT)) == (reply.head, len(reply.results))
+    assert (("sentiment",), len(SHORT)) == (reply.heads, len(reply.results))
     for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
         logits = outputs(runner, encoded, "sentiment")
         expected = decode.classify(logits, [1], labels=head.labels, problem_type=None, top_k=None)
@@ -102,7 +106,9 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
 
 async def test_pairs(tiny: Engine, runner: Runner) -> None:
     """A text with its pair is one sequence of two segments, and another text than either."""
-    reply = await tiny.classify(SHORT, SHORT[::-1], ticket(), **{**CLASSIFY, "top_k": 1})
+    reply = await tiny.answer(
+        Classification(texts=SHORT, pairs=SHORT[::-1], **{**CLASSIFY, "top_k": 1}), ticket()
+    )
     encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
     logits = [outputs(runner, item, "sentiment")[0] for item in encoded]
     best = [tiny.manifest.heads["sentiment"].labels[row.argmax()] for row in logits]
@@ -114,15 +120,15 @@ async def test_pairs(tiny: Engine, runner: Runner) -> None:
 
 async def test_named_head(tiny: Engine) -> None:
     """A head that is named answers: here labels that do not exclude each other."""
-    reply = await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "topics"})
-    assert "topics" == reply.head
+    reply = await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket(), ("topics",))
+    assert ("topics",) == reply.heads
     assert {"sea", "sky", "trade", "craft"} == {label.label for label in reply.results[0]}
     assert not close(1, sum(label.score for label in reply.results[0]))
 
 
 async def test_ner(tiny: Engine) -> None:
     """Entities of a text in windows are words of that text, in its order, once each."""
-    reply = await tiny.ner([*SHORT, LONG], ticket(), **NER)
+    reply = await tiny.answer(EntityRecognition(texts=[*SHORT, LONG], **NER), ticket())
     for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
         assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
         edges = [edge for e in entities for edge in (e.start, e.end)]
@@ -134,8 +140,10 @@ async def test_ner(tiny: Engine) -> None:
 async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
     """Whatever a text is written in, spans are slices of it as the client sent it."""
     text = samples.STRANGE[name]
-    entities = (await tiny.ner([text], ticket(), **NER)).results[0]
-    answers = (await tiny.qa(["Who?"], [text], ticket(), **QA)).results[0]
+    entities = (await tiny.answer(EntityRecognition(texts=[text], **NER), ticket())).results[0]
+    answers = (
+        await tiny.answer(QuestionAnswering(questions=["Who?"], contexts=[text], **QA), ticket())
+    ).results[0]
     assert entities
     assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
     assert answers
@@ -144,7 +152,9 @@ async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
 
 async def test_qa(tiny: Engine, runner: Runner) -> None:
     """Answers are spans of the context, best first, as decoded from all its windows at once."""
-    reply = await tiny.qa(["Who sold it?"] * 2, [SHORT[2], LONG], ticket(), **QA)
+    reply = await tiny.answer(
+        QuestionAnswering(questions=["Who sold it?"] * 2, contexts=[SHORT[2], LONG], **QA), ticket()
+    )
     head = tiny.manifest.heads["answers"]
     encoded = tiny.encoder.questions(
         ["Who sold it?"], [LONG], stride=16, max_query_tokens=head.max_query_tokens
@@ -165,8 +175,12 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
     """Vectors are of length one, as the head says, or as they come when asked for so."""
-    unit = np.stack((await tiny.embed(SHORT, ticket(), **EMBED)).results)
-    plain = np.stack((await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})).results)
+    unit = np.stack((await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).results)
+    plain = np.stack(
+        (
+            await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "normalize": False}), ticket())
+        ).results
+    )
     expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
     np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
     norms = np.linalg.norm(plain, axis=1, keepdims=True)
@@ -176,9 +190,11 @@ async def test_embed(tiny: Engine, runner: Runner) -> None:
 
 async def test_dimensions(tiny: Engine) -> None:
     """Shorter vectors are the beginnings of the long ones, at length one again."""
-    reply = await tiny.embed(SHORT, ticket(), **{**EMBED, "normalize": False})
+    reply = await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "normalize": False}), ticket())
     whole = np.stack(reply.results)
-    short = (await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 8})).results
+    short = (
+        await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "dimensions": 8}), ticket())
+    ).results
     norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
 
@@ -196,7 +212,7 @@ def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[n
 async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
     how = {**CLASSIFY, "truncate": "window", "stride": 20}
-    reply = await tiny.classify([LONG, SHORT[0]], None, ticket(), **how)
+    reply = await tiny.answer(Classification(texts=[LONG, SHORT[0]], **how), ticket())
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
     logits = weighted(outputs(runner, encoded, "sentiment"), encoded)
     scores = np.exp(logits) / np.exp(logits).sum()
@@ -208,7 +224,7 @@ async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
 async def test_windows_of_a_vector(tiny: Engine, runner: Runner) -> None:
     """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
     how = {**EMBED, "truncate": "window", "stride": 20}
-    reply = await tiny.embed([LONG], ticket(), **how)
+    reply = await tiny.answer(Embedding(texts=[LONG], **how), ticket())
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
     mean = weighted(outputs(runner, encoded, "embeddings"), encoded)
     np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
@@ -218,8 +234,10 @@ async def test_usage(tiny: Engine) -> None:
     """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
     texts = [LONG, SHORT[0], LONG]
     windows = tiny.encoder.texts(texts, truncate="window", stride=16)
-    whole = (await tiny.ner(texts, ticket(), **NER)).usage
-    cut = (await tiny.ner(texts, ticket(), **{**NER, "truncate": True})).usage
+    whole = (await tiny.answer(EntityRecognition(texts=texts, **NER), ticket())).usage
+    cut = (
+        await tiny.answer(EntityRecognition(texts=texts, **{**NER, "truncate": True}), ticket())
+    ).usage
     tokens = sum(item.tokens for item in windows)
     assert (tokens, sum(len(item.windows) for item in windows), []) == (
         whole.tokens,
@@ -235,7 +253,7 @@ async def test_usage(tiny: Engine) -> None:
 
 async def test_timing(tiny: Engine) -> None:
     """A reply knows where its time went, and the batch that it rode in."""
-    timing = (await tiny.embed(SHORT, ticket(), **EMBED)).timing
+    timing = (await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).timing
     assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
     assert 1 <= timing.batch_size <= 3
     assert timing.batch_tokens >= 3
@@ -248,14 +266,14 @@ async def test_unknown_head(tiny: Engine) -> None:
     """A head that is not there is refused with those that are."""
     said = "tiny@1 has no classification head 'mood'; of this task it has: sentiment, topics"
     with pytest.raises(UnknownHead, match=said) as caught:
-        await tiny.classify(SHORT, None, ticket(), **{**CLASSIFY, "head": "mood"})
+        await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket(), ("mood",))
     assert "head" == caught.value.param
 
 
 async def test_head_of_another_task(tiny: Engine) -> None:
     """A head answers its own task only."""
     with pytest.raises(UnknownHead, match=r"no embedding head 'entities'.* it has: embeddings"):
-        await tiny.embed(SHORT, ticket(), **{**EMBED, "head": "entities"})
+        await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket(), ("entities",))
 
 
 async def test_too_long(tiny: Engine) -> None:
@@ -263,32 +281,37 @@ async def test_too_long(tiny: Engine) -> None:
     how = {**CLASSIFY, "truncate": False}
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
-        await tiny.classify([SHORT[0], LONG, SHORT[1], LONG], None, ticket(), **how)
+        await tiny.answer(Classification(texts=[SHORT[0], LONG, SHORT[1], LONG], **how), ticket())
     assert "inputs[1]" == caught.value.param
     asked = replace(ticket(), place="context")
     with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
-        await tiny.qa(["Who?"], [LONG], asked, **{**QA, "truncate": False})
+        await tiny.answer(
+            QuestionAnswering(questions=["Who?"], contexts=[LONG], **{**QA, "truncate": False}),
+            asked,
+        )
     assert "context" == caught.value.param
 
 
 async def test_pairs_have_no_windows(tiny: Engine) -> None:
     """A pair is read in one piece."""
     with pytest.raises(InvalidInput, match="pairs have no windows") as caught:
-        await tiny.classify(SHORT, SHORT, ticket(), **{**CLASSIFY, "truncate": "window"})
+        await tiny.answer(
+            Classification(texts=SHORT, pairs=SHORT, **{**CLASSIFY, "truncate": "window"}), ticket()
+        )
     assert "truncate" == caught.value.param
 
 
 async def test_large_stride(tiny: Engine) -> None:
     """Windows share at most half of themselves."""
     with pytest.raises(InvalidInput, match="tiny@1 takes strides of at most 255") as caught:
-        await tiny.ner(SHORT, ticket(), **{**NER, "stride": 256})
+        await tiny.answer(EntityRecognition(texts=SHORT, **{**NER, "stride": 256}), ticket())
     assert "stride" == caught.value.param
 
 
 async def test_many_dimensions(tiny: Engine) -> None:
     """A vector has no more dimensions than its head."""
     with pytest.raises(InvalidInput, match="embeddings has 64 dimensions, 65 were") as caught:
-        await tiny.embed(SHORT, ticket(), **{**EMBED, "dimensions": 65})
+        await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "dimensions": 65}), ticket())
     assert "dimensions" == caught.value.param
 
 
@@ -331,7 +354,7 @@ async def test_entries(tiny_bundle: Path) -> None:
 
     engine = engine_of(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=3, tenant="t", on_submit=tell)
-    await engine.embed([SHORT[0], LONG], asked, **{**EMBED, "truncate": "window"})
+    await engine.answer(Embedding(texts=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked)
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
@@ -356,10 +379,9 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
     windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
     assert windows > 1
     options = {**EMBED, "truncate": "window", "normalize": False}
-    reply = await engine.embed(
-        [SHORT[0], LONG, SHORT[1]],
+    reply = await engine.answer(
+        Embedding(texts=[SHORT[0], LONG, SHORT[1]], **options),
         ticket(),
-        **options,
         on_result=lambda index, vector: told.append((index, float(vector[0]))),
     )
     assert [2, 1, 0] == [index for index, _ in told]
@@ -367,21 +389,26 @@ async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
     assert [value for _, value in sorted(told)] == [float(row[0]) for row in reply.results]
 
 
-@pytest.mark.parametrize("task", ["classify", "ner", "qa", "embed"])
-async def test_told_and_returned_are_the_same(task: str, tiny: Engine) -> None:
+TASKS: dict[str, Callable[..., EngineTask[Any]]] = {
+    "classify": partial(Classification, **CLASSIFY),
+    "ner": partial(EntityRecognition, **NER),
+    "qa": lambda texts, **options: QuestionAnswering(
+        questions=["Who drew a comet?"] * len(texts), contexts=texts, **{**QA, **options}
+    ),
+    "embed": partial(Embedding, **EMBED),
+}
+each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+
+
+@each_task
+async def test_told_and_returned_are_the_same(
+    task: Callable[..., EngineTask[Any]], tiny: Engine
+) -> None:
     """Who is told of each result hears what the others are given at the end."""
     told: dict[int, Any] = {}
-    texts = [*SHORT, LONG]
-    asked: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "classify": ([texts, None], CLASSIFY),
-        "ner": ([texts], NER),
-        "qa": ([["Who drew a comet?"] * 4, texts], QA),
-        "embed": ([texts], EMBED),
-    }
-    arguments, options = asked[task]
-    call = getattr(tiny, task)
-    plain = await call(*arguments, ticket(), **options)
-    streamed = await call(*arguments, ticket(), **options, on_result=told.__setitem__)
+    work = task(texts=[*SHORT, LONG])
+    plain = await tiny.answer(work, ticket())
+    streamed = await tiny.answer(work, ticket(), on_result=told.__setitem__)
     assert [0, 1, 2, 3] == sorted(told)
     assert plain.usage == streamed.usage
     for index, result in enumerate(plain.results):
@@ -408,8 +435,8 @@ async def test_large_answers_are_decoded_in_a_thread(
 
     monkeypatch.setattr(decode, "embed", embed)
     on_result = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
-    reply = await tiny.embed(
-        [LONG], ticket(), **{**EMBED, "truncate": "window"}, on_result=on_result
+    reply = await tiny.answer(
+        Embedding(texts=[LONG], **{**EMBED, "truncate": "window"}), ticket(), on_result=on_result
     )
     assert 100 < reply.usage.tokens <= 1000
     assert [True] == [name.startswith(thread) for name in threads]
@@ -432,7 +459,7 @@ async def test_long_texts_are_encoded_in_a_thread(
 
     whole = Encoder.windows
     monkeypatch.setattr(Encoder, "windows", texts)
-    await tiny.embed(["a" * characters], ticket(), **EMBED)
+    await tiny.answer(Embedding(texts=["a" * characters], **EMBED), ticket())
     (name,) = threads
     assert name.startswith(thread)
 
@@ -453,7 +480,9 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
-        await engine_of(tiny_bundle, device(None, 20)).embed(["!!!!!!!"] * 9, asked, **EMBED)
+        await engine_of(tiny_bundle, device(None, 20)).answer(
+            Embedding(texts=["!!!!!!!"] * 9, **EMBED), asked
+        )
     assert 3 == len(encoded)
 
 
@@ -472,7 +501,7 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     monkeypatch.setattr(Encoder, "windows", texts)
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
-        asyncio.create_task(tiny.embed([long] * n, ticket(), **EMBED))
+        asyncio.create_task(tiny.answer(Embedding(texts=[long] * n, **EMBED), ticket()))
         for n in range(1, HELPERS + 2)
     ]
     await asyncio.sleep(0)  # all have asked, and the last has found no thread
@@ -508,10 +537,12 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
 
     async def answers() -> list[Reply[Any]]:
         return [
-            await tiny.classify(texts, texts[::-1], ticket(), **CLASSIFY),
-            await tiny.ner(texts, ticket(), **NER),
-            await tiny.qa(texts, texts[::-1], ticket(), **QA),
-            await tiny.embed(texts, ticket(), **EMBED),
+            await tiny.answer(Classification(texts=texts, pairs=texts[::-1], **CLASSIFY), ticket()),
+            await tiny.answer(EntityRecognition(texts=texts, **NER), ticket()),
+            await tiny.answer(
+                QuestionAnswering(questions=texts, contexts=texts[::-1], **QA), ticket()
+            ),
+            await tiny.answer(Embedding(texts=texts, **EMBED), ticket()),
         ]
 
     whole = await answers()
@@ -520,7 +551,9 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
         assert one.usage == other.usage
         assert alike(one.results, other.results)
     with pytest.raises(InvalidInput, match=r"inputs\[1\], inputs\[3\]: longer than"):
-        await tiny.embed(["a", LONG, "a", LONG], ticket(), **{**EMBED, "truncate": False})
+        await tiny.answer(
+            Embedding(texts=["a", LONG, "a", LONG], **{**EMBED, "truncate": False}), ticket()
+        )
 
 
 async def test_a_large_request_lets_others_go_between(
@@ -537,7 +570,9 @@ async def test_a_large_request_lets_others_go_between(
     monkeypatch.setattr(Encoder, "windows", texts)
     monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
     asked = [
-        asyncio.create_task(tiny.embed([name * INLINE_CHARACTERS] * 50, ticket(), **EMBED))
+        asyncio.create_task(
+            tiny.answer(Embedding(texts=[name * INLINE_CHARACTERS] * 50, **EMBED), ticket())
+        )
         for name in "abcd"
     ]
     while encoded.count("a") < 3:
@@ -575,29 +610,17 @@ def sparing() -> Ticket:
     return replace(ticket(), isolate_errors=True)
 
 
-ASKED: dict[str, tuple[Callable[[list[str]], list[Any]], dict[str, Any]]] = {
-    "classify": (lambda texts: [texts, None], CLASSIFY),
-    "ner": (lambda texts: [texts], NER),
-    "qa": (lambda texts: [["Who drew a comet?"] * len(texts), texts], QA),
-    "embed": (lambda texts: [texts], EMBED),
-}
-each_task = pytest.mark.parametrize("task", ASKED)
-
-
 @each_task
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
 async def test_texts_that_are_too_long_have_no_result(
-    task: str, in_lines: bool, tiny: Engine
+    task: Callable[..., EngineTask[Any]], in_lines: bool, tiny: Engine
 ) -> None:
     """The others are answered as if they were not there, and counted alone."""
-    arguments, options = ASKED[task]
-    options = {**options, "truncate": False}
-    call = getattr(tiny, task)
-    good = await call(*arguments(SHORT), ticket(), **options)
+    good = await tiny.answer(task(texts=SHORT, truncate=False), ticket())
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
-    reply = await call(*arguments(texts), sparing(), **options, on_result=on_result)
+    reply = await tiny.answer(task(texts=texts, truncate=False), sparing(), on_result=on_result)
     assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
     assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
     assert [0, 3, 4, 6] == sorted(reply.errors)
@@ -609,11 +632,9 @@ async def test_texts_that_are_too_long_have_no_result(
 
 
 @each_task
-async def test_nothing_but_bad_texts(task: str, tiny: Engine) -> None:
+async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
     """Then nothing is computed, and nothing fails."""
-    arguments, options = ASKED[task]
-    call = getattr(tiny, task)
-    reply = await call(*arguments([LONG] * 2), sparing(), **{**options, "truncate": False})
+    reply = await tiny.answer(task(texts=[LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results
     assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
     assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
@@ -625,10 +646,10 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
     """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
     monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
     texts = [samples.text(4, seed=seed) for seed in range(30)]
-    expected = (await tiny.embed(texts, ticket(), **EMBED)).results
+    expected = (await tiny.answer(Embedding(texts=texts, **EMBED), ticket())).results
     for index in (0, 7, 8, 29):
         texts[index] = LONG
-    reply = await tiny.embed(texts, sparing(), **{**EMBED, "truncate": False})
+    reply = await tiny.answer(Embedding(texts=texts, **{**EMBED, "truncate": False}), sparing())
     assert [0, 7, 8, 29] == sorted(reply.errors)
     for index, vector in enumerate(reply.results):
         assert (vector is None) is (index in reply.errors)
@@ -654,7 +675,7 @@ async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: P
     on_result = (lambda index, _: reported.append(index)) if streamed else None
     engine = engine_of(tiny_bundle, device(submit))
     with pytest.raises(InferenceFailed, match="no number"):
-        await engine.embed(SHORT[:3], ticket(), **EMBED, on_result=on_result)
+        await engine.answer(Embedding(texts=SHORT[:3], **EMBED), ticket(), on_result=on_result)
     assert ([0] if streamed else []) == reported
 
 
@@ -679,7 +700,7 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
-    reply = await tiny.embed(texts, sparing(), **options, on_result=on_result)
+    reply = await tiny.answer(Embedding(texts=texts, **options), sparing(), on_result=on_result)
     assert [False, True, False] == [result is None for result in reply.results]
     assert {1: failure} == reply.errors
     if in_lines:

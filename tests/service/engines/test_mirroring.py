@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,9 +14,12 @@ from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
 from service.engines.mirroring import MirroredTraffic, same_answer
 from service.errors import InferenceFailed, InvalidInput, Overloaded
+from service.scheduling.entries import Heads
 from service.scheduling.load import Load
+from service.tasks.classification import Classification
 
 SMALL = 7  # tokens
+TASK = Classification(texts=["text"])
 GOOD, BAD = (
     [LabelScore("good", 0.75), LabelScore("bad", 0.25)],
     [LabelScore("bad", 0.6), LabelScore("good", 0.4)],
@@ -25,7 +28,7 @@ GOOD, BAD = (
 
 def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[Any]:
     timing = Timing(0.0, queue_s, 0.002, 0.0, 1, tokens)
-    return Reply("sentiment", [*results], TokenUsage(tokens, 1, []), timing)
+    return Reply(("sentiment",), [*results], TokenUsage(tokens, 1, []), timing)
 
 
 class Copied:
@@ -36,7 +39,7 @@ class Copied:
         self.users = 0
         self.load = Load()
         self.told: list[tuple[str, str, str, int]] = []
-        self.asked: list[tuple[Sequence[Any], Any]] = []
+        self.asked: list[tuple[object, Ticket, Heads]] = []
         self.answers: list[Reply[Any] | Exception] = []
         self.hold = asyncio.Event()
         self.hold.set()
@@ -51,10 +54,9 @@ class Copied:
     def release(self) -> None:
         self.users -= 1
 
-    async def task(self, engine: object, *args: Any, **options: Any) -> Reply[Any]:
-        assert engine is self
+    async def answer(self, task: object, ticket: Ticket, heads: Heads) -> Reply[Any]:
         assert 1 == self.users
-        self.asked.append((args, options))
+        self.asked.append((task, ticket, heads))
         await self.hold.wait()
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -63,7 +65,7 @@ class Copied:
 
     def hear(self, answered: Reply[Any]) -> None:
         ticket = Ticket("r", deadline=math.inf, tenant="ann", on_submit=lambda: None)
-        self.shadow(self.task, (["text"], ticket), {"head": None, "on_result": None}, answered)
+        self.shadow(TASK, ticket, answered)
 
     async def copied(self, answered: Reply[Any], answer: Reply[Any] | Exception) -> None:
         self.answers.append(answer)
@@ -89,8 +91,8 @@ async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
     """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
-    ((texts, ticket), options) = copied.asked[0]
-    assert (["text"], {"head": "sentiment", "on_result": None}) == (texts, options)
+    task, ticket, heads = copied.asked[0]
+    assert (TASK, ("sentiment",)) == (task, heads)
     assert ("r", 1, "", True) == (
         ticket.request_id,
         ticket.priority,

@@ -26,6 +26,7 @@ from service.processes.single_process import open_local_engines
 from service.scheduling.batcher import TURNS_TO_SEND
 from service.scheduling.load import Load
 from service.settings import Settings
+from service.tasks.embedding import Embedding
 from tests import samples
 
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
@@ -50,8 +51,7 @@ def second(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 async def embed(engine: Engine, *texts: str) -> np.ndarray:
     ticket = Ticket("a request", deadline=time.monotonic() + 60)
-    how = {"head": None, "normalize": True, "dimensions": None, "truncate": True, "stride": 0}
-    return (await engine.embed([*texts], ticket, **how)).results
+    return (await engine.answer(Embedding(texts=texts), ticket)).results
 
 
 async def test_names(second: Path, tiny_bundle: Path) -> None:
