@@ -10,10 +10,16 @@ import numpy as np
 
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.commands import Command
-from service.engines.engine import Reply, Ticket, Timing, TokenUsage
+from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
+from service.engines.result_collector import OnResult
 from service.errors import QuartetError, UnknownModel
+from service.scheduling.entries import Heads
 from service.scheduling.load import Load
 from service.settings import Settings
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.question_answering import QuestionAnswering
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
 TOKENS = 7  # of every request
@@ -24,7 +30,8 @@ class FakeEngine:
     fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
 
     def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
+        self.asked: EngineTask[Any] | None = None
+        self.heads: Heads = ()
         self.ticket: Ticket | None = None
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None  # before the answer, and after what is told
@@ -40,31 +47,16 @@ class FakeEngine:
     def release(self) -> None:
         self.users -= 1
 
-    async def classify(self, texts: list[str], pairs: list[str] | None, ticket: Ticket, **options):
-        labels = [LabelScore("good", 0.75), LabelScore("bad", 0.25)][: options["top_k"]]
-        asked = {"texts": texts, "pairs": pairs, **options}
-        return await self.reply("sentiment", [labels] * len(texts), ticket, asked)
-
-    async def ner(self, texts: list[str], ticket: Ticket, **options):
-        name = "B-LOC" if options["aggregation_strategy"] == "none" else "LOC"
-        found = [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(texts)
-        return await self.reply("entities", found, ticket, {"texts": texts, **options})
-
-    async def qa(self, questions: list[str], contexts: list[str], ticket: Ticket, **options):
-        found = [[AnswerSpan("six", 0.5, 4, 7)]] * len(questions)
-        asked = {"questions": questions, "contexts": contexts, **options}
-        return await self.reply("answers", found, ticket, asked)
-
-    async def embed(self, texts: list[str], ticket: Ticket, **options):
-        vectors = [VECTOR] * len(texts)
-        return await self.reply("embeddings", vectors, ticket, {"texts": texts, **options})
-
-    async def reply(
-        self, head: str, found: list[Any], ticket: Ticket, asked: dict[str, Any]
+    async def answer(
+        self,
+        task: EngineTask[Any],
+        ticket: Ticket,
+        heads: Heads = (),
+        on_result: OnResult[Any] | None = None,
     ) -> Reply[Any]:
+        head, found = fake_results(task)
         results = [None if index in self.bad else one for index, one in enumerate(found)]
-        on_result = asked.pop("on_result")
-        self.asked, self.ticket = asked, ticket
+        self.asked, self.heads, self.ticket = task, heads, ticket
         self.reached.set()
         if ticket.on_submit is not None:
             ticket.on_submit(TOKENS)
@@ -82,10 +74,26 @@ class FakeEngine:
             raise self.error
         usage = TokenUsage(tokens=TOKENS, windows=1, truncated=[])
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
-        return Reply(head, results, usage, timing, self.bad)
+        return Reply((head,), results, usage, timing, self.bad)
 
     def describe(self) -> dict[str, object]:
         return {"id": self.id, "precision": "int8"}
+
+
+def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
+    """Return a head's name, and the same result for each input of a task."""
+    match task:
+        case Classification():
+            labels = [LabelScore("good", 0.75), LabelScore("bad", 0.25)][: task.top_k]
+            return "sentiment", [labels] * len(task.texts)
+        case EntityRecognition():
+            name = "B-LOC" if task.aggregation_strategy == "none" else "LOC"
+            return "entities", [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(task.texts)
+        case QuestionAnswering():
+            return "answers", [[AnswerSpan("six", 0.5, 4, 7)]] * len(task.questions)
+        case Embedding():
+            return "embeddings", [VECTOR] * len(task.texts)
+    raise AssertionError(f"no results for {task}")
 
 
 class FakeEngines:

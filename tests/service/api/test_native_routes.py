@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from service import errors
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.question_answering import QuestionAnswering
 from tests.service.fakes import VECTOR, FakeEngine
 
 Client = httpx.AsyncClient
@@ -58,16 +62,16 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "function_to_apply": "sigmoid",
     }
     await client.post("/classify", json=body)
-    assert engine.asked == {
-        "texts": ["a"],
-        "pairs": ["b"],
-        "head": "topic",
-        "top_k": 2,
-        "truncate": False,
-        "stride": 8,
-        "threshold": 0.25,
-        "function_to_apply": "sigmoid",
-    }
+    assert engine.heads == ("topic",)
+    assert engine.asked == Classification(
+        texts=["a"],
+        pairs=["b"],
+        top_k=2,
+        truncate=False,
+        stride=8,
+        threshold=0.25,
+        function_to_apply="sigmoid",
+    )
 
 
 async def test_ner_answers_with_groups(client: Client) -> None:
@@ -82,14 +86,14 @@ async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> No
     response = await client.post("/ner", json={"inputs": "a", "aggregation_strategy": "none"})
     found = {"entity": "B-LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
     assert response.json()["results"] == [[found]]
-    assert engine.asked == {
-        "texts": ["a"],
-        "head": None,
-        "aggregation_strategy": "none",
-        "truncate": "window",
-        "stride": None,
-        "offset_unit": "code_point",
-    }
+    assert engine.heads == ()
+    assert engine.asked == EntityRecognition(
+        texts=["a"],
+        aggregation_strategy="none",
+        truncate="window",
+        stride=None,
+        offset_unit="code_point",
+    )
 
 
 @pytest.mark.parametrize("body", [QUESTION, {"inputs": [QUESTION, QUESTION]}], ids=["one", "list"])
@@ -99,16 +103,15 @@ async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: A
     count = len(body.get("inputs", [body]))
     found = {"answer": "six", "score": 0.5, "start": 4, "end": 7}
     assert response.json()["results"] == [[found]] * count
-    assert engine.asked == {
-        "questions": [QUESTION["question"]] * count,
-        "contexts": [QUESTION["context"]] * count,
-        "head": None,
-        "top_k": 1,
-        "handle_impossible_answer": False,
-        "truncate": "window",
-        "stride": None,
-        "offset_unit": "code_point",
-    }
+    assert engine.asked == QuestionAnswering(
+        questions=[QUESTION["question"]] * count,
+        contexts=[QUESTION["context"]] * count,
+        top_k=1,
+        handle_impossible_answer=False,
+        truncate="window",
+        stride=None,
+        offset_unit="code_point",
+    )
     assert engine.ticket is not None
     assert ("inputs[{}]" if "inputs" in body else "context") == engine.ticket.place
 
@@ -122,7 +125,7 @@ async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) ->
         "embeddings": [VECTOR.tolist()] * 2,
         "usage": USAGE,
     }
-    assert (engine.asked["normalize"], engine.asked["dimensions"]) == (None, 3)
+    assert engine.asked == Embedding(texts=["a", "b"], normalize=None, dimensions=3)
 
 
 async def test_embed_answers_in_base64(client: Client) -> None:
@@ -233,7 +236,7 @@ async def test_long_texts_are_too_large(
         long = {"inputs": ["a" * 11]} if path != "/qa" else {**QUESTION, "context": "a" * 11}
         name = "inputs[0]" if path != "/qa" else "question"
         assert error_of(await client.post(path, json=long)) == (413, "too_large", name)
-    assert engine.asked == {}
+    assert engine.asked is None
 
 
 async def test_a_slow_body_is_answered(client_with: ClientWith) -> None:

@@ -105,17 +105,17 @@ async def test_what_fails_at_once_has_its_status(
 ) -> None:
     """An error before the first line is an error like any other."""
     engine.error, engine.tell_first = errors.Overloaded("full", retry_after_s=3), 0
-    engine.reply = failing(engine.error)  # type: ignore[method-assign]
+    engine.answer = failing(engine.error)  # type: ignore[method-assign]
     response = await client.post(path, json=BODIES[path], headers=IN_LINES)
     assert (429, "3") == (response.status_code, response.headers["Retry-After"])
     assert "overloaded" == response.json()["error"]["code"]
 
 
 def failing(error: Exception) -> Any:
-    async def reply(*_: object) -> None:
+    async def answer(*_: object) -> None:
         raise error
 
-    return reply
+    return answer
 
 
 async def test_what_fails_later_is_the_last_line(

@@ -7,6 +7,7 @@ from service.middleware.body_memory import BODIES, SMALL, MemoryBudget, MemoryRe
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.settings import Settings
+from service.tasks.embedding import Embedding
 from tests.service.api.test_native_routes import ClientWith, error_of
 from tests.service.fakes import FakeEngine
 
@@ -54,7 +55,7 @@ async def test_requests_hold_their_room_until_they_are_answered(
         while sum(request.done() for request in asked) < 20 - accepted:
             await asyncio.sleep(0)
         small = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
-        while engine.asked.get("texts") != ["a"]:
+        while engine.asked != Embedding(texts=["a"]):
             await asyncio.sleep(0)
         assert {(429, "overloaded", None)} == {error_of(r.result()) for r in asked if r.done()}
         engine.hold.set()
