@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from service.api.app import create_app
-from service.api.openapi import EXAMPLES
+from service.api.openapi import EXAMPLES, REQUESTS
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
@@ -20,7 +20,7 @@ from service.settings import Settings
 ROOT = Path(__file__).parent.parent
 BUNDLE = ROOT / "bundles" / "quartet-mini"
 FILE = ROOT / "service" / "api" / "example_answers.json"
-TASKS = {"classification": "/classify", "ner": "/ner", "qa": "/qa", "embedding": "/embed"}
+UNANSWERED = ("/zero-shot",)  # the default bundle has no head for them
 PAGES = ("/models", "/health/live", "/health/ready")
 
 
@@ -35,8 +35,8 @@ async def collect() -> dict[str, dict[str, Any]]:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
     ):
-        for request, bodies in EXAMPLES.items():
-            path = TASKS[request.task]
+        for path, request in REQUESTS.items():
+            bodies = {} if path in UNANSWERED else EXAMPLES[request]
             replies = {name: await client.post(path, json=body) for name, body in bodies.items()}
             found[path] = {name: reply.raise_for_status().json() for name, reply in replies.items()}
         for path in PAGES:

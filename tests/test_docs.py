@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from service.api import admin, openapi, schemas
+from service.api import admin, openapi, schemas, token_routes
 from service.api.native_routes import router
 from service.core import bundle
 from service.core.bundle import Manifest, Provenance
@@ -170,7 +170,9 @@ def test_api_page_names_every_route_header_and_metric():
     headers = [header["name"] for header in openapi.REQUEST_HEADERS] + [*openapi.RESPONSE_HEADERS]
     families = [family.name for family in Metrics().registry.collect()]
     metrics = [name for name in families if name.startswith("quartet_")]
-    paths = [route.path for route in (*router.routes, *admin.router.routes)]
+    paths = [
+        route.path for route in (*router.routes, *token_routes.router.routes, *admin.router.routes)
+    ]
 
     assert [] == [name for name in headers + metrics + paths if name not in read("api.md")]
 

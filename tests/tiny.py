@@ -1,5 +1,6 @@
 """A joint model with random weights: too small to know anything, complete enough to serve all four tasks."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ def save_tiny(folder: Path) -> Path:
     return folder
 
 
-def make_tiny(learnt: tokenizers.Tokenizer) -> EncoderWithHeads:
+def make_tiny(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head] = HEADS) -> EncoderWithHeads:
     """Two layers of 64, moved away from their initial values so that answers differ from text to text."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -51,7 +52,7 @@ def make_tiny(learnt: tokenizers.Tokenizer) -> EncoderWithHeads:
         max_position_embeddings=MAX_LENGTH,
     )
     model = perturb(
-        EncoderWithHeads(config, HEADS), scale=0.2, seed=6
+        EncoderWithHeads(config, dict(heads)), scale=0.2, seed=6
     )  # which has use for every label
     plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
     return model

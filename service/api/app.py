@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__
-from service.api import admin, openapi
+from service.api import admin, openapi, token_routes
 from service.api.native_routes import Route, router
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
@@ -75,7 +75,7 @@ CORS: dict[str, Any] = {
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """Return the service as an ASGI application. Its lifespan keeps the context of `open_engines` open."""
     service = Service(settings, metrics)
-    served = [*router.routes, *admin.router.routes]
+    served = [*router.routes, *token_routes.router.routes, *admin.router.routes]
     routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
     metrics.expect(routes)
     guards = access_checks(settings)

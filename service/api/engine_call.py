@@ -27,6 +27,7 @@ from service.observability.logs import log_bug
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,33 @@ class Call(Generic[R]):
         """Compute a task. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
         if self.in_lines:
             return await self._stream(task, name, show)
-        reply = await self._wait(self.engine.answer(task, self.ticket, self.body.heads))
+        reply = await self.compute(task)
         began = time.perf_counter()
         results = [None if result is None else show(result) for result in reply.results]
-        content = self._content(reply, {f"{name}s": results})
-        response = json_response(content, self._headers(reply))
+        response = self.respond(reply, {f"{name}s": results})
         self.context.stages += (time.perf_counter() - began,)
         return response
 
-    def _content(self, reply: Reply[T], results: Mapping[str, object]) -> dict[str, object]:
+    async def compute(self, task: EngineTask[T]) -> Reply[T]:
+        """Compute a task until the client disconnects or the deadline passes."""
+        return await self._wait(self.engine.answer(task, self.ticket, self.body.wanted_heads))
+
+    async def within_deadline(self, work: Coroutine[Any, Any, W]) -> W:
+        """Await work that needs no device until the client disconnects or the deadline passes."""
+        return await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
+
+    def respond(self, reply: Reply[Any], results: Mapping[str, object]) -> Response:
+        """Return a response with these fields and those of every task."""
+        return json_response(self._content(reply, results), self._headers(reply))
+
+    def _content(self, reply: Reply[Any], results: Mapping[str, object]) -> dict[str, object]:
         """Return the body of a response. An NDJSON response has it as its last line, without results."""
-        content = {"model": self.engine.id, "head": reply.heads[0], **results, "usage": reply.usage}
+        content = {
+            "model": self.engine.id,
+            **self.body.name_heads(reply.heads),
+            **results,
+            "usage": reply.usage,
+        }
         if self.ticket.isolate_errors:
             content["errors"] = [
                 {"index": index, "code": error.code, "message": error.message}
@@ -84,7 +101,7 @@ class Call(Generic[R]):
                 asking.exception()
             lines.end()
 
-        computing = self.engine.answer(task, self.ticket, self.body.heads, on_result)
+        computing = self.engine.answer(task, self.ticket, self.body.wanted_heads, on_result)
         asking = asyncio.create_task(self._wait(computing))
         asking.add_done_callback(ended)
         try:
@@ -118,7 +135,7 @@ class Call(Generic[R]):
 
     async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
         """Await the engine until it replies, the client disconnects or the deadline passes."""
-        reply = await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
+        reply = await self.within_deadline(work)
         timing = reply.timing
         self.context.tokens = reply.usage.tokens
         self.context.batch_size = timing.batch_size
@@ -131,7 +148,7 @@ class Call(Generic[R]):
         )
         return reply
 
-    def _headers(self, reply: Reply[T]) -> dict[str, str]:
+    def _headers(self, reply: Reply[Any]) -> dict[str, str]:
         timing = reply.timing
         return {
             "Server-Timing": server_timing(
@@ -164,7 +181,7 @@ async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
         deadline=deadline,
         priority=context.priority,
         tenant=context.tenant,
-        isolate_errors=valid.on_error == "null",
+        isolate_errors=valid.isolates_errors,
         on_submit=context.submit,
         place=valid.place,
     )

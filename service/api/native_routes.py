@@ -1,7 +1,7 @@
 """The native endpoints: each reads a request, calls the engine and formats the result."""
 
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,8 +14,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import openapi
+from service.api.analysis_schemas import (
+    AnalyzeRequest,
+    AnalyzeResponse,
+    ZeroShotRequest,
+    ZeroShotResponse,
+)
 from service.api.compression import compress
 from service.api.engine_call import json_response, receive_call, service_of
+from service.api.ranking_schemas import (
+    RerankRequest,
+    RerankResponse,
+    SimilarityRequest,
+    SimilarityResponse,
+)
 from service.api.schemas import (
     ClassifyRequest,
     ClassifyResponse,
@@ -28,13 +40,20 @@ from service.api.schemas import (
     QaRequest,
     QaResponse,
 )
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.core.bundle import Task
+from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore
+from service.engines.engine import Engine, Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
+from service.tasks import similarity
+from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
+from service.tasks.reranking import Reranking, rank
+from service.tasks.similarity import Similarity
+from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
 
@@ -130,6 +149,98 @@ async def embed(request: Request) -> Response:
     return await call.answer(task, "embedding", show)
 
 
+@router.post("/rerank", **openapi.task(RerankRequest, RerankResponse))
+async def rerank(request: Request) -> Response:
+    """The documents that are most relevant to a query, by a cross-encoder, or by the vectors of an embedding head."""
+    call = await receive_call(request, RerankRequest)
+    body = call.body
+    if names_embedding(call.engine, body.head):
+        reply: Reply[Any] = await call.compute(
+            Similarity(
+                source=body.query,
+                texts=body.documents,
+                truncate=body.truncate,
+                stride=body.stride,
+            )
+        )
+        scores = similarity.scores(of_texts(reply))
+    else:
+        reply = await call.compute(
+            Reranking(
+                query=body.query,
+                documents=body.documents,
+                raw_scores=body.raw_scores,
+                truncate=body.truncate,
+                stride=body.stride,
+            )
+        )
+        scores = reply.results
+    results = [
+        {"index": place, "score": score}
+        | ({"text": body.documents[place]} if body.return_text else {})
+        for place, score in rank(scores, body.top_n)
+    ]
+    return call.respond(reply, {"results": results})
+
+
+def names_embedding(engine: Engine, head: str | None) -> bool:
+    found = engine.manifest.heads.get(head or "")
+    return found is not None and found.task == "embedding"
+
+
+@router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse))
+async def compare(request: Request) -> Response:
+    """The cosine of each text's vector with that of the source."""
+    call = await receive_call(request, SimilarityRequest)
+    body = call.body
+    task = Similarity(
+        source=body.source, texts=body.inputs, truncate=body.truncate, stride=body.stride
+    )
+    reply = await call.compute(task)
+    return call.respond(reply, {"results": similarity.scores(of_texts(reply))})
+
+
+def of_texts(reply: Reply[Floats]) -> list[Floats | None]:
+    """Return the vectors of a `Similarity`. Raises the error of the source, without which nothing can be compared."""
+    if error := reply.errors.get(len(reply.results) - 1):
+        raise error
+    return reply.results
+
+
+@router.post("/zero-shot", **openapi.task(ZeroShotRequest, ZeroShotResponse))
+async def zero_shot(request: Request) -> Response:
+    """The given labels and their scores for each text, by a head that was trained on entailment."""
+    call = await receive_call(request, ZeroShotRequest)
+    body = call.body
+    task = ZeroShot(
+        texts=body.inputs,
+        labels=body.labels,
+        hypothesis_template=body.hypothesis_template,
+        multi_label=body.multi_label,
+        truncate=body.truncate,
+    )
+    return await call.answer(task, "result", each(label))
+
+
+@router.post("/analyze", **openapi.task(AnalyzeRequest, AnalyzeResponse))
+async def analyze(request: Request) -> Response:
+    """The results of several heads for each text, from one pass of the encoder."""
+    call = await receive_call(request, AnalyzeRequest)
+    body = call.body
+    heads = call.engine.manifest.heads
+    task = Analysis(
+        texts=body.inputs,
+        offset_unit=body.offset_unit,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+
+    def show(found: Mapping[str, Any]) -> dict[str, object]:
+        return {name: SHOWN_BY_TASK[heads[name].task](result) for name, result in found.items()}
+
+    return await call.answer(task, "result", show)
+
+
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
     """Return a function that formats a list's items as JSON."""
     return lambda found: [*map(show, found)]
@@ -165,6 +276,14 @@ def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def base64_of(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+
+# How a result of each task of `Analysis` is shown.
+SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
+    "classification": each(label),
+    "ner": each(partial(entity, "entity_group")),
+    "embedding": floats,
+}
 
 
 @router.get("/models", **openapi.page(ModelsResponse))

@@ -15,9 +15,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from service import errors
+from service.api.analysis_schemas import AnalyzeRequest, ZeroShotRequest
 from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
 from service.api.ndjson import MEDIA_TYPE
+from service.api.ranking_schemas import RerankRequest, SimilarityRequest
 from service.api.schemas import (
     AdminRequest,
     ClassifyRequest,
@@ -29,12 +31,25 @@ from service.api.schemas import (
     QaRequest,
     Request,
 )
+from service.api.token_schemas import DetokenizeRequest, TokenizeRequest
 from service.errors import QuartetError
 from service.keys import PRIORITIES
 
 Object = dict[str, Any]
 
-REQUESTS: tuple[type[Request], ...] = (ClassifyRequest, NerRequest, QaRequest, EmbedRequest)
+# The requests of the native routes, by path.
+REQUESTS: Mapping[str, type[Request]] = {
+    "/classify": ClassifyRequest,
+    "/ner": NerRequest,
+    "/qa": QaRequest,
+    "/embed": EmbedRequest,
+    "/rerank": RerankRequest,
+    "/similarity": SimilarityRequest,
+    "/zero-shot": ZeroShotRequest,
+    "/analyze": AnalyzeRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 ORDERS: tuple[type[AdminRequest], ...] = (LoadRequest, PromoteRequest)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (
@@ -123,6 +138,39 @@ EXAMPLES: dict[type[Request], Object] = {
             "encoding_format": "base64",
         },
     },
+    RerankRequest: {
+        "by the vectors of an embedding head": {
+            "query": "How do I get a new password?",
+            "documents": [
+                "The bakery opens at six.",
+                "Reset a forgotten password under Settings.",
+                "Parcels arrive within two days.",
+            ],
+            "head": "embeddings",
+            "top_n": 2,
+            "return_text": True,
+        },
+    },
+    SimilarityRequest: {
+        "one text with several": {
+            "source": "How do I reset my password?",
+            "inputs": ["I forgot my password.", "The bakery opens at six."],
+        },
+    },
+    ZeroShotRequest: {
+        "labels of the request": {
+            "inputs": "The lamp arrived broken.",
+            "labels": ["complaint", "question", "praise"],
+        },
+    },
+    AnalyzeRequest: {
+        "two heads, one pass": {
+            "inputs": "Ada Lovelace was glad to meet Charles Babbage.",
+            "heads": ["sentiment", "entities"],
+        },
+    },
+    TokenizeRequest: {"one text": {"inputs": "A kiteflyer 🪁 smiles."}},
+    DetokenizeRequest: {"one list of ids": {"ids": [2, 57, 98, 3]}},
 }
 
 # Responses of the default bundle to EXAMPLES and to pages, by route: `python -m tests.examples` writes them.
@@ -180,6 +228,13 @@ RESPONSE_HEADERS: dict[str, str] = {
     "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
     "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
 }
+
+
+def tokens(request: type[Request], response: type[BaseModel]) -> Object:
+    """Return the declaration of a route that needs the tokenizer of a model, but not its graph."""
+    declared = task(request, response)
+    declared["responses"].pop(200)
+    return {**declared, "tags": ["tasks"]}
 
 
 def task(request: type[Request], response: type[BaseModel]) -> Object:
@@ -296,7 +351,7 @@ def document(app: FastAPI) -> Object:
         routes=app.routes,
     )
     _, definitions = models_json_schema(
-        [(model, "validation") for model in (*REQUESTS, *ORDERS)], ref_template=REFERENCE
+        [(model, "validation") for model in (*REQUESTS.values(), *ORDERS)], ref_template=REFERENCE
     )
     for path, answers in ANSWERS.items():  # a declaration next to the routes would lose each null
         (operation,) = described["paths"][path].values()

@@ -69,37 +69,46 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Request(_Strict):
-    """What every task's request may say."""
+STRIDE = (
+    "tokens that neighbouring windows of a long text share; 64 when absent,"
+    " or fewer in a model of small windows"
+)
+ON_ERROR = "what one bad input does: the request fails, or has null for its result and an entry in `errors`"
+OnError = Literal["fail", "null"]
 
-    task: ClassVar[Task]
+
+class Request(_Strict):
+    """The fields and the interface of all requests to a model."""
+
+    task: ClassVar[str]  # its name in logs, metrics and traces
 
     model: ServedName | None = Field(
         None, description="`name` or `name@version`; the first bundle served when absent"
     )
-    head: ServedName | None = Field(
-        None, description="the model's first head for the task when absent"
-    )
-    stride: AtLeastZero | None = Field(
-        None,
-        description="tokens that neighbouring windows of a long text share; 64 when absent,"
-        " or fewer in a model of small windows",
-    )
-
-    on_error: Literal["fail", "null"] = Field(
-        "fail",
-        description="what one bad input does: the request fails, or has null for its result and an entry in `errors`",
-    )
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def wanted_heads(self) -> tuple[str, ...]:
         """The names of the requested heads; empty for the default."""
-        return () if self.head is None else (self.head,)
+        return ()
+
+    def name_heads(self, heads: tuple[str, ...]) -> dict[str, object]:
+        """Return the field of the response that names the heads that answered."""
+        return {"head": heads[0]}
+
+    @property
+    def isolates_errors(self) -> bool:
+        """Whether an input that fails has an error of its own."""
+        return False
 
     @property
     def size(self) -> int:
         """The number of inputs, which is also the number of results."""
         raise NotImplementedError
+
+    @property
+    def runs(self) -> int:
+        """The number of sequences that the model reads, if none is long."""
+        return self.size
 
     @property
     def place(self) -> str:
@@ -111,8 +120,26 @@ class Request(_Strict):
         raise NotImplementedError
 
 
-class TextRequest(Request):
+class HeadRequest(Request):
+    """A request that one head answers."""
+
+    head: ServedName | None = Field(
+        None, description="the model's first head for the task when absent"
+    )
+    on_error: OnError = Field("fail", description=ON_ERROR)
+
+    @property
+    def wanted_heads(self) -> tuple[str, ...]:
+        return () if self.head is None else (self.head,)
+
+    @property
+    def isolates_errors(self) -> bool:
+        return self.on_error == "null"
+
+
+class TextRequest(HeadRequest):
     inputs: Texts = Field(description="one text, or several; results are aligned with them")
+    stride: AtLeastZero | None = Field(None, description=STRIDE)
 
     @property
     def size(self) -> int:
@@ -189,7 +216,7 @@ class QaInput(_Strict):
     context: NotBlank = Field(description="the text that the answer is a span of")
 
 
-class QaRequest(Request):
+class QaRequest(HeadRequest):
     """One question as `question` and `context`, or several as `inputs`; not both."""
 
     task = "qa"
@@ -197,6 +224,7 @@ class QaRequest(Request):
     question: NotBlank | None = Field(None, description="what is asked of the context")
     context: NotBlank | None = Field(None, description="the text that the answer is a span of")
     inputs: list[QaInput] | None = Field(None, min_length=1, description="several questions")
+    stride: AtLeastZero | None = Field(None, description=STRIDE)
     top_k: Annotated[int, Field(ge=1, le=100), BeforeValidator(whole)] = Field(
         1, description="answers to return for each question"
     )
@@ -297,9 +325,12 @@ S = TypeVar("S", bound=_Strict)
 def parse(schema: type[R], body: object, max_inputs: int) -> R:
     """Check the sizes of a parsed body and validate it. Raises TooLarge or an InvalidInput that names every fault."""
     if isinstance(body, dict):
-        for name in ("inputs", "text_pair"):
+        for name in ("inputs", "text_pair", "documents", "labels", "ids"):
             refuse_many(name, body.get(name), max_inputs)
-    return validate(schema, body)
+    valid = validate(schema, body)
+    if valid.runs > max_inputs:
+        raise TooLarge(f"the model would read {valid.runs} texts; a request may have {max_inputs}")
+    return valid
 
 
 def validate(schema: type[S], body: object) -> S:
@@ -374,7 +405,7 @@ PHRASES: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "int_type": "must be an integer",
     "less_than_equal": "must be at most {le}",
-    "list_type": "must be a list of questions",
+    "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
     "missing": "required",
     "model_type": "must be an object with question and context",
@@ -435,15 +466,18 @@ class InputError(BaseModel):
     message: str
 
 
-class Response(BaseModel):
+class ModelResponse(BaseModel):
     """Results are null where `on_error` is "null" and `errors` has the input's index."""
 
     model: str = Field(examples=["quartet-small@1"], description="`name@version` that answered")
-    head: str
     usage: Usage
     errors: list[InputError] = Field(
         [], description='the inputs without a result; only there when `on_error` is "null"'
     )
+
+
+class Response(ModelResponse):
+    head: str
 
 
 class ClassifyResponse(Response):

@@ -55,9 +55,14 @@ def to_utf16(spans: Sequence[S], text: str) -> list[S]:
     """Return spans of `text` with offsets in UTF-16 code units, as JavaScript and Java index strings."""
     if text.isascii():
         return list(spans)
+    units = utf16_positions(text)
+    return [span._replace(start=units[span.start], end=units[span.end]) for span in spans]
+
+
+def utf16_positions(text: str) -> list[int]:
+    """Return the UTF-16 code units before each code point, and the number of all."""
     code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    units = np.append(0, np.cumsum(1 + (code_points > 0xFFFF)))  # before each code point
-    return [span._replace(start=int(units[span.start]), end=int(units[span.end])) for span in spans]
+    return [0, *np.cumsum(1 + (code_points > 0xFFFF)).tolist()]
 
 
 def softmax(logits: Floats) -> Floats:
@@ -400,3 +405,47 @@ def _top_spans(logits: Doubles, count: int, max_answer_tokens: int) -> list[Span
     order = order[scores[order] > -np.inf]
     columns = scores[order], order // reach, order // reach + order % reach
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def relevance(windows: Sequence[Floats], *, problem_type: str | None, raw: bool) -> float:
+    """Return the relevance of a document to a query: the score of its best window.
+
+    windows: logits `[1]` of each window, see `activate`; raw: return the logit
+    """
+    best = max(windows, key=lambda logits: float(logits[0])).astype(np.float32)
+    return float((best if raw else activate(best, problem_type))[0])
+
+
+def cosines(query: Floats, vectors: Sequence[Floats]) -> list[float]:
+    """Return the cosine of a vector `[D]` with each of the others; 0 with a zero vector."""
+    one = query.astype(np.float64)
+    found = []
+    for vector in vectors:
+        other = vector.astype(np.float64)
+        norms = math.sqrt((one @ one) * (other @ other))
+        found.append(float(one @ other / norms) if norms > 0 else 0.0)
+    return found
+
+
+def zero_shot(
+    hypotheses: Sequence[Floats],
+    labels: Sequence[str],
+    *,
+    entailment: int,
+    contradiction: int,
+    multi_label: bool,
+) -> list[LabelScore]:
+    """Return all labels by falling score, as transformers' zero-shot-classification pipeline computes them.
+
+    hypotheses: logits `[C]` of the text with the hypothesis of each label
+    entailment, contradiction: indices of the head's labels
+    multi_label: each label's score is its entailment against its contradiction. Otherwise, the scores of all labels
+    are one softmax over their entailments. A single label always has its own score.
+    """
+    logits = np.stack(hypotheses).astype(np.float32)
+    if multi_label or len(labels) == 1:
+        scores = softmax(logits[:, [contradiction, entailment]])[:, 1]
+    else:
+        scores = softmax(logits[:, entailment])
+    order = np.argsort(-scores, kind="stable")
+    return [LabelScore(labels[index], float(scores[index])) for index in order]

@@ -5,6 +5,7 @@ truncation and padding, and never changes its state. It tokenizes without specia
 and frames each window with the special tokens of the tokenizer's template.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -294,6 +295,51 @@ class Encoder:
         self._refuse(too_long, f", or a question than {max_query_tokens}")
         return encoded
 
+    def one_with_each(
+        self, first: str, seconds: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+    ) -> list[Cut]:
+        """Encode one text paired with each of several, without the positions of tokens; the one is tokenized once.
+
+        truncate: True makes one window of each pair, of which the longer text loses tokens first. "window" makes as
+        many windows of the second text as needed, of which neighbors share `stride` tokens; each begins with the first
+        text, which is cut at half a window. False raises TextError that names every pair that is too long.
+        """
+        capacity = self.max_length - self._pair.size
+        encodings = self.tokenizer.encode_batch_fast([first, *seconds], add_special_tokens=False)
+        _shorten(encodings, _needed(capacity, truncate))
+        one, *others = [encoding.ids for encoding in encodings]
+        if truncate is False:
+            lengths = [len(one) + len(ids) for ids in others]
+            self._refuse([index for index, size in enumerate(lengths) if size > capacity])
+        found = []
+        for ids in others:
+            is_long = len(one) + len(ids) > capacity
+            if truncate == "window" and is_long:
+                kept = one[: capacity // 2]
+                room = capacity - len(kept)
+                cuts = _cuts(len(ids), room, min(stride, room // 2), truncate)
+                pairs = [(kept, ids[cut]) for cut in cuts]
+                found.append(self._cut(pairs, len(kept) < len(one)))
+            else:
+                sizes = _longest_first(len(one), len(ids), capacity)
+                found.append(self._cut([(one[: sizes[0]], ids[: sizes[1]])], is_long))
+        return found
+
+    def _cut(self, pairs: Iterable[tuple[list[int], list[int]]], truncated: bool) -> Cut:
+        return Cut(tuple(_frame_ids(self._pair, *pair) for pair in pairs), truncated)
+
+    def whole(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
+        """Encode texts, or pairs of texts, as one window each without a limit of length.
+
+        An input longer than `max_length` is marked as truncated, though nothing of it is cut.
+        """
+        if pairs is None:
+            windows = [_build(self._single, (own,)) for own in self._tokenize(texts)]
+        else:
+            both = zip(self._tokenize(texts), self._tokenize(pairs), strict=True)
+            windows = [_build(self._pair, pair) for pair in both]
+        return [Encoded((window,), len(window) > self.max_length) for window in windows]
+
     def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         _shorten(encodings, needed)
@@ -342,13 +388,18 @@ def _longest_first(first: int, second: int, capacity: int) -> tuple[int, int]:
     return (shorter, capacity - shorter) if first <= second else (capacity - shorter, shorter)
 
 
-def _frame_ids(frame: _Frame, ids: list[int]) -> Window:
-    """Frame the token ids of one text with the template's special tokens."""
-    framed = np.array([*frame.ids[0].tolist(), *ids, *frame.ids[1].tolist()], np.int64)
+def _frame_ids(frame: _Frame, *texts: list[int]) -> Window:
+    """Frame the token ids of one text or a pair with the template's special tokens."""
+    parts = [frame.ids[0].tolist()]
+    for ids, after in zip(texts, frame.ids[1:], strict=True):
+        parts += [ids, after.tolist()]
+    framed = np.array([*itertools.chain.from_iterable(parts)], np.int64)
     if frame.all_type is not None:
         return Window(framed, np.full(len(framed), frame.all_type, np.int64))
-    types = np.full(len(ids), frame.text_types[0], np.int64)
-    return Window(framed, np.concatenate((frame.types[0], types, frame.types[1])))
+    types = [frame.types[0]]
+    for ids, text_type, after in zip(texts, frame.text_types, frame.types[1:], strict=True):
+        types += [np.full(len(ids), text_type, np.int64), after]
+    return Window(framed, np.concatenate(types))
 
 
 def _build(frame: _Frame, texts: tuple[_Tokens, ...]) -> Encoding:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from service.core.bundle import BundleTexts, Head, Manifest, Task
-from service.core.encode import Cut, Encoder, TextError
+from service.core.encode import Cut, Encoded, Encoder, TextError
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
@@ -22,7 +22,7 @@ from service.engines.result_collector import (
     ResultCollector,
     windows,
 )
-from service.engines.task_plan import TaskPlan
+from service.engines.task_plan import TaskPlan, characters
 from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
 
@@ -197,6 +197,29 @@ class Engine:
         if self.copies is not None and on_result is None:
             self.copies(task, ticket, reply)
         return reply
+
+    async def tokenize(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, ticket: Ticket
+    ) -> list[Encoded]:
+        """Return the tokens of each text, or of each text with its pair, as one window that nothing is cut from."""
+
+        def encode(part: slice) -> list[Encoded]:
+            return self.encoder.whole(texts[part], None if pairs is None else pairs[part])
+
+        sizes = characters(texts) if pairs is None else characters(texts, pairs)
+        encoded, _ = await self._encode(encode, sizes, ticket)
+        return [item for item in encoded if item is not None]
+
+    async def detokenize(
+        self, ids: Sequence[Sequence[int]], skip_special_tokens: bool
+    ) -> list[str]:
+        """Return the text of each sequence of token ids."""
+        tokenizer = self.encoder.tokenizer
+
+        def decode_all() -> list[str]:
+            return [tokenizer.decode(one, skip_special_tokens=skip_special_tokens) for one in ids]
+
+        return await self._in_thread(decode_all, sum(map(len, ids)) > INLINE_TOKENS)
 
     async def _stream(
         self, entries: Sequence[Entry], collector: ResultCollector[C, T]

@@ -7,6 +7,7 @@ this earlier than the device's load does.
 """
 
 import asyncio
+import itertools
 import random
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from service.scheduling.load import Load
 log = structlog.get_logger()
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
+NEAR = 0.05  # two scores that differ by at most this count as the same result
 PATIENCE_S = 10.0
 BULK = CLASSES.index("bulk")
 
@@ -65,7 +67,7 @@ class MirroredTraffic:
         waited = reply.timing.queue_s > reply.timing.inference_s
         large = reply.usage.tokens > INLINE_TOKENS
         if self.copying or waited or large or self._load().problem:
-            self._tell(reply, dropped=len(reply.results))
+            self._tell(reply.heads, dropped=len(reply.results))
             return
         self._engine.acquire()
         self.copying = asyncio.create_task(self._copy(task, ticket, reply))
@@ -74,29 +76,36 @@ class MirroredTraffic:
         answered = sum(one is not None for one in reply.results)
         try:
             other = await self._engine.answer(task, bulk(ticket), reply.heads)
-            counts = Counter(
-                outcome(one, another)
-                for one, another in zip(reply.results, other.results, strict=True)
-                if one is not None
-            )
-            self._tell(reply, **counts)
+            for head, pairs in by_head(reply, other).items():
+                counts = Counter(outcome(*pair) for pair in pairs if pair[0] is not None)
+                self._tell([head], **counts)
         except Overloaded:
-            self._tell(reply, dropped=len(reply.results))
+            self._tell(reply.heads, dropped=len(reply.results))
         except QuartetError as error:
             log.debug("a copy failed", model=self._engine.id, problem=error.message)
-            self._tell(reply, failed=answered)
+            self._tell(reply.heads, failed=answered)
         except Exception:
             log.exception("unexpected error")
-            self._tell(reply, failed=answered)
+            self._tell(reply.heads, failed=answered)
         finally:
             self.copying = None
             self._engine.release()
 
-    def _tell(self, reply: Reply[Any], **numbers: int) -> None:
-        head = "+".join(reply.heads)
-        for outcome, number in numbers.items():
+    def _tell(self, heads: Sequence[str], **numbers: int) -> None:
+        for head, (outcome, number) in itertools.product(heads, numbers.items()):
             if number:
                 self._compared(self._engine.id, head, outcome, number)
+
+
+def by_head(reply: Reply[Any], other: Reply[Any]) -> dict[str, list[tuple[Any, Any]]]:
+    """Return the results of each input in both replies, by head; None for an input that failed."""
+    pairs = [*zip(reply.results, other.results, strict=True)]
+    if not any(isinstance(one, dict) for one in reply.results):
+        return {reply.heads[0]: pairs}
+    return {
+        head: [(one and one[head], another and another[head]) for one, another in pairs]
+        for head in reply.heads
+    }
 
 
 def bulk(ticket: Ticket) -> Ticket:
@@ -115,7 +124,9 @@ def outcome(one: Any, other: Any) -> str:
 
 
 def same_answer(one: Any, other: Any) -> bool:
-    """Return whether two results of one input have the same best label, entities or best span, or a similar vector."""
+    """Return whether two results have the same best label, entities or best span, or a near score or vector."""
+    if isinstance(one, float):
+        return bool(abs(one - other) <= NEAR)
     if isinstance(one, np.ndarray):
         return one.shape == other.shape and cosine(one, other) >= CLOSE
     return essence(one) == essence(other)

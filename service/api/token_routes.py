@@ -1,0 +1,79 @@
+"""The routes of the tokenizer: texts to tokens, and back."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api import openapi
+from service.api.engine_call import json_response, receive_call
+from service.api.native_routes import Route
+from service.api.token_schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from service.core import decode
+from service.core.decode import OffsetUnit
+from service.core.encode import Encoded
+from service.engines.engine import Engine
+from service.errors import InvalidInput
+
+router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+
+
+@router.post("/tokenize", **openapi.tokens(TokenizeRequest, TokenizeResponse))
+async def tokenize(request: Request) -> Response:
+    """The tokens of each text, or of each pair of texts, with their positions."""
+    call = await receive_call(request, TokenizeRequest)
+    body, engine = call.body, call.engine
+    found = await call.within_deadline(engine.tokenize(body.inputs, body.text_pair, call.ticket))
+    pairs = body.text_pair or [""] * len(body.inputs)
+    results = [
+        {
+            "tokens": token_list(engine, item, texts, body.offset_unit),
+            "count": item.tokens,
+            "truncated": item.truncated,
+        }
+        for item, texts in zip(found, zip(body.inputs, pairs, strict=True), strict=True)
+    ]
+    content = {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
+    return json_response(content)
+
+
+def token_list(
+    engine: Engine, item: Encoded, texts: tuple[str, str], unit: OffsetUnit
+) -> list[dict[str, object]]:
+    """Return the tokens of one input. texts: the text and its pair"""
+    (window,) = item.windows
+    units = [decode.utf16_positions(text) if unit == "utf16" else None for text in texts]
+    found: list[dict[str, object]] = []
+    columns = (window.input_ids.tolist(), window.offsets.tolist(), window.sequence.tolist())
+    for token, (start, end), sequence in zip(*columns, strict=True):
+        own = units[sequence] if sequence >= 0 else None
+        found.append(
+            {
+                "id": token,
+                "token": engine.encoder.tokenizer.id_to_token(token),
+                "start": start if own is None else own[start],
+                "end": end if own is None else own[end],
+                "sequence": sequence if sequence >= 0 else None,
+            }
+        )
+    return found
+
+
+@router.post("/detokenize", **openapi.tokens(DetokenizeRequest, DetokenizeResponse))
+async def detokenize(request: Request) -> Response:
+    """The text of each list of token ids."""
+    call = await receive_call(request, DetokenizeRequest)
+    body, engine = call.body, call.engine
+    size = engine.encoder.tokenizer.get_vocab_size()
+    for index, ids in enumerate(body.ids):
+        if (largest := max(ids, default=0)) >= size:
+            raise InvalidInput(
+                f"ids[{index}]: {largest} is no token of {engine.id}; its vocabulary has {size}",
+                param=f"ids[{index}]",
+            )
+    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
+    return json_response({"model": engine.id, "results": texts})

@@ -1,0 +1,72 @@
+"""Reranking: the relevance of documents to a query."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.core import decode
+from service.core.decode import Floats
+from service.core.encode import Cut, Truncate
+from service.engines.engine import Engine
+from service.engines.task_plan import TaskPlan, characters, one_head
+from service.errors import UnknownHead
+from service.scheduling.entries import Heads
+
+
+class Ranked(NamedTuple):
+    """A document by its position in the request, and its score."""
+
+    position: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reranking:
+    """The score of each document, by a cross-encoder: a classification head with a single label.
+
+    The query and the document are one input. A long document is read in windows, of which the best one counts.
+
+    raw_scores: return logits
+    stride: tokens that neighboring windows share; None for the default
+    """
+
+    query: str
+    documents: Sequence[str]
+    raw_scores: bool = False
+    truncate: Truncate = "window"
+    stride: int | None = None
+
+    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, float]:
+        name = select_cross_encoder(engine, heads)
+        head = engine.manifest.heads[name]
+        stride = engine.check_stride(self.stride)
+
+        def encode(part: slice) -> Sequence[Cut]:
+            return engine.encoder.one_with_each(
+                self.query, self.documents[part], truncate=self.truncate, stride=stride
+            )
+
+        def relevance(_: int, item: Cut, outputs: list[Floats]) -> float:
+            return decode.relevance(outputs, problem_type=head.problem_type, raw=self.raw_scores)
+
+        return TaskPlan((name,), characters(self.documents), encode, one_head(name, relevance))
+
+
+def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
+    """Return the wanted head, or the first cross-encoder if there is none. Raises UnknownHead."""
+    heads = engine.manifest.heads
+    found = [n for n, h in heads.items() if h.task == "classification" and len(h.labels) == 1]
+    name = wanted[0] if wanted else next(iter(found), None)
+    if name not in found:
+        what = f"no head {name!r} that scores pairs with one label" if name else "no cross-encoder"
+        bi_encoders = [n for n, head in heads.items() if head.task == "embedding"]
+        hint = f"; to rank by the cosine of vectors, set head: {bi_encoders[0]}" * bool(bi_encoders)
+        has = ", ".join(found) or "none"
+        raise UnknownHead(f"{engine.id} has {what}; cross-encoders: {has}{hint}", param="head")
+    return name
+
+
+def rank(scores: Sequence[float | None], top_n: int | None = None) -> list[Ranked]:
+    """Return the documents that have a score, by falling score, equal scores in the order of the request."""
+    known = [Ranked(position, score) for position, score in enumerate(scores) if score is not None]
+    return sorted(known, key=lambda one: -one.score)[:top_n]

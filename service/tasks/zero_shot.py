@@ -1,0 +1,100 @@
+"""Zero-shot classification: labels that a request names, by a head that was trained on entailment."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.core import decode
+from service.core.bundle import Head
+from service.core.decode import Floats, LabelScore
+from service.core.encode import Cut, TextError
+from service.engines.engine import Engine
+from service.engines.task_plan import TaskPlan, characters, one_head
+from service.errors import UnknownHead
+from service.scheduling.entries import Heads
+
+ENTAILMENT, CONTRADICTION = "entail", "contra"  # beginnings of labels, in lower case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroShot:
+    """The labels of each text by falling score, each from the text with a hypothesis that names the label.
+
+    hypothesis_template: a text with {} in the place of the label
+    multi_label: see `decode.zero_shot`
+    """
+
+    texts: Sequence[str]
+    labels: Sequence[str]
+    hypothesis_template: str = "This example is {}."
+    multi_label: bool = False
+    truncate: bool = True
+
+    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
+        name = select_entailment(engine, heads)
+        entailment, contradiction = entailment_labels(engine.manifest.heads[name])
+        hypotheses = [self.hypothesis_template.replace("{}", label) for label in self.labels]
+
+        def encode(part: slice) -> Sequence[Cut]:
+            encoded, too_long = [], {}
+            for index, text in enumerate(self.texts[part]):
+                try:
+                    encoded.append(self._encode(engine, text, hypotheses))
+                except TextError as error:
+                    too_long[index] = error
+            if too_long:
+                raise TextError([*too_long], next(iter(too_long.values())).reason)
+            return encoded
+
+        def labels(_: int, item: Cut, outputs: list[Floats]) -> list[LabelScore]:
+            return decode.zero_shot(
+                outputs,
+                self.labels,
+                entailment=entailment,
+                contradiction=contradiction,
+                multi_label=self.multi_label,
+            )
+
+        sizes = [(size + sum(map(len, hypotheses))) for size in characters(self.texts)]
+        return TaskPlan((name,), sizes, encode, one_head(name, labels))
+
+    def _encode(self, engine: Engine, text: str, hypotheses: Sequence[str]) -> Cut:
+        """Return one window for each hypothesis."""
+        pairs = engine.encoder.one_with_each(text, hypotheses, truncate=self.truncate)
+        windows = itertools.chain.from_iterable(pair.windows for pair in pairs)
+        return Cut(tuple(windows), any(pair.truncated for pair in pairs))
+
+
+def select_entailment(engine: Engine, wanted: Heads) -> str:
+    """Return the wanted head, or the first head with an entailment label if there is none. Raises UnknownHead."""
+    heads = engine.manifest.heads
+    found = [
+        name
+        for name, head in heads.items()
+        if head.task == "classification" and _index(head, ENTAILMENT) is not None
+    ]
+    name = wanted[0] if wanted else next(iter(found), None)
+    if name not in found:
+        what = f"no head {name!r}" if name else "no head"
+        has = ", ".join(found) or "none"
+        reason = f"{engine.id} has {what} with a label that begins with {ENTAILMENT!r}"
+        raise UnknownHead(f"{reason}; such heads: {has}", param="head")
+    return name
+
+
+def entailment_labels(head: Head) -> tuple[int, int]:
+    """Return the indices of the labels of entailment and contradiction.
+
+    Without a label of contradiction, it is the last label, or the first one if the last is entailment, as in
+    transformers' pipeline.
+    """
+    entailment = _index(head, ENTAILMENT) or 0
+    contradiction = _index(head, CONTRADICTION)
+    if contradiction is None:
+        contradiction = len(head.labels) - 1 if entailment == 0 else 0
+    return entailment, contradiction
+
+
+def _index(head: Head, beginning: str) -> int | None:
+    found = (i for i, label in enumerate(head.labels) if label.lower().startswith(beginning))
+    return next(found, None)

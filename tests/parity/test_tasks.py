@@ -1,0 +1,257 @@
+"""Every task on one joint model: the reference's answers, alone and in company, long inputs, and errors."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from model.checkpoints import writer
+from service.core.bundle import Head
+from service.engines.engine import Engine, EngineTask, Ticket
+from service.errors import InvalidInput, UnknownHead
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.settings import Settings
+from service.tasks import similarity
+from service.tasks.analysis import Analysis
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.question_answering import QuestionAnswering
+from service.tasks.reranking import Reranking
+from service.tasks.similarity import Similarity
+from service.tasks.zero_shot import ZeroShot
+from tests import samples
+from tests.conftest import run_export
+from tests.tiny import make_tiny
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_LENGTH = 48
+HEADS = {
+    "sentiment": Head(task="classification", labels=("negative", "neutral", "positive")),
+    "relevance": Head(task="classification", labels=("relevance",)),
+    "entailment": Head(task="classification", labels=("contradiction", "entailment", "neutral")),
+    "entities": Head(task="ner", labels=("O", "B-PER", "I-PER", "B-LOC", "I-LOC")),
+    "answers": Head(task="qa", max_answer_tokens=12, max_query_tokens=24),
+    "embeddings": Head(task="embedding", pooling="mean", dimensions=64),
+}
+QUERY = "Who repaired the old engine?"
+LABELS = ["trade", "the sea", "a long story about engines"]
+TEXTS = [samples.text(words, seed=words) for words in (3, 11, 20, 26)]
+LONG = samples.text(150, seed=9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task of texts, and its reference: the numbers that a library computes from a checkpoint of the head alone.
+
+    numbers: the same numbers of our results
+    """
+
+    head: str
+    task: Callable[..., EngineTask[Any]]
+    reference: Callable[[Path, Sequence[str]], Any]
+    numbers: Callable[[Any], Any]
+
+
+def scores(found: Sequence[Any]) -> list[float]:
+    """The scores of labels, in the order of the labels' names."""
+    return [one.score for one in sorted(found, key=lambda one: one.label)]
+
+
+def cross_encoder(folder: Path, texts: Sequence[str]) -> Any:
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(folder), max_length=MAX_LENGTH)
+    return model.predict([(QUERY, text) for text in texts], show_progress_bar=False)
+
+
+def bi_encoder(folder: Path, texts: Sequence[str]) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder))
+    model.max_seq_length = MAX_LENGTH
+    vectors = model.encode([*texts, QUERY], show_progress_bar=False)
+    return model.similarity(vectors[:-1], vectors[-1])[:, 0]
+
+
+def pipeline(task: str, folder: Path) -> Any:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, model_max_length=MAX_LENGTH)
+    return transformers.pipeline(task, model=str(folder), tokenizer=tokenizer)
+
+
+def zero_shot(folder: Path, texts: Sequence[str], multi_label: bool) -> Any:
+    asked = pipeline("zero-shot-classification", folder)
+    found = asked([*texts], candidate_labels=LABELS, multi_label=multi_label)
+    return [
+        [score for _, score in sorted(zip(one["labels"], one["scores"], strict=True))]
+        for one in found
+    ]
+
+
+CASES: dict[str, Case] = {
+    "rerank": Case(
+        "relevance",
+        lambda texts, **options: Reranking(query=QUERY, documents=texts, **options),
+        cross_encoder,
+        float,
+    ),
+    "zero-shot": Case(
+        "entailment",
+        lambda texts, **options: ZeroShot(texts=texts, labels=LABELS, **options),
+        lambda folder, texts: zero_shot(folder, texts, multi_label=False),
+        scores,
+    ),
+    "zero-shot of several labels": Case(
+        "entailment",
+        lambda texts, **options: ZeroShot(texts=texts, labels=LABELS, multi_label=True, **options),
+        lambda folder, texts: zero_shot(folder, texts, multi_label=True),
+        scores,
+    ),
+}
+OTHERS: tuple[tuple[str, EngineTask[Any]], ...] = (
+    ("sentiment", Classification(texts=TEXTS)),
+    ("entities", EntityRecognition(texts=[LONG, *TEXTS])),
+    ("answers", QuestionAnswering(questions=[QUERY] * 2, contexts=[LONG, TEXTS[2]])),
+    ("embeddings", Embedding(texts=TEXTS)),
+    ("embeddings", Similarity(source=QUERY, texts=TEXTS)),
+)
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The joint checkpoint, a checkpoint of each head alone, and the bundle."""
+    from model import tokenizer
+
+    root = tmp_path_factory.mktemp("tasks")
+    learnt = tokenizer.train(samples.corpus(), vocab_size=600)
+    learnt.save(str(root / "tokenizer.json"))
+    model = make_tiny(learnt, HEADS)
+    writer.save_joint(root / "joint", model, root / "tokenizer.json")
+    for head in HEADS:
+        writer.save_head(root / head, model, head, root / "tokenizer.json")
+    run_export(root / "joint", root / "bundle", "--max-length", str(MAX_LENGTH))
+    return root
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fp32", "int8"])
+async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Engine]:
+    settings = Settings(
+        bundles=(folder / "bundle",), provider="cpu", threads=1, precision=request.param
+    )
+    async with open_local_engines(Metrics(), settings) as engines:
+        yield engines.get(None)
+
+
+def ticket(**fields: Any) -> Ticket:
+    return Ticket("a request", deadline=time.monotonic() + 60, **fields)
+
+
+async def results(engine: Engine, case: Case, texts: Sequence[str], **options: Any) -> list[Any]:
+    reply = await engine.answer(case.task(texts, **options), ticket(), (case.head,))
+    return reply.results
+
+
+@each_case
+async def test_parity(case: Case, engine: Engine, folder: Path) -> None:
+    """The reference's answers to 1e-4 at fp32, for short texts and for texts that are cut."""
+    texts = [*TEXTS, LONG]
+
+    found = [case.numbers(one) for one in await results(engine, case, texts, truncate=True)]
+
+    expected = np.asarray(case.reference(folder / case.head, texts), np.float64)
+    limit = 1e-4 if engine.runs_on.precision == "fp32" else 0.2
+    assert np.abs(np.asarray(found) - expected).max() <= limit
+    assert np.ptp(expected) > 1e-3  # the model tells the texts apart
+
+
+async def test_similarity_parity(engine: Engine, folder: Path) -> None:
+    """The cosines of sentence-transformers."""
+    reply = await engine.answer(Similarity(source=QUERY, texts=[*TEXTS, LONG]), ticket())
+
+    found = np.asarray(similarity.scores(reply.results))
+
+    expected = bi_encoder(folder / "embeddings", [*TEXTS, LONG]).numpy()
+    limit = 1e-4 if engine.runs_on.precision == "fp32" else 0.1
+    assert np.abs(found - expected).max() <= limit
+
+
+@each_case
+async def test_company(case: Case, engine: Engine) -> None:
+    """A result is the same alone and in batches with inputs of every other task."""
+    alone = [(await results(engine, case, [text]))[0] for text in TEXTS]
+
+    requests = [engine.answer(case.task(TEXTS), ticket(), (case.head,)) for _ in range(3)]
+    requests += [engine.answer(task, ticket(), (head,)) for head, task in OTHERS for _ in range(3)]
+    together = await asyncio.gather(*requests)
+
+    assert any(reply.timing.batch_size > len(TEXTS) for reply in together)
+    assert all(alone == reply.results for reply in together[:3])
+
+
+@pytest.mark.parametrize("heads", [(), ("entities", "sentiment"), ("embeddings",)], ids=str)
+async def test_analysis_equals_each_head_alone(engine: Engine, heads: tuple[str, ...]) -> None:
+    """The results of several heads from one pass are those of each head, also of long texts in windows."""
+    texts = [*TEXTS, LONG]
+    of_texts = ("sentiment", "relevance", "entailment", "entities", "embeddings")
+
+    reply = await engine.answer(Analysis(texts=texts), ticket(), heads)
+
+    assert (heads or of_texts) == reply.heads
+    for head in reply.heads:
+        tasks = {"ner": EntityRecognition, "embedding": Embedding}
+        task = tasks.get(HEADS[head].task, Classification)(texts=texts, truncate="window")
+        expected = await engine.answer(task, ticket(), (head,))
+        assert expected.usage == reply.usage
+        for one, other in zip(expected.results, reply.results, strict=True):
+            assert np.array_equal(one, other[head]) if head == "embeddings" else one == other[head]
+
+
+async def test_windows_of_a_document(engine: Engine) -> None:
+    """The score of a long document is that of its best window, and no window is without the query."""
+    tokens = engine.encoder.tokenizer.encode(LONG, add_special_tokens=False)
+    asked = len(engine.encoder.tokenizer.encode(QUERY, add_special_tokens=False))
+    room = MAX_LENGTH - 3 - asked
+    parts = [
+        LONG[tokens.offsets[start][0] : tokens.offsets[min(start + room, len(tokens)) - 1][1]]
+        for start in range(0, len(tokens), room)
+    ]
+
+    (long,) = await results(engine, CASES["rerank"], [LONG], stride=0)
+    each = await results(engine, CASES["rerank"], parts, truncate=False)
+
+    assert len(parts) > 2
+    assert max(each) == long
+
+
+@each_case
+async def test_errors(case: Case, engine: Engine) -> None:
+    """A head for another task is refused; a text that is too long fails alone where errors are isolated."""
+    with pytest.raises(UnknownHead, match=case.head):
+        await engine.answer(case.task(TEXTS), ticket(), ("entities",))
+    with pytest.raises(InvalidInput, match=r"inputs\[1\]: longer than 48 tokens"):
+        await results(engine, case, [TEXTS[0], LONG], truncate=False)
+
+    task = case.task([LONG, TEXTS[0]], truncate=False)
+    reply = await engine.answer(task, replace(ticket(), isolate_errors=True), (case.head,))
+
+    assert [None] + await results(engine, case, TEXTS[:1]) == reply.results
+    assert [0] == [*reply.errors]
+
+
+async def test_analysis_refuses_heads(engine: Engine) -> None:
+    """A head that reads pairs of a question and a context is refused, and so is an unknown one."""
+    with pytest.raises(InvalidInput, match="answers does not read single texts"):
+        await engine.answer(Analysis(texts=TEXTS), ticket(), ("answers",))
+    with pytest.raises(UnknownHead, match="no head 'mood'"):
+        await engine.answer(Analysis(texts=TEXTS), ticket(), ("mood",))
