@@ -16,7 +16,8 @@ CALLS = (
     ("service.api.native_routes:classify", "service.api.engine_call:receive_call"),
     ("service.api.engine_call:receive_call", "service.engines.registry:Engines.get"),
     ("service.api.native_routes:classify", "service.api.engine_call:Call.answer"),
-    ("service.api.engine_call:Call.answer", "service.engines.engine:Engine.answer"),
+    ("service.api.engine_call:Call.answer", "service.api.engine_call:Call.compute"),
+    ("service.api.engine_call:Call.compute", "service.engines.engine:Engine.answer"),
     (
         "service.engines.engine:Engine.answer",
         "service.tasks.classification:Classification.plan",

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from service.api import admin, openapi, schemas, token_routes
+from service.api import (
+    admin,
+    analysis_schemas,
+    openapi,
+    ranking_schemas,
+    schemas,
+    token_routes,
+    token_schemas,
+)
 from service.api.native_routes import router
 from service.core import bundle
 from service.core.bundle import Manifest, Provenance
@@ -98,11 +106,16 @@ RECORDS = {
     if isinstance(found, type) and issubclass(found, Record) and found is not Record
 }
 REQUESTS = {
-    "Every request": schemas.Request,
     "POST /classify": schemas.ClassifyRequest,
     "POST /ner": schemas.NerRequest,
     "POST /qa": schemas.QaRequest,
     "POST /embed": schemas.EmbedRequest,
+    "POST /rerank": ranking_schemas.RerankRequest,
+    "POST /similarity": ranking_schemas.SimilarityRequest,
+    "POST /zero-shot": analysis_schemas.ZeroShotRequest,
+    "POST /analyze": analysis_schemas.AnalyzeRequest,
+    "POST /tokenize": token_schemas.TokenizeRequest,
+    "POST /detokenize": token_schemas.DetokenizeRequest,
 }
 
 
@@ -146,9 +159,16 @@ def test_api_page_describes_every_field(heading):
     """Each endpoint has a table of exactly its request's fields, with what they default to."""
     own = presence(REQUESTS[heading])
     if issubclass(REQUESTS[heading], schemas.TextRequest):
-        own = {"inputs": "required", **own}
+        own = {**presence(schemas.TextRequest), **own}
 
     assert own == described(sections(read("api.md"))[heading])
+
+
+def test_api_page_describes_the_fields_of_every_request():
+    """Their table has the fields of a request to a model and of a request to a head."""
+    own = {**presence(schemas.Request), **presence(schemas.HeadRequest)}
+
+    assert own == described(sections(read("api.md"))["Every request"])
 
 
 def kinds(error=QuartetError):

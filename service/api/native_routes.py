@@ -45,14 +45,13 @@ from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore
 from service.engines.engine import Engine, Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
-from service.tasks import similarity
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking, rank
-from service.tasks.similarity import Similarity
+from service.tasks.similarity import Similarity, compare
 from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
@@ -149,7 +148,7 @@ async def embed(request: Request) -> Response:
     return await call.answer(task, "embedding", show)
 
 
-@router.post("/rerank", **openapi.task(RerankRequest, RerankResponse))
+@router.post("/rerank", **openapi.task(RerankRequest, RerankResponse, in_lines=False))
 async def rerank(request: Request) -> Response:
     """The documents that are most relevant to a query, by a cross-encoder, or by the vectors of an embedding head."""
     call = await receive_call(request, RerankRequest)
@@ -163,7 +162,7 @@ async def rerank(request: Request) -> Response:
                 stride=body.stride,
             )
         )
-        scores = similarity.scores(of_texts(reply))
+        scores = compare(of_texts(reply))
     else:
         reply = await call.compute(
             Reranking(
@@ -188,8 +187,8 @@ def names_embedding(engine: Engine, head: str | None) -> bool:
     return found is not None and found.task == "embedding"
 
 
-@router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse))
-async def compare(request: Request) -> Response:
+@router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse, in_lines=False))
+async def similarity(request: Request) -> Response:
     """The cosine of each text's vector with that of the source."""
     call = await receive_call(request, SimilarityRequest)
     body = call.body
@@ -197,7 +196,7 @@ async def compare(request: Request) -> Response:
         source=body.source, texts=body.inputs, truncate=body.truncate, stride=body.stride
     )
     reply = await call.compute(task)
-    return call.respond(reply, {"results": similarity.scores(of_texts(reply))})
+    return call.respond(reply, {"results": compare(of_texts(reply))})
 
 
 def of_texts(reply: Reply[Floats]) -> list[Floats | None]:

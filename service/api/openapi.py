@@ -232,25 +232,26 @@ RESPONSE_HEADERS: dict[str, str] = {
 
 def tokens(request: type[Request], response: type[BaseModel]) -> Object:
     """Return the declaration of a route that needs the tokenizer of a model, but not its graph."""
-    declared = task(request, response)
-    declared["responses"].pop(200)
-    return {**declared, "tags": ["tasks"]}
+    declared = task(request, response, in_lines=False)
+    declared["responses"][200] = {}
+    return declared
 
 
-def task(request: type[Request], response: type[BaseModel]) -> Object:
-    """Return the OpenAPI declaration of a task's route."""
+def task(request: type[Request], response: type[BaseModel], *, in_lines: bool = True) -> Object:
+    """Return the OpenAPI declaration of a task's route. in_lines: it can also answer in NDJSON"""
     body = {
         "schema": reference(request.__name__),
         "examples": {
             name: {"summary": name, "value": value} for name, value in EXAMPLES[request].items()
         },
     }
+    lines = {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}}
     return {
         "response_model": response,
         "responses": {
             200: {
                 "headers": {name: header(text) for name, text in RESPONSE_HEADERS.items()},
-                "content": {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}},
+                **({"content": lines} if in_lines else {}),
             },
             **error_responses(*TASK, *KEYED, *NOT_READY, *EVERY_ROUTE),
         },

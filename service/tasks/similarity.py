@@ -14,7 +14,7 @@ from service.tasks.embedding import Embedding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Similarity:
-    """The vector of each text and, last, of the text that they are compared with. See `scores`.
+    """The vector of each text and, last, of the text that they are compared with. See `compare`.
 
     truncate: of the texts; the source is cut if it is too long
     stride: tokens that neighboring windows share; None for the default
@@ -39,7 +39,7 @@ class Similarity:
         return TaskPlan(texts.heads, [*texts.sizes, *source.sizes], encode, texts.decode)
 
 
-def scores(vectors: Sequence[Floats | None]) -> list[float | None]:
+def compare(vectors: Sequence[Floats | None]) -> list[float | None]:
     """Return the cosine of the last vector with each other one; None without a vector."""
     *others, source = vectors
     if source is None:

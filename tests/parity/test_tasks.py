@@ -18,14 +18,13 @@ from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
-from service.tasks import similarity
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
-from service.tasks.similarity import Similarity
+from service.tasks.similarity import Similarity, compare
 from service.tasks.zero_shot import ZeroShot
 from tests import samples
 from tests.conftest import run_export
@@ -179,7 +178,7 @@ async def test_similarity_parity(engine: Engine, folder: Path) -> None:
     """The cosines of sentence-transformers."""
     reply = await engine.answer(Similarity(source=QUERY, texts=[*TEXTS, LONG]), ticket())
 
-    found = np.asarray(similarity.scores(reply.results))
+    found = np.asarray(compare(reply.results))
 
     expected = bi_encoder(folder / "embeddings", [*TEXTS, LONG]).numpy()
     limit = 1e-4 if engine.runs_on.precision == "fp32" else 0.1

@@ -4,10 +4,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from service.core.bundle import Head
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.engines.commands import Command
 from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
@@ -16,10 +18,14 @@ from service.errors import QuartetError, UnknownModel
 from service.scheduling.entries import Heads
 from service.scheduling.load import Load
 from service.settings import Settings
+from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
+from service.tasks.reranking import Reranking
+from service.tasks.similarity import Similarity
+from service.tasks.zero_shot import ZeroShot
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
 TOKENS = 7  # of every request
@@ -27,6 +33,12 @@ TOKENS = 7  # of every request
 
 class FakeEngine:
     id = "tiny@1"
+    manifest = SimpleNamespace(
+        heads={
+            "sentiment": Head(task="classification", labels=("good", "bad")),
+            "embeddings": Head(task="embedding", pooling="mean", dimensions=3),
+        }
+    )
     fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
 
     def __init__(self) -> None:
@@ -93,6 +105,14 @@ def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
             return "answers", [[AnswerSpan("six", 0.5, 4, 7)]] * len(task.questions)
         case Embedding():
             return "embeddings", [VECTOR] * len(task.texts)
+        case Similarity():
+            return "embeddings", [VECTOR] * (len(task.texts) + 1)
+        case Reranking():
+            return "relevance", [place / 4 for place in range(len(task.documents))]
+        case ZeroShot():
+            return "entailment", [[LabelScore("good", 0.75)]] * len(task.texts)
+        case Analysis():
+            return "sentiment", [{"sentiment": [LabelScore("good", 0.75)]}] * len(task.texts)
     raise AssertionError(f"no results for {task}")
 
 

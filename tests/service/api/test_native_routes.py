@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from service import errors
+from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
+from service.tasks.reranking import Reranking
+from service.tasks.similarity import Similarity
+from service.tasks.zero_shot import ZeroShot
 from tests.service.fakes import VECTOR, FakeEngine
 
 Client = httpx.AsyncClient
@@ -25,7 +29,20 @@ BODIES: dict[str, Any] = {
     "/ner": {"inputs": "a"},
     "/qa": QUESTION,
     "/embed": {"inputs": "a"},
+    "/rerank": {"query": "a", "documents": ["b", "c"]},
+    "/similarity": {"source": "a", "inputs": "b"},
+    "/zero-shot": {"inputs": "a", "labels": ["good", "bad"]},
+    "/analyze": {"inputs": "a"},
 }
+
+
+def several(path: str) -> dict[str, Any]:
+    """A body with three inputs."""
+    return (
+        {**BODIES[path], "inputs": ["a", "b", "c"]} if path != "/qa" else {"inputs": [QUESTION] * 3}
+    )
+
+
 USAGE = {"tokens": 7, "windows": 1, "truncated": []}
 
 each_task = pytest.mark.parametrize("path", BODIES)
@@ -135,6 +152,117 @@ async def test_embed_answers_in_base64(client: Client) -> None:
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), VECTOR)
 
 
+async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> None:
+    """The best documents come first, with their places in the request and, if asked for, their texts."""
+    body = {
+        "query": "q",
+        "documents": ["a", "b", "c"],
+        "top_n": 2,
+        "return_text": True,
+        "raw_scores": True,
+        "truncate": True,
+        "stride": 8,
+        "head": "relevance",
+    }
+    response = await client.post("/rerank", json=body)
+    assert response.json() == {
+        "model": "tiny@1",
+        "head": "relevance",
+        "results": [
+            {"index": 2, "score": 0.5, "text": "c"},
+            {"index": 1, "score": 0.25, "text": "b"},
+        ],
+        "usage": USAGE,
+    }
+    assert engine.heads == ("relevance",)
+    assert engine.asked == Reranking(
+        query="q", documents=["a", "b", "c"], raw_scores=True, truncate=True, stride=8
+    )
+
+
+async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
+    """An embedding head ranks by cosines, equal ones in the order of the request."""
+    body = {"query": "q", "documents": ["a", "b"], "head": "embeddings", "truncate": False}
+    response = await client.post("/rerank", json=body)
+    found = response.json()["results"]
+    assert [0, 1] == [one["index"] for one in found]
+    assert [1.0, 1.0] == pytest.approx([one["score"] for one in found])
+    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False)
+
+
+async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
+    """They are in `errors`; without the vector of the query, nothing can be ranked."""
+    engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
+    body = {"query": "q", "documents": ["a", "b", "c"], "on_error": "null"}
+    content = (await client.post("/rerank", json=body)).json()
+    assert [2, 0] == [one["index"] for one in content["results"]]
+    assert [{"index": 1, "code": "invalid", "message": "too long"}] == content["errors"]
+
+    engine.bad = {3: errors.InferenceFailed("no number")}
+    response = await client.post("/rerank", json={**body, "head": "embeddings"})
+    assert error_of(response) == (500, "inference_failed", None)
+
+
+async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngine) -> None:
+    """One number for each input."""
+    body = {"source": "q", "inputs": ["a", "b"], "truncate": "window", "stride": 8}
+    response = await client.post("/similarity", json=body)
+    assert [1.0, 1.0] == pytest.approx(response.json()["results"])
+    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate="window", stride=8)
+
+
+async def test_zero_shot_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+    """Every field reaches the engine."""
+    body = {
+        "inputs": ["a"],
+        "labels": "good",
+        "hypothesis_template": "It is {}!",
+        "multi_label": True,
+        "truncate": False,
+        "head": "entailment",
+    }
+    response = await client.post("/zero-shot", json=body)
+    assert [[{"label": "good", "score": 0.75}]] == response.json()["results"]
+    assert engine.heads == ("entailment",)
+    assert engine.asked == ZeroShot(
+        texts=["a"],
+        labels=["good"],
+        hypothesis_template="It is {}!",
+        multi_label=True,
+        truncate=False,
+    )
+
+
+async def test_zero_shot_is_bounded(client_with: ClientWith, engine: FakeEngine) -> None:
+    """Each text is read once for each label, and all of these count as inputs."""
+    body = {"inputs": ["a", "b"], "labels": ["good", "bad"]}
+    async with client_with(max_inputs_per_request=3) as client:
+        response = await client.post("/zero-shot", json=body)
+        assert error_of(response) == (413, "too_large", None)
+        assert "4 texts; a request may have 3" in response.json()["error"]["message"]
+    assert engine.asked is None
+
+
+async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> None:
+    """Each input has the result of each head, as the head's own route shows it."""
+    body = {
+        "inputs": ["a"],
+        "heads": ["sentiment", "embeddings"],
+        "offset_unit": "utf16",
+        "truncate": True,
+        "stride": 4,
+    }
+    response = await client.post("/analyze", json=body)
+    assert response.json() == {
+        "model": "tiny@1",
+        "heads": ["sentiment"],
+        "results": [{"sentiment": [{"label": "good", "score": 0.75}]}],
+        "usage": USAGE,
+    }
+    assert engine.heads == ("sentiment", "embeddings")
+    assert engine.asked == Analysis(texts=["a"], offset_unit="utf16", truncate=True, stride=4)
+
+
 @each_task
 async def test_an_answer_says_how_it_was_made(client: Client, path: str) -> None:
     """Headers tell the stages, the batch, and the bundle with all it ran on."""
@@ -220,9 +348,10 @@ async def test_a_bad_timeout_is_answered(client: Client, path: str) -> None:
 @each_task
 async def test_limits_are_the_settings(client_with: ClientWith, path: str) -> None:
     """The size of a body and the number of inputs are the operator's to set."""
-    many = {"inputs": [{}] * 3}
+    name = "documents" if path == "/rerank" else "inputs"
+    many = {name: [{}] * 3}
     async with client_with(max_inputs_per_request=2) as client:
-        assert error_of(await client.post(path, json=many)) == (413, "too_large", "inputs")
+        assert error_of(await client.post(path, json=many)) == (413, "too_large", name)
     async with client_with(max_body_bytes=8) as client:
         assert error_of(await client.post(path, json=many)) == (413, "too_large", None)
 
@@ -233,8 +362,9 @@ async def test_long_texts_are_too_large(
 ) -> None:
     """They are refused before they reach the engine, though they would be cut."""
     async with client_with(max_characters_per_input=10) as client:
-        long = {"inputs": ["a" * 11]} if path != "/qa" else {**QUESTION, "context": "a" * 11}
-        name = "inputs[0]" if path != "/qa" else "question"
+        first = {"/qa": "question", "/rerank": "query", "/similarity": "source"}
+        name = first.get(path, "inputs[0]")
+        long = {**BODIES[path], name.removesuffix("[0]"): "a" * 11}
         assert error_of(await client.post(path, json=long)) == (413, "too_large", name)
     assert engine.asked is None
 
@@ -293,13 +423,12 @@ async def test_metrics_are_text(client: Client) -> None:
     assert "\nquartet_queue_tokens " in response.text
 
 
-@each_task
+@pytest.mark.parametrize("path", set(BODIES) - {"/rerank"})
 async def test_bad_inputs_are_null_when_asked_for(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
     """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
-    inputs = [QUESTION] * 3 if path == "/qa" else ["a", "b", "c"]
-    body = {"inputs": inputs, "on_error": "null"}
+    body = {**several(path), "on_error": "null"}
     name = "embeddings" if path == "/embed" else "results"
     fine = (await client.post(path, json=body)).json()
     assert [] == fine["errors"]
