@@ -1,5 +1,6 @@
 """Logits become the answers that a slower or a better known implementation gives."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -762,3 +763,47 @@ def test_utf16_offsets_cut_as_javascript_does(text: str) -> None:
         assert span._replace(start=found.start, end=found.end) == found
         cut = units[2 * found.start : 2 * found.end]
         assert span.word.encode("utf-16-le", "surrogatepass") == cut
+
+
+class TestRelevance:
+    def test_best_window_counts(self) -> None:
+        """The score is the sigmoid of the highest logit; raw, the logit; of a regression, the logit."""
+        windows = [np.float32([-1]), np.float32([2]), np.float32([0])]
+        scores = [
+            decode.relevance(windows, problem_type=None, raw=False),
+            decode.relevance(windows, problem_type=None, raw=True),
+            decode.relevance(windows, problem_type="regression", raw=False),
+        ]
+        assert [1 / (1 + math.exp(-2)), 2.0, 2.0] == pytest.approx(scores)
+
+
+class TestCosines:
+    def test_any_length(self) -> None:
+        """A cosine does not depend on the lengths of vectors; that with a zero vector is 0."""
+        query = np.float32([3, 4])
+        others = [np.float32([6, 8]), np.float32([-4, 3]), np.float32([0, 0])]
+        assert [1.0, 0.0, 0.0] == pytest.approx(decode.cosines(query, others))
+        assert [0.0] == decode.cosines(np.zeros(2, np.float32), others[:1])
+
+
+class TestZeroShot:
+    LOGITS = (np.float32([1, 3, 0]), np.float32([2, 1, 9]))  # contradiction, entailment, neutral
+
+    def scores(self, labels: list[str], **options: Any) -> dict[str, float]:
+        logits = self.LOGITS[: len(labels)]
+        found = decode.zero_shot(logits, labels, entailment=1, contradiction=0, **options)
+        assert sorted(found, key=lambda one: -one.score) == found
+        return dict(found)
+
+    def test_labels_that_exclude_each_other(self) -> None:
+        """One softmax over the entailments."""
+        expected = math.exp(3) / (math.exp(3) + math.exp(1))
+        scores = self.scores(["a", "b"], multi_label=False)
+        assert {"a": expected, "b": 1 - expected} == pytest.approx(scores)
+
+    @pytest.mark.parametrize(("labels", "multi_label"), [(["a", "b"], True), (["a"], False)])
+    def test_labels_with_scores_of_their_own(self, labels: list[str], multi_label: bool) -> None:
+        """Entailment against contradiction, also for a single label."""
+        scores = self.scores(labels, multi_label=multi_label)
+        assert 1 / (1 + math.exp(-2)) == pytest.approx(scores["a"])
+        assert len(labels) == 1 or 1 / (1 + math.exp(1)) == pytest.approx(scores["b"])

@@ -403,6 +403,61 @@ class TestQuestions:
         assert len(encoded.windows) == 6
 
 
+class TestOneWithEach:
+    @compare
+    @given(prose, st.lists(prose, min_size=1, max_size=3), st.booleans())
+    def test_cut_as_pairs(self, first: str, seconds: list[str], truncate: bool) -> None:
+        """Tokens and types are those of each pair by itself, and so are refusals."""
+        encoder = Encoder(lettered(), 16)
+
+        def separately() -> list[Cut]:
+            return [*encoder.pairs([first] * len(seconds), seconds, truncate=truncate)]
+
+        def together() -> list[Cut]:
+            return encoder.one_with_each(first, seconds, truncate=truncate)
+
+        assert refusal(separately) == refusal(together)
+        if refusal(together) is None:
+            assert (ids(separately()), types(separately())) == (ids(together()), types(together()))
+            assert [a.truncated for a in separately()] == [b.truncated for b in together()]
+
+    @compare
+    @given(prose, prose, st.integers(0, 3))
+    def test_windows_as_questions(self, first: str, second: str, stride: int) -> None:
+        """Each window has the whole first text and a part of the second, unless the first is too long."""
+        encoder = Encoder(lettered(), 16)
+        fits = (16 - 3) // 2
+        (question,) = encoder.questions([first], [second], stride=stride, max_query_tokens=fits)
+        (cut,) = encoder.one_with_each(first, [second], truncate="window", stride=stride)
+        whole = len(encoder.whole([first], [second])[0].windows[0]) <= 16
+        expected = [*encoder.pairs([first], [second])] if whole else [question]
+        assert (ids(expected), types(expected)) == (ids([cut]), types([cut]))
+        assert cut.truncated is (not whole and question.truncated)
+
+    def test_first_is_tokenized_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However many texts it is paired with."""
+        encoder, counted = Encoder(lettered(), 32), []
+
+        class Counting:
+            def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+                counted.extend(texts)
+                return lettered().encode_batch_fast(texts, **options)
+
+        monkeypatch.setattr(encoder, "tokenizer", Counting())
+        encoder.one_with_each("the", ["river"] * 9)
+        assert 1 == counted.count("the")
+
+
+class TestWhole:
+    def test_nothing_is_cut(self) -> None:
+        """A text that is longer than a window is whole, and marked."""
+        encoder = Encoder(lettered(), 8)
+        short, long = encoder.whole(["The river", "The river " * 9])
+        assert (4, False, 20, True) == (short.tokens, short.truncated, long.tokens, long.truncated)
+        (pair,) = encoder.whole(["The"], ["river"])
+        assert [-1, 0, -1, 1, -1] == pair.windows[0].sequence.tolist()
+
+
 class TestOffsets:
     @settings(max_examples=250)  # 5,000 texts
     @given(texts=st.lists(odd_text, min_size=20, max_size=20))

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -178,6 +179,8 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
             True,
         ),
         ([AnswerSpan("six", 0.9, 4, 7)], [AnswerSpan("six", 0.9, 14, 17)], False),
+        (0.5, 0.54, True),
+        (0.5, 0.56, False),
         (np.float32([1, 0]), np.float32([2, 0.1]), True),
         (np.float32([1, 0]), np.float32([1, 0.2]), False),
         (np.float32([1, 0]), np.float32([1, 0, 0]), False),
@@ -186,3 +189,17 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
 def test_the_same_answer(one: Any, other: Any, same: bool) -> None:
     """Says the same, however sure it is."""
     assert same == same_answer(one, other) == same_answer(other, one)
+
+
+async def test_results_of_several_heads_are_compared_by_head() -> None:
+    """Each head's results count for that head."""
+    copied = Copied()
+    heads = ("sentiment", "entities")
+    answered = replace(reply({"sentiment": GOOD, "entities": [PER]}, None), heads=heads)
+    answer = replace(reply({"sentiment": BAD, "entities": [PER]}, None), heads=heads)
+    await copied.copied(answered, answer)
+    assert [
+        ("a@2", "sentiment", "changed", 1),
+        ("a@2", "entities", "same", 1),
+    ] == copied.told
+    assert heads == copied.asked[0][2]
