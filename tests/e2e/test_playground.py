@@ -194,6 +194,38 @@ def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
     assert texts(page, "#similarity .bar-score")[0] == "1.000"
 
 
+def test_rerank_shows_the_documents_in_order(page: Page) -> None:
+    """The documents stand by falling score, with the head that scored them."""
+    answer = run(page, "rerank", query="Who drew it?", documents="Ada drew a comet.\n\nIt rained.")
+    documents = ["Ada drew a comet.", "It rained."]
+    assert texts(page, "#rerank .bar-label") == [documents[r["index"]] for r in answer["results"]]
+    assert answer["head"] in texts(page, "#rerank [data-fact=model] dd")[0]
+
+
+def test_analyze_shows_every_head(page: Page) -> None:
+    """Each head has a part of its own: labels, marked entities, or the size of a vector."""
+    answer = run(page, "analyze", inputs="Ada drew a comet in Turin.")
+    assert texts(page, "#analyze h3") == answer["heads"]
+    (found,) = answer["results"]
+    labels = [label["label"] for label in found[answer["heads"][0]]]
+    assert texts(page, "#analyze .of-head:first-child .bar-label") == labels
+
+
+def test_tokens_are_shown(page: Page) -> None:
+    """Each token of the answer is shown, and how many the model reads."""
+    answer = run(page, "tokenize", inputs="Ada drew a comet.")
+    (found,) = answer["results"]
+    assert texts(page, "#tokenize .tokens li") == [token["token"] for token in found["tokens"]]
+    summary = f"{found['count']} tokens of at most {answer['max_length']}"
+    assert texts(page, "#tokenize .summary") == [summary]
+
+
+def test_boxes_of_heads_that_no_model_has_are_hidden(page: Page) -> None:
+    """The tiny model has no head that was trained on entailment."""
+    expect(page.locator("#zero-shot")).to_be_hidden()
+    expect(page.locator("#rerank")).to_be_visible()
+
+
 def test_missing_question_is_answered_in_place(page: Page) -> None:
     """The service's own error is shown in the box, and the field at fault is marked."""
     error = run(page, "answers", question="")["error"]

@@ -1,37 +1,79 @@
-// The playground: four boxes, each an ordinary call to the API it is served from.
+// The playground: a box for each task, each an ordinary call to the API it is served from.
 // Data reaches the page through textContent only, never as markup.
 
 import { call, key, post, problem, useKey } from "./client.js";
 import { EXAMPLES } from "./examples.js";
 
+const of = (task) => (head) => head.task === task;
+const scoresPairs = (head) => head.task === "classification" && head.labels.length === 1;
+const entails = (head) => head.task === "classification" && head.labels.some((label) => /^entail/i.test(label));
+const readsTexts = (head) => ["classification", "ner", "embedding"].includes(head.task);
+const lines = (text) => text?.split("\n").filter((line) => line.trim());
+
+// reads: whether a head can answer. optional: the box is hidden where no head can. headless: no single head answers.
 const TASKS = {
   classify: {
-    task: "classification",
+    reads: of("classification"),
     path: "classify",
     empty: "Labels and their scores will appear here.",
     request: ({ inputs }) => ({ inputs }),
     show: showLabels,
   },
   entities: {
-    task: "ner",
+    reads: of("ner"),
     path: "ner",
     empty: "The text will appear here with its names marked.",
     request: ({ inputs }) => ({ inputs }),
     show: showEntities,
   },
   answers: {
-    task: "qa",
+    reads: of("qa"),
     path: "qa",
     empty: "The best answers will appear here, marked in the context.",
     request: (fields) => ({ ...fields, top_k: 3 }),
     show: showAnswers,
   },
   similarity: {
-    task: "embedding",
+    reads: of("embedding"),
     path: "embed",
     empty: "Each sentence's closeness to the first will appear here.",
-    request: ({ inputs }) => ({ inputs: inputs?.split("\n").filter((line) => line.trim()) }),
+    request: ({ inputs }) => ({ inputs: lines(inputs) }),
     show: showSimilarity,
+  },
+  rerank: {
+    reads: (head) => scoresPairs(head) || of("embedding")(head),
+    optional: true,
+    named: true,
+    path: "rerank",
+    empty: "The documents will appear here, the most relevant first.",
+    request: ({ query, documents }) => ({ query, documents: lines(documents) }),
+    show: showRanking,
+  },
+  "zero-shot": {
+    reads: entails,
+    optional: true,
+    path: "zero-shot",
+    empty: "Your labels and their scores will appear here.",
+    request: ({ inputs, labels, multi_label }) => ({ inputs, labels: lines(labels), multi_label }),
+    show: showLabels,
+  },
+  analyze: {
+    reads: readsTexts,
+    optional: true,
+    headless: true,
+    path: "analyze",
+    empty: "The answers of all heads will appear here.",
+    request: ({ inputs }) => ({ inputs }),
+    show: showAnalysis,
+  },
+  tokenize: {
+    reads: () => true,
+    optional: true,
+    headless: true,
+    path: "tokenize",
+    empty: "The tokens that the model reads will appear here.",
+    request: ({ inputs }) => ({ inputs }),
+    show: showTokens,
   },
 };
 
@@ -145,6 +187,26 @@ function showSimilarity({ embeddings: [first, ...others] }, { inputs }) {
     node("p", { className: "reference" }, inputs[0]), ranked.length ? bars(ranked) : alone];
 }
 
+function showRanking({ results }, { documents }) {
+  return [bars(results.map(({ index, score: value }) => [documents[index], value]))];
+}
+
+function showAnalysis({ results: [found], heads }, sent) {
+  const shown = (result) => {
+    if (typeof result[0] === "number") return [node("p", { className: "summary" }, `A vector of ${result.length} numbers`)];
+    if (!result.length || "start" in result[0]) return showEntities({ results: [result] }, sent);
+    return showLabels({ results: [result] });
+  };
+  return heads.map((head) => node("section", { className: "of-head" }, node("h3", {}, head), ...shown(found[head])));
+}
+
+function showTokens({ results: [{ tokens: found, count: number, truncated }], max_length: longest }) {
+  const chips = found.map(({ id, token }) => node("li", { title: `id ${id}` }, token));
+  const rest = truncated ? "; the model cuts the rest or reads it in windows" : "";
+  return [node("p", { className: "summary" }, `${tokens(number)} of at most ${longest}${rest}`),
+    node("ol", { className: "tokens" }, ...chips)];
+}
+
 // ---- notices about a call
 
 function notices(answer, sent, demo) {
@@ -166,7 +228,7 @@ function facts({ answer, roundTrip, timing, batch }) {
     ...(timing ? [fact("service", "Service", milliseconds(timing.total))] : []),
     ...(batch ? [fact("batch", "Batch", `size ${batch.size} · ${tokens(Number(batch.tokens))}`)] : []),
     ...(usage ? [fact("read", "Read", `${tokens(usage.tokens)} · ${count(usage.windows, "window")}`)] : []),
-    fact("model", "Model", [answer.model, answer.head].filter(Boolean).join(" · ")));
+    fact("model", "Model", [answer.model, ...(answer.heads ?? [answer.head])].filter(Boolean).join(" · ")));
 }
 
 function timeline({ roundTrip, timing }) {
@@ -218,8 +280,8 @@ function fill(panel, values) {
 }
 
 function body(panel) {
-  const several = panel.heads.length > 1;
-  const head = several ? panel.head.value : undefined;
+  const several = panel.heads.length > 1 || panel.named;
+  const head = several && !panel.headless ? panel.head.value : undefined;
   return { ...panel.request(fields(panel.form)), model: panel.model?.id, head };
 }
 
@@ -323,17 +385,18 @@ function wire(panel) {
 // ---- models
 
 function applyModel(panel, model) {
-  const offered = Object.entries(model.heads ?? {}).filter(([, head]) => head.task === panel.task);
+  const offered = Object.entries(model.heads ?? {}).filter(([, head]) => panel.reads(head));
   const options = offered.map(([name, { demo }]) =>
     node("option", { value: name }, demo ? `${name} (demo)` : name));
   panel.flight?.abort();
   panel.results.removeAttribute("aria-busy");
   Object.assign(panel, { model, heads: offered });
   panel.head.replaceChildren(...options);
-  panel.section.querySelector(".head-choice").hidden = offered.length < 2;
+  panel.section.querySelector(".head-choice").hidden = offered.length < 2 || panel.headless;
   const missing = Boolean(model.heads) && !offered.length;
   panel.form.querySelector("fieldset").disabled = missing;
   panel.section.classList.toggle("off", missing);
+  panel.section.hidden = missing && Boolean(panel.optional);
   markInvalid(panel);
   rest(panel, missing ? `${model.id} has no head for this task.` : panel.empty);
   refresh(panel);

@@ -46,4 +46,30 @@ export const EXAMPLES = {
       inputs: "How do I change my password?\nWhere can I reset my login details?\nMy parcel has not arrived.\nThe password was written on a yellow note.\nWhich payment methods do you accept?",
     },
   },
+  rerank: {
+    "A lost card": {
+      query: "What should I do when my bank card is gone?",
+      documents: "Block a lost card at once in the app or by telephone.\nThe branch on Mill Street closes at four.\nA new card arrives by post within a week.\nInterest is paid at the end of each year.",
+    },
+    "A garden": {
+      query: "Which plants grow well in the shade?",
+      documents: "Ferns and hostas are content without direct sun.\nTomatoes need eight hours of light a day.\nThe shed was painted green last spring.\nIvy covers a north wall in a few years.",
+    },
+  },
+  "zero-shot": {
+    "A letter": {
+      inputs: "The parcel was wet and the lamp inside was in pieces.",
+      labels: "complaint\npraise\nquestion",
+    },
+  },
+  analyze: {
+    "A happy guest": {
+      inputs: "Marta Lindqvist met us at the hotel in Oslo. It was the best week of the year.",
+    },
+  },
+  tokenize: {
+    "Rare words": {
+      inputs: "The lighthouse keeper's unforgettable kite flew over Reykjavík 🪁.",
+    },
+  },
 };
