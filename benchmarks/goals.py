@@ -1,6 +1,6 @@
 """Performance goals beyond `benchmarks.bench`: large requests, all tasks, many bundles, start and memory.
 
-    python -m benchmarks.goals [--only bulk tasks bundles life] [--mix news] [--rounds N] [--seconds N]
+    python -m benchmarks.goals [--only bulk tasks rerank analyze bundles life] [--mix news] [--rounds N] [--seconds N]
 
 Each part starts its servers once and measures them in interleaved rounds, with the bare session as the baseline where
 a goal is relative to it. Weights are MiniLM's at fp32; for the tasks, its encoder with a random head for each.
@@ -11,9 +11,10 @@ import json
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from benchmarks import bulk, bundles, life, tasks
+from benchmarks import bulk, bundles, life, ranking, tasks
 from benchmarks.faults import overload
 from benchmarks.lib import goal_checks, machine, models, servers, traffic
 from benchmarks.lib.goal_checks import Check
@@ -21,6 +22,8 @@ from benchmarks.lib.goal_checks import Check
 PARTS = {
     "bulk": bulk.measure,
     "tasks": tasks.measure,
+    "rerank": ranking.measure_rerank,
+    "analyze": ranking.measure_analysis,
     "bundles": bundles.measure,
     "life": life.measure,
     "overload": overload.measure,
@@ -63,7 +66,12 @@ def main() -> None:
 
 def measure(part: str, given: argparse.Namespace, scratch: Path) -> tuple[list[Check], dict]:
     """What is wanted in one part, with what was found, and the figures behind it."""
-    checkpoint = models.joint(scratch) if part == "tasks" else models.minilm()
+    checkpoints = {
+        "tasks": models.joint,
+        "analyze": models.analysis,
+        "rerank": partial(models.checkpoint, "rerank"),
+    }
+    checkpoint = checkpoints.get(part, lambda _: models.minilm())(scratch)
     model = servers.to_bundle(Path(sys.executable), checkpoint, scratch)
     mix = "short" if part == "life" else given.mix  # many requests, and no need of their length
     texts = traffic.texts(traffic.MIXES[mix], BULK if part == "bulk" else 600)
