@@ -22,12 +22,11 @@ import transformers
 
 from benchmarks.compat import checkpoints, compare, texts
 from benchmarks.compat.checkpoints import MAX_LENGTH
-from benchmarks.compat.compare import Tally
+from benchmarks.compat.compare import AT_ONCE, Tally
 from benchmarks.lib import environments, machine, servers
 from benchmarks.lib.environments import PEERS, ROOT
 
 PEER = "question_answering"
-AT_ONCE = 10  # texts in a request
 MODELS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
     "minilm": lambda folder, _: checkpoints.minilm(folder),
     "roberta": lambda folder, corpus: checkpoints.at_random("roberta", corpus, folder),
@@ -76,6 +75,8 @@ def measure(checkpoint: Path, inputs: Inputs, scratch: Path) -> Iterator[Tally]:
     with servers.serving(servers.quartet("fp32"), bundle_of(checkpoint), scratch) as running:
         ask = partial(post, running.port)
         yield from compare.classify(ask, checkpoint, inputs.texts, inputs.pairs, MAX_LENGTH)
+        yield from compare.zero_shot(ask, checkpoint, inputs.texts, MAX_LENGTH)
+        yield from compare.rerank(ask, checkpoint, inputs.pairs, MAX_LENGTH)
         yield from compare.ner(ask, checkpoint, inputs.texts, MAX_LENGTH)
         yield from compare.qa(ask, checkpoint, inputs.questions, MAX_LENGTH, peer_answers)
 

@@ -95,6 +95,45 @@ def labels(document: list[dict[str, Any]]) -> list[LabelScore]:
     return [LabelScore(one["label"], one["score"]) for one in document]
 
 
+# -- other uses of a classification head -----------------------------------------------------------
+
+LABELS = ("business", "sports", "science", "a war")
+AT_ONCE = 10  # documents of a query
+
+
+def zero_shot(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterator[Tally]:
+    """Labels that exclude each other, and labels that may hold together."""
+    pipeline = pipelines.load("zero-shot-classification", folder / "follows", max_length)
+    for multi_label in (False, True):
+        tally = Tally("/zero-shot" + (", several labels" if multi_label else ""))
+        fields = {"head": "follows", "labels": LABELS, "multi_label": multi_label}
+        for text, result in zip(texts, ask("/zero-shot", {"inputs": texts}, fields), strict=True):
+            given = pipeline(text, candidate_labels=list(LABELS), multi_label=multi_label)
+            peer = [*map(LabelScore, given["labels"], given["scores"])]
+            tally.add(text, labels(result), peer, lambda _, same=peer: same, ())
+        yield tally
+
+
+def rerank(
+    ask: Ask, folder: Path, pairs: Sequence[tuple[str, str]], max_length: int
+) -> Iterator[Tally]:
+    """The documents of ten pairs, for the query of each; long pairs are cut."""
+    pipeline = pipelines.load("text-classification", folder / "alike", max_length)
+    tally = Tally("/rerank")
+    for start in range(0, len(pairs), AT_ONCE):
+        documents = [document for _, document in pairs[start : start + AT_ONCE]]
+        query = pairs[start][0]
+        fields = {"head": "alike", "query": query, "truncate": True, "return_text": True}
+        found = ask("/rerank", {"documents": documents}, fields)
+        given = [pipeline({"text": query, "text_pair": d}, truncation=True) for d in documents]
+        scores = [one[0]["score"] if isinstance(one, list) else one["score"] for one in given]
+        ranked = sorted(zip(documents, scores, strict=True), key=lambda one: -one[1])
+        peer = [LabelScore(*one) for one in ranked]
+        own = [LabelScore(one["text"], one["score"]) for one in found]
+        tally.add(query, own, peer, lambda _, same=peer: same, ())
+    yield tally
+
+
 # -- entities -------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,20 @@ def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*differences(found).values())
 
 
+def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """There is no difference, also where a text is cut."""
+    found = compare.zero_shot(ask, folder / family, inputs.texts, MAX_LENGTH)
+
+    assert set() == set().union(*differences(found).values())
+
+
+def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """Documents come in the same order, with the same scores."""
+    found = compare.rerank(ask, folder / family, inputs.pairs, MAX_LENGTH)
+
+    assert set() == set().union(*differences(found).values())
+
+
 def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Tokens are the same everywhere; words may be others, and long texts are read in another way."""
     found = differences(compare.ner(ask, folder / family, inputs.texts, MAX_LENGTH))
