@@ -1,7 +1,7 @@
 """Schemas of zero-shot classification, and of the analysis of texts by several heads."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -12,9 +12,7 @@ from service.api.schemas import (
     STRIDE,
     AtLeastZero,
     ClassifyResponse,
-    EntityGroup,
     HeadRequest,
-    Label,
     ModelResponse,
     NotBlank,
     OnError,
@@ -106,6 +104,6 @@ class AnalyzeRequest(Request):
 
 class AnalyzeResponse(ModelResponse):
     heads: list[str]
-    results: list[dict[str, list[Label] | list[EntityGroup] | list[float]] | None] = Field(
-        description="per input, the result of each head"
+    results: list[dict[str, list[Any]] | None] = Field(
+        description="per input, the result of each head as its own route has it: labels, entity groups, or numbers"
     )
