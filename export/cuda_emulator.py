@@ -2,7 +2,8 @@
 
 ONNX Runtime has no CPU kernel for `PackedMultiHeadAttention`, and computes most other nodes of an fp16 graph in fp32 on
 a CPU, which would hide the rounding and the overflows of fp16. Here a product is summed in float64 and rounded to its
-output's type. A GPU sums in fp32 and in another order, so its outputs differ from these by rounding.
+output's type. A GPU sums in fp32 and in another order, so its outputs differ from these by rounding. The one exception
+is `SkipLayerNormalization`, whose kernel computes in fp16 throughout.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,10 @@ def emulated(path: Path) -> Callable[[Packed], BatchOutputs]:
 
 
 def evaluator(path: Path) -> ReferenceEvaluator:
-    return ReferenceEvaluator(onnx.load(path), new_ops=[Gemm, Gelu, PackedMultiHeadAttention])
+    return ReferenceEvaluator(
+        onnx.load(path),
+        new_ops=[Gemm, Gelu, PackedMultiHeadAttention, SkipLayerNormalization],
+    )
 
 
 def _wide(array: Array) -> Tensor:
@@ -68,6 +72,49 @@ class Gelu(OpRun):
 
     def _run(self, x: Array, **_: Any) -> tuple[Array]:
         return _rounded(F.gelu(_wide(x), approximate=self.approximate), x)
+
+
+def skip_norm(x: Tensor, scale: Tensor, shift: Tensor, epsilon: float) -> Tensor:
+    """Normalize sums [T, H] in fp16 as ONNX Runtime's CUDA kernel does, each step rounded.
+
+    The kernel divides each number by H before it squares and sums. Where a mean square passes 65,504, its root is
+    infinite, and the row becomes the shift.
+    """
+    width = x.shape[1]
+    share = x * torch.tensor(1 / width, dtype=x.dtype)  # [T, H]
+    mean, square = _pairwise_sum(share), _pairwise_sum(share * x)  # [T, 1]
+    variance = square - mean * mean + torch.tensor(epsilon, dtype=x.dtype)
+    # PyTorch's vectorized half root rounds otherwise than its scalar one, so that it depends on the number of rows.
+    factor = variance.double().rsqrt().to(x.dtype)
+    return scale * (x - mean) * factor + shift
+
+
+def _pairwise_sum(x: Tensor) -> Tensor:
+    """Sum rows as the threads of a block do, in pairs and rounded each time: [T, H] -> [T, 1]."""
+    while (width := x.shape[1]) > 1:
+        x = F.pad(x, (0, width % 2))
+        x = x[:, 0::2] + x[:, 1::2]
+    return x
+
+
+class SkipLayerNormalization(OpRun):
+    """The norm of a sum of two values and a bias. The kernel rounds the sum after each term."""
+
+    op_domain = "com.microsoft"
+    epsilon: float
+
+    def _run(
+        self,
+        x: Array,  # [T, H]
+        skip: Array,
+        scale: Array,  # [H]
+        shift: Array,
+        bias: Array | None = None,
+        **_: Any,
+    ) -> tuple[Array]:
+        added = torch.from_numpy(x + skip if bias is None else (x + bias) + skip)
+        gain, offset = torch.tensor(scale), torch.tensor(shift)
+        return (skip_norm(added, gain, offset, self.epsilon).numpy(),)
 
 
 class PackedMultiHeadAttention(OpRun):

@@ -20,11 +20,12 @@ from pydantic import ValidationError
 from export import evaluation, goldens, model_card, provenance, trace_graphs, verify
 from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
-from export.passes import first_token_only, quantize
+from export.passes import biases, first_token_only, half_stream, quantize, three_products
 from export.passes import fp16 as half
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.unread import unread_settings
+from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import (
     Bundle,
@@ -35,7 +36,8 @@ from service.core.bundle import (
     Memory,
     Provenance,
 )
-from service.core.encode import Encoder
+from service.core.encode import Encoder, Encoding
+from service.core.packing import Packed, pack
 from service.core.session import RUNTIME, BatchOutputs
 
 PORTABLE = "fp32.portable.onnx"
@@ -149,7 +151,7 @@ def draft_checkpoint(
     show(describe_source(source.folder, heads, encoder))
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
-    write_graphs(source, folder, request.precisions, show)
+    write_graphs(source, folder, request.precisions, goldens.golden_encodings(encoder), show)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = draft_manifest(
         request,
@@ -228,8 +230,17 @@ def choose_max_length(request: ExportRequest, longest: int | None) -> int:
 # -- graphs and manifest ----------------------------------------------------------------------------------------------
 
 
-def write_graphs(source: Source, folder: Path, precisions: Sequence[str], show: Show) -> None:
-    """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions."""
+def write_graphs(
+    source: Source,
+    folder: Path,
+    precisions: Sequence[str],
+    encodings: Sequence[Encoding],
+    show: Show,
+) -> None:
+    """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions.
+
+    encodings: the goldens' texts, whose numbers decide what an fp16 graph computes in fp16
+    """
     show("tracing the packed and the portable graph ...")
     packed = trace_graphs.export_packed(source.model)
     portable = trace_graphs.export_portable(source.model)
@@ -243,8 +254,21 @@ def write_graphs(source: Source, folder: Path, precisions: Sequence[str], show: 
     )
     if "fp16" in precisions:
         show("tracing the graph for CUDA ...")
-        halved = trace_graphs.export_cuda(half.halved(source.model))
+        halved = trace_cuda(source.model, pack(encodings))
         trace_graphs.save_sharing_weights({folder / "fp16.onnx": halved}, folder / HALF_WEIGHTS)
+
+
+def trace_cuda(model: EncoderWithHeads, packed: Packed) -> onnx.ModelProto:
+    """Trace a model for CUDA in mixed precision, and rewrite the graph for CUDA's kernels.
+
+    packed: texts whose sums decide which norms are in fp16
+    """
+    graph = trace_graphs.export_cuda(half.halved(model))
+    half_stream.fuse_norms(graph, half_stream.fitting_norms(model, packed))
+    three_products.split_products(graph)
+    biases.move_biases(graph)
+    onnx.checker.check_model(graph)
+    return graph
 
 
 def draft_manifest(

@@ -5,9 +5,8 @@ The largest fp16 number is 65,504 and its step is a thousandth of the number. So
     fp16    embedding tables; in each layer the projections, attention, and both products of the feed-forward
     fp32    the residual stream, layer norms, pooling, heads
 
-A layer norm squares its input, which passes 65,504 from 256 on, and ONNX Runtime's fused kernel for a sum with its norm
-computes fp16 inputs in fp16, so they must be fp32. The residual stream then costs twice the bytes, but is not rounded
-in every layer. Heads are small, and their outputs are float32 by contract.
+Heads are small, and their outputs are float32 by contract. `half_stream` then moves sums and norms whose numbers fit to
+fp16. The norms of other models stay as here: ONNX Runtime's kernel for a norm alone computes in fp32.
 """
 
 import copy

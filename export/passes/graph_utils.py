@@ -1,9 +1,13 @@
-"""Helpers of the passes over a graph: attributes and producers of nodes, copies, and removal of unused parts."""
+"""Helpers of the passes over a graph: attributes, producers and readers, copies, and removal of unused parts."""
 
+from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import onnx
-from onnx import NodeProto
+from numpy.typing import NDArray
+from onnx import NodeProto, numpy_helper
 
 
 def attribute(node: NodeProto, name: str, default: int = 0) -> int:
@@ -14,6 +18,33 @@ def attribute(node: NodeProto, name: str, default: int = 0) -> int:
 def producers(graph: onnx.GraphProto) -> dict[str, NodeProto]:
     """Return the node that computes each value, by the value's name."""
     return {output: node for node in graph.node for output in node.output}
+
+
+def count_readers(graph: onnx.GraphProto) -> Counter[str]:
+    """Return the number of times that nodes, or the graph's outputs, read each value."""
+    read = [name for node in graph.node for name in node.input]
+    return Counter([*read, *(value.name for value in graph.output)])
+
+
+class Weights:
+    """The weights of a graph, by name. Equal names are equal weights: a name that exists is not added again."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return numpy_helper.to_array(self._tensors[name])
+
+    def add(self, name: str, value: NDArray[Any]) -> str:
+        """Add a weight, and return its name."""
+        if name not in self._tensors:
+            self._tensors[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+            self._graph.initializer.append(self._tensors[name])
+        return name
 
 
 def with_inputs(node: NodeProto, names: Iterable[str]) -> NodeProto:

@@ -1,0 +1,61 @@
+"""Three products: in a graph for CUDA, queries, keys and values each have a product of their own.
+
+PyTorch's model computes them as one product and splits its output. CUDA's attention takes three tensors, so ONNX
+Runtime copies the output to three. On one H200, the prototype of this pass reached 1.04 times the throughput of
+BERT-base at 64 x 128 tokens and 1.01 times that of MiniLM's shape; after `half_stream` and `biases`, 1.08 and 1.14
+times. A single text takes about 0.1 ms more, because two more products are launched per layer (docs/experiments.md).
+
+H hidden
+"""
+
+import numpy as np
+import onnx
+from onnx import NodeProto, helper
+
+from export.passes.graph_utils import Weights, count_readers, drop_unused_nodes, producers
+
+PARTS = 3
+
+
+def split_products(model: onnx.ModelProto) -> None:
+    """Rewrite, in place, each product whose only reader splits it into three equal parts.
+
+    Rotated queries and keys come from a product that another node reads, which is not changed.
+    """
+    graph = model.graph
+    made, readers, weights = producers(graph), count_readers(graph), Weights(graph)
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        product = made.get(node.input[0]) if _splits_evenly(node) else None
+        if product is not None and product.op_type == "Gemm" and readers[node.input[0]] == 1:
+            nodes += _parts(product, node, weights)
+        else:
+            nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    drop_unused_nodes(graph)
+
+
+def _splits_evenly(node: NodeProto) -> bool:
+    return node.op_type == "Split" and len(node.input) == 1 and len(node.output) == PARTS
+
+
+def _parts(product: NodeProto, split: NodeProto, weights: Weights) -> list[NodeProto]:
+    """Return a product for each output of a Split, with its rows of the weight [3H, H] and of the bias [3H]."""
+    tensors = [np.split(weights[name], PARTS) for name in product.input[1:]]
+    return [
+        helper.make_node(
+            "Gemm",
+            [
+                product.input[0],
+                *(
+                    weights.add(f"{name}.{part}", rows[part])
+                    for name, rows in zip(product.input[1:], tensors, strict=True)
+                ),
+            ],
+            [output],
+            f"{product.name}.{part}",
+            transB=1,
+        )
+        for part, output in enumerate(split.output)
+    ]
