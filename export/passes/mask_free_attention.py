@@ -4,7 +4,8 @@ ONNX Runtime's `MultiHeadAttention` has two kernels on a CPU. One writes all sco
 other computes them a block at a time (Dao et al. 2022, FlashAttention), and takes no mask. This pass replaces the mask
 by one more dimension in each head: 1 in all queries, 0 in the keys of tokens, and a large negative number in the keys
 of empty slots, which gives them no weight. The product that computes queries and keys computes the first two as well.
-Each run only overwrites the keys of empty slots.
+Each run only overwrites the keys of empty slots. `NonZero` returns the index of each empty slot once, so `ScatterND`
+writes no slot twice, which would have an undefined result on CUDA.
 
 B sequences, S longest, N heads, D head size, H hidden, P slots without a token
 """

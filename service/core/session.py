@@ -34,12 +34,18 @@ Feeds = dict[str, NDArray[Any]]
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
+ERRORS = 3  # severity: the runtime logs to stderr, in lines of its own format
 RUNTIME = f"onnxruntime {ort.__version__}"
 # An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. It runs a kernel of cuBLAS and one of the runtime.
 TRIAL = (
     b'\x08\t:M\n\x11\n\x01x\n\x01x\x12\x01p"\x06MatMul\n\x0b\n\x01p\x12\x01y"\x03Exp\x12\x01tZ\x13\n\x01x\x12\x0e\n\x0c'
     b"\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01b\x13\n\x01y\x12\x0e\n\x0c\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01B\x04\n\x00\x10\x11"
 )
+
+
+# Kernels log to this logger, not to their session's. CUDA's ScatterND warns of duplicate indices in each layer of an
+# fp32 graph, where NonZero computes the indices, so that none is duplicated (`export.passes.mask_free_attention`).
+onnxruntime.set_default_logger_severity(ERRORS)
 
 
 class ProviderError(Exception):
@@ -331,7 +337,7 @@ def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> A
     settings.enable_mem_pattern = (
         False  # shapes differ from batch to batch: patterns would accumulate
     )
-    settings.log_severity_level = 3
+    settings.log_severity_level = ERRORS
     # TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens.
     providers = [provider] if provider == CPU else [(provider, {"use_tf32": "0"}), CPU]
     source = graph if isinstance(graph, bytes) else str(graph)

@@ -10,14 +10,14 @@ from onnx import numpy_helper
 
 from export import trace_graphs
 from export.passes.fold import fold
-from export.passes.mask_free_attention import drop_masks
+from export.passes.mask_free_attention import PLACES, drop_masks
 from model.config import BertConfig
 from model.families.albert import AlbertConfig
 from model.families.modernbert import ModernBertConfig
 from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from tests.conftest import Traced
-from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed
+from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed, run_value
 from tests.tiny import perturb
 
 HEADS = {
@@ -47,6 +47,14 @@ def test_empty_slots_are_found_once(traced: Traced) -> None:
     """What all layers have in common is computed once in a batch."""
     kinds = Counter(node.op_type for node in traced.packed.graph.node)
     assert (1, 1, 2) == (kinds["NonZero"], kinds["Expand"], kinds["ScatterND"])
+
+
+def test_empty_slots_are_distinct(traced: Traced) -> None:
+    """`ScatterND` is defined on every device: each empty slot is an index once, and no slot of a token is."""
+    packed = batch([1, 30, 2, 60, 7], 50)
+    places = run_value(traced.packed, PLACES, packed)
+    rows, columns = np.nonzero(np.arange(60) >= packed.lengths[:, None])
+    assert sorted(zip(rows, columns, strict=True)) == sorted(map(tuple, places))
 
 
 def test_weights_stay(traced: Traced) -> None:

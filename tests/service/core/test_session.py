@@ -711,3 +711,11 @@ def test_graph_that_the_provider_cannot_run_is_passed_over(
     whole = ort.InferenceSession
     monkeypatch.setattr(ort, "InferenceSession", load)
     assert "portable" == open_session(opened, provider="cpu", options=ONE_THREAD).graph.layout
+
+
+def test_runtime_logs_errors_only(capfd: pytest.CaptureFixture[str]) -> None:
+    """The runtime's default logger, which kernels log to, writes no warnings to stderr."""
+    options = ort.SessionOptions()
+    for value in ("1", "2"):
+        options.add_session_config_entry("test.entry", value)  # the second is worth a warning
+    assert ("", "") == capfd.readouterr()
