@@ -16,7 +16,9 @@ from tests.e2e.conftest import Server, serving
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.promise("An answer never depends on its company.")
+@pytest.mark.promise(
+    "An answer does not depend on the batch composition (on a GPU at fp16: but for rounding)."
+)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) -> None:
     """64 concurrent mixed requests are answered as the same requests one after the other."""

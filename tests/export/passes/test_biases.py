@@ -50,7 +50,7 @@ def test_same_as_torch(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "shared layers", "with a bias of scores"])
 def test_which_products_have_a_bias(kind: str) -> None:
-    """In a layer, those of queries and before the activation; the norms have the others."""
+    """In a layer, the products for queries and before the activation; a norm adds each remaining bias."""
     graph = traced(kind)[1].graph
     made = producers(graph)
     products = [n for n in graph.node if n.op_type == "Gemm" and "layers" in n.input[1]]
