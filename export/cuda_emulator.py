@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
+from export.passes.half_norm import skip_norm
 from service.core.packing import Packed
 from service.core.session import BatchOutputs, packed_feeds
 
@@ -72,29 +73,6 @@ class Gelu(OpRun):
 
     def _run(self, x: Array, **_: Any) -> tuple[Array]:
         return _rounded(F.gelu(_wide(x), approximate=self.approximate), x)
-
-
-def skip_norm(x: Tensor, scale: Tensor, shift: Tensor, epsilon: float) -> Tensor:
-    """Normalize sums [T, H] in fp16 as ONNX Runtime's CUDA kernel does, each step rounded.
-
-    The kernel divides each number by H before it squares and sums. Where a mean square passes 65,504, its root is
-    infinite, and the row becomes the shift.
-    """
-    width = x.shape[1]
-    share = x * torch.tensor(1 / width, dtype=x.dtype)  # [T, H]
-    mean, square = _pairwise_sum(share), _pairwise_sum(share * x)  # [T, 1]
-    variance = square - mean * mean + torch.tensor(epsilon, dtype=x.dtype)
-    # PyTorch's vectorized half root rounds otherwise than its scalar one, so that it depends on the number of rows.
-    factor = variance.double().rsqrt().to(x.dtype)
-    return scale * (x - mean) * factor + shift
-
-
-def _pairwise_sum(x: Tensor) -> Tensor:
-    """Sum rows as the threads of a block do, in pairs and rounded each time: [T, H] -> [T, 1]."""
-    while (width := x.shape[1]) > 1:
-        x = F.pad(x, (0, width % 2))
-        x = x[:, 0::2] + x[:, 1::2]
-    return x
 
 
 class SkipLayerNormalization(OpRun):

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from onnx import NodeProto, TensorProto, helper
 from torch import Tensor, nn
 
-from export.cuda_emulator import skip_norm
 from export.passes.graph_utils import (
     Weights,
     attribute,
@@ -34,6 +33,7 @@ from export.passes.graph_utils import (
     producers,
     with_inputs,
 )
+from export.passes.half_norm import skip_norm
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads
 from service.core.packing import Packed
