@@ -488,7 +488,8 @@ def test_order_on_a_gpu(
     session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
     assert ("portable", CUDA) == (session.graph.layout, session.provider)
     assert ["fp16.onnx", "fp32.onnx", "fp32.portable.onnx"] == [name for name, _ in gpu]
-    assert [(CUDA, {"use_tf32": "0"})] * 3 == [provider for _, provider in gpu]
+    options = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
+    assert [(CUDA, options)] * 3 == [provider for _, provider in gpu]
 
 
 @pytest.mark.usefixtures("gpu")
