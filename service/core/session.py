@@ -33,8 +33,8 @@ Feeds = dict[str, NDArray[Any]]
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
-# TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens. The fused norm of fp16 graphs
-# sums in fp32 only in its strict mode; in fp16, a row whose mean square passes 65,504 gets a wrong norm without an error.
+# TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens. The fused norm of fp16
+# graphs sums in fp32 in its strict mode only. Otherwise, large sums give a wrong norm without an error.
 CUDA_OPTIONS = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
 ERRORS = 3  # severity: the runtime logs to stderr, in lines of its own format
