@@ -36,7 +36,7 @@ process instead.
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 class QuartetError(Exception):
@@ -59,6 +59,17 @@ class QuartetError(Exception):
     def body(self) -> dict[str, object]:
         """The response body, which has the same fields for every error."""
         return {"error": {"code": self.code, "message": self.message, "param": self.param}}
+
+
+class ErrorForm(NamedTuple):
+    """An error as an API shows it."""
+
+    status: int
+    body: dict[str, object]
+
+
+def native_form(error: QuartetError) -> ErrorForm:
+    return ErrorForm(error.status, error.body)
 
 
 class RetryableError(QuartetError):

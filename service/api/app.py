@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__
 from service.api import admin, openapi, token_routes
+from service.api.dialects.registry import DIALECTS
 from service.api.native_routes import Route, router
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
@@ -75,8 +76,14 @@ CORS: dict[str, Any] = {
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """Return the service as an ASGI application. Its lifespan keeps the context of `open_engines` open."""
     service = Service(settings, metrics)
-    served = [*router.routes, *token_routes.router.routes, *admin.router.routes]
-    routes = {route.path: "tasks" in route.tags for route in served if isinstance(route, Route)}
+    of_dialects = [route for dialect in DIALECTS.values() for route in dialect.router.routes]
+    served = [*router.routes, *token_routes.router.routes, *of_dialects, *admin.router.routes]
+    of_models = {id(route) for route in (*router.routes, *token_routes.router.routes, *of_dialects)}
+    routes = {
+        route.path: id(route) in of_models and route.methods == {"POST"}
+        for route in served
+        if isinstance(route, Route)
+    }
     metrics.expect(routes)
     guards = access_checks(settings)
     lifecycle = RequestLifecycle(
@@ -84,6 +91,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         process=service,
         checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
+        error_forms={prefix: dialect.error_form for prefix, dialect in DIALECTS.items()},
         trusted=settings.forwarded_allow_ips,
     )
     app = FastAPI(

@@ -65,7 +65,7 @@ class Call(Generic[R]):
 
     def respond(self, reply: Reply[Any], results: Mapping[str, object]) -> Response:
         """Return a response with these fields and those of every task."""
-        return json_response(self._content(reply, results), self._headers(reply))
+        return json_response(self._content(reply, results), self.headers(reply))
 
     def _content(self, reply: Reply[Any], results: Mapping[str, object]) -> dict[str, object]:
         """Return the body of a response. An NDJSON response has it as its last line, without results."""
@@ -148,7 +148,8 @@ class Call(Generic[R]):
         )
         return reply
 
-    def _headers(self, reply: Reply[Any]) -> dict[str, str]:
+    def headers(self, reply: Reply[Any]) -> dict[str, str]:
+        """Return the headers that tell how an answer was made."""
         timing = reply.timing
         return {
             "Server-Timing": server_timing(
@@ -163,12 +164,18 @@ class Call(Generic[R]):
         }
 
 
-async def receive_call(request: HttpRequest, schema: type[R]) -> Call[R]:
-    """Read and validate one request and select its engine. Raises the errors of `service.errors` that apply."""
+async def receive_call(
+    request: HttpRequest, schema: type[R], choose: Callable[[object], type[R]] | None = None
+) -> Call[R]:
+    """Read and validate one request and select its engine. Raises the errors of `service.errors` that apply.
+
+    choose: returns the schema for a parsed body, in place of `schema`
+    """
     service, context = service_of(request), context_of(request.scope)
     settings, engines = service.settings, service.open_engines()
     deadline = context.arrival + timeout_s(context.headers, settings)
     body = await receive_json(request, deadline)
+    schema = choose(body) if choose else schema
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)

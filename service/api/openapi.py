@@ -50,6 +50,8 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+# The requests of other servers' APIs, which `dialect` adds.
+DIALECT_REQUESTS: list[type[Request]] = []
 ORDERS: tuple[type[AdminRequest], ...] = (LoadRequest, PromoteRequest)
 
 EVERY_ROUTE: tuple[type[QuartetError], ...] = (
@@ -242,7 +244,8 @@ def task(request: type[Request], response: type[BaseModel], *, in_lines: bool = 
     body = {
         "schema": reference(request.__name__),
         "examples": {
-            name: {"summary": name, "value": value} for name, value in EXAMPLES[request].items()
+            name: {"summary": name, "value": value}
+            for name, value in EXAMPLES.get(request, {}).items()
         },
     }
     lines = {MEDIA_TYPE: {"schema": {"type": "string", "description": LINES}}}
@@ -268,11 +271,40 @@ def task(request: type[Request], response: type[BaseModel], *, in_lines: bool = 
     }
 
 
-def page(response: type[BaseModel], *, open_to_all: bool = False) -> Object:
-    """Return the declaration of a GET route that needs the engines; open_to_all: the route never requires a key."""
+def dialect(request: type[Request], response: Any, tag: str) -> Object:
+    """Return the declaration of a task's route in the API of another server."""
+    DIALECT_REQUESTS.append(request)
+    declared = task(request, response, in_lines=False)
+    for answer in declared["responses"].values():
+        answer.pop("model", None)  # errors have the other server's form
+    return {**declared, "tags": [tag]}
+
+
+def dialect_page(
+    response: type[BaseModel], tag: str, *, errors: Iterable[type[QuartetError]] = ()
+) -> Object:
+    """Return the declaration of a GET route in the API of another server."""
+    declared = page(response, errors=errors)
+    for answer in declared["responses"].values():
+        answer.pop("model", None)
+    return {**declared, "tags": [tag]}
+
+
+def page(
+    response: type[BaseModel],
+    *,
+    open_to_all: bool = False,
+    errors: Iterable[type[QuartetError]] = (),
+) -> Object:
+    """Return the declaration of a GET route that needs the engines.
+
+    open_to_all: the route never requires a key
+    errors: of this route alone
+    """
+    closed = () if open_to_all else CLOSED
     return {
         "response_model": response,
-        "responses": error_responses(*(() if open_to_all else CLOSED), *NOT_READY, *EVERY_ROUTE),
+        "responses": error_responses(*errors, *closed, *NOT_READY, *EVERY_ROUTE),
         "openapi_extra": {"security": [] if open_to_all else SECURITY},
         "tags": ["service"],
     }
@@ -352,7 +384,8 @@ def document(app: FastAPI) -> Object:
         routes=app.routes,
     )
     _, definitions = models_json_schema(
-        [(model, "validation") for model in (*REQUESTS.values(), *ORDERS)], ref_template=REFERENCE
+        [(model, "validation") for model in (*REQUESTS.values(), *DIALECT_REQUESTS, *ORDERS)],
+        ref_template=REFERENCE,
     )
     for path, answers in ANSWERS.items():  # a declaration next to the routes would lose each null
         (operation,) = described["paths"][path].values()

@@ -318,6 +318,8 @@ class PromoteRequest(AdminRequest):
     )
 
 
+# The fields that hold a list of inputs, or as many items as there are inputs.
+LISTS = ("inputs", "input", "text_pair", "texts", "documents", "labels", "ids")
 R = TypeVar("R", bound=Request)
 S = TypeVar("S", bound=_Strict)
 
@@ -325,7 +327,7 @@ S = TypeVar("S", bound=_Strict)
 def parse(schema: type[R], body: object, max_inputs: int) -> R:
     """Check the sizes of a parsed body and validate it. Raises TooLarge or an InvalidInput that names every fault."""
     if isinstance(body, dict):
-        for name in ("inputs", "text_pair", "documents", "labels", "ids"):
+        for name in LISTS:
             refuse_many(name, body.get(name), max_inputs)
     valid = validate(schema, body)
     if valid.runs > max_inputs:

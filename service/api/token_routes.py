@@ -1,5 +1,7 @@
 """The routes of the tokenizer: texts to tokens, and back."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -68,12 +70,17 @@ async def detokenize(request: Request) -> Response:
     """The text of each list of token ids."""
     call = await receive_call(request, DetokenizeRequest)
     body, engine = call.body, call.engine
+    check_vocabulary(engine, body.ids)
+    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
+    return json_response({"model": engine.id, "results": texts})
+
+
+def check_vocabulary(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
+    """Raise InvalidInput for an id that the vocabulary does not have."""
     size = engine.encoder.tokenizer.get_vocab_size()
-    for index, ids in enumerate(body.ids):
+    for index, ids in enumerate(sequences):
         if (largest := max(ids, default=0)) >= size:
             raise InvalidInput(
                 f"ids[{index}]: {largest} is no token of {engine.id}; its vocabulary has {size}",
                 param=f"ids[{index}]",
             )
-    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
-    return json_response({"model": engine.id, "results": texts})

@@ -1,4 +1,4 @@
-"""The error responses: one format, used by the middleware, the routes and the connection."""
+"""The error responses, made in one place for the middleware, the routes and the connection."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ def refuse(context: RequestContext, error: QuartetError) -> Refusal:
     context.code = error.code
     context.closes |= error.closes_connection
     headers = {**error.headers, "Content-Type": "application/json"}
-    return Refusal(error.status, headers, orjson.dumps(error.body))
+    status, body = context.error_form(error)
+    return Refusal(status, headers, orjson.dumps(body))
 
 
 def refusal_response(scope: Scope, error: QuartetError) -> Response:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from service.errors import QuartetError
+from service.errors import ErrorForm, QuartetError, native_form
 
 CONTEXT = "request_context"  # key in the state of a scope
 SANE_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")  # printable ASCII
@@ -32,6 +32,7 @@ class RequestContext:
     client_deadline: whether the client set a shorter deadline than the server's
     refusal: the error of a check that rejected the request
     closes: whether the connection closes after the response
+    error_form: shows an error as the API of the request's path does
     leaving: done when the client has disconnected, if the server reports that
     """
 
@@ -56,6 +57,7 @@ class RequestContext:
     client_deadline: bool = False
     refusal: QuartetError | None = None
     closes: bool = False
+    error_form: Callable[[QuartetError], ErrorForm] = native_form
     leaving: asyncio.Future[None] | None = None
 
     def submit(self, tokens: int) -> None:

@@ -5,14 +5,14 @@ the exception with its traceback and responds with the code of an internal error
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 from urllib.parse import quote
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, Draining, Overloaded, QuartetError
+from service.errors import ClientDisconnected, Draining, ErrorForm, Overloaded, QuartetError
 from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
 from service.middleware.refusals import log_internal_error, refusal_response
@@ -55,6 +55,7 @@ class RequestLifecycle:
     """Identifies and checks every request at its arrival, and records it at its end.
 
     routes: paths that the log and the metrics use as labels
+    error_forms: by the first segment of a path, how an API of another server shows errors
     trace: creates the spans of a request; None while tracing is off
     trusted: proxies whose headers identify the client, in the format of `forwarded_allow_ips`
     """
@@ -68,6 +69,7 @@ class RequestLifecycle:
         process: Process,
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
+        error_forms: Mapping[str, Callable[[QuartetError], ErrorForm]] | None = None,
         trusted: str = "",
     ) -> None:
         self.throttle = RefusalThrottle()
@@ -75,6 +77,7 @@ class RequestLifecycle:
         self._process = process
         self._checks = checks
         self._routes = routes
+        self._error_forms = error_forms or {}
         self._refusals = LogLimiter()
         self._client_of = ClientAddresses(trusted)
         self._log = structlog.get_logger().bind()
@@ -82,6 +85,9 @@ class RequestLifecycle:
     def receive(self, scope: Scope) -> RequestContext:
         """Create the context of a request and run the checks. A rejected request has its error in `refusal`."""
         context = new_context(scope)
+        first = scope["path"].split("/", 2)[1:2]
+        if first and first[0] in self._error_forms:
+            context.error_form = self._error_forms[first[0]]
         try:
             for check in self._checks:
                 check(scope, context)

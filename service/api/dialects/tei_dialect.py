@@ -1,0 +1,454 @@
+"""The API of text-embeddings-inference (TEI), under `/tei`.
+
+For `/tei/predict`, a list of two texts is a pair, and a batch is a list of lists. Offsets of tokens are bytes of UTF-8.
+The answers of tasks are lists without a name of the model, which is in the header `X-Quartet-Model`.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from service import __version__
+from service.api import openapi
+from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.native_routes import Route, label
+from service.api.schemas import AtLeastOne, NotBlank, Request, Texts, numbered
+from service.api.token_routes import check_vocabulary
+from service.api.token_schemas import Ids, check_ids
+from service.core.decode import LabelScore
+from service.core.encode import Encoded
+from service.engines.engine import Engine
+from service.errors import ErrorForm, InvalidInput, QuartetError
+from service.tasks.classification import Classification
+from service.tasks.embedding import Embedding
+from service.tasks.reranking import Reranking, rank
+from service.tasks.similarity import Similarity, compare
+
+PREFIX = "tei"
+TAG = "text-embeddings-inference"
+ERROR_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
+
+router = APIRouter(
+    prefix=f"/{PREFIX}",
+    route_class=Route,
+    generate_unique_id_function=lambda route: f"tei_{route.name}",
+)
+
+
+def error_form(error: QuartetError) -> ErrorForm:
+    kind = ERROR_TYPES.get(error.status) or ("Backend" if error.status >= 500 else "Validation")
+    return ErrorForm(error.status, {"error": error.message, "error_type": kind})
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def check_direction(value: object) -> object:
+    if value is None or (isinstance(value, str) and value.lower() == "right"):
+        return value
+    raise PydanticCustomError("direction", 'must be "right": texts are cut at their end')
+
+
+Truncate = Annotated[bool | None, Field(description="false refuses long texts; else they are cut")]
+Direction = Annotated[str | None, BeforeValidator(check_direction)]
+
+
+class TeiRequest(Request):
+    """The common fields. TEI serves one model; `model` selects another than the first."""
+
+    truncate: Truncate = None
+    truncation_direction: Direction = Field(
+        None, description='"right", the end of texts, or absent'
+    )
+
+    @property
+    def cuts(self) -> bool:
+        return self.truncate is not False
+
+
+class TeiEmbedRequest(TeiRequest):
+    task = "embedding"
+
+    inputs: Texts = Field(description="one text, or several")
+    normalize: bool = Field(True, description="scale vectors to length 1")
+    dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return numbered("inputs", self.inputs)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Lists of one text or of a pair. is_batch: whether the request had a list of lists"""
+
+    lists: list[list[str]]
+    is_batch: bool
+
+
+def check_sequences(value: object) -> object:
+    if isinstance(value, str):
+        return Sequences([[value]], is_batch=False)
+    if isinstance(value, list) and value:
+        is_batch = isinstance(value[0], list)
+        lists = value if is_batch else [value]
+        if all(isinstance(one, list) and 1 <= len(one) <= 2 for one in lists) and all(
+            isinstance(text, str) for one in lists for text in one
+        ):
+            return Sequences(lists, is_batch)
+    raise PydanticCustomError(
+        "sequences", "must be a text, a pair of texts, or a list of lists of one or two texts"
+    )
+
+
+TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
+BATCH = {"type": "array", "items": TEXTS, "minItems": 1}
+
+
+class TeiPredictRequest(TeiRequest):
+    task = "classification"
+
+    inputs: Annotated[
+        Sequences,
+        BeforeValidator(check_sequences),
+        WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, BATCH]}),
+    ] = Field(description="a text, a pair as a list of two texts, or a list of lists of one or two")
+    raw_scores: bool = Field(False, description="logits in place of scores")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs.lists)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        for index, one in enumerate(self.inputs.lists):
+            yield from ((f"inputs[{index}]", text) for text in one)
+
+
+class TeiRerankRequest(TeiRequest):
+    task = "rerank"
+
+    query: NotBlank = Field(description="the text that the others are compared with")
+    documents: Texts = Field(alias="texts", description="one text, or several")
+    raw_scores: bool = Field(False, description="logits in place of scores")
+    return_text: bool = Field(False, description="whether each result has its text")
+
+    @property
+    def size(self) -> int:
+        return len(self.documents)
+
+    @property
+    def place(self) -> str:
+        return "texts[{}]"
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        yield "query", self.query
+        yield from numbered("texts", self.documents)
+
+
+class TeiSentences(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source_sentence: NotBlank
+    sentences: Texts
+
+
+class TeiSimilarityRequest(TeiRequest):
+    task = "similarity"
+
+    inputs: TeiSentences
+    parameters: dict[str, Any] | None = Field(None, description="truncate, or nothing")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs.sentences)
+
+    @property
+    def place(self) -> str:
+        return "inputs.sentences[{}]"
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        yield "inputs.source_sentence", self.inputs.source_sentence
+        yield from numbered("inputs.sentences", self.inputs.sentences)
+
+
+class TeiTokenizeRequest(Request):
+    task = "tokenize"
+
+    inputs: Texts = Field(description="one text, or several")
+    add_special_tokens: bool = Field(True, description="whether special tokens are in the answer")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return numbered("inputs", self.inputs)
+
+
+class TeiDecodeRequest(Request):
+    task = "detokenize"
+
+    ids: Annotated[
+        list[Ids], BeforeValidator(check_ids, json_schema_input_type=Ids | list[Ids])
+    ] = Field(description="the token ids of one text, or of several")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the texts")
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+
+# -- responses ------------------------------------------------------------------------------------
+
+
+class TeiLabel(BaseModel):
+    score: float
+    label: str
+
+
+class TeiRank(BaseModel):
+    index: int
+    score: float
+    text: str | None = None
+
+
+class TeiToken(BaseModel):
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TeiHealth(BaseModel):
+    pass
+
+
+class TeiInfo(BaseModel):
+    model_id: str
+    model_sha: str
+    model_dtype: str
+    model_type: dict[str, Any]
+    max_input_length: int
+    max_client_batch_size: int
+    auto_truncate: bool
+    version: str
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+@router.post("", include_in_schema=False)
+async def root(request: HttpRequest) -> Response:
+    """What the request's inputs and the model ask for, as huggingface_hub's client calls it."""
+    engine = service_of(request).open_engines().get(None)
+    call: Call[Any] = await receive_call(request, TeiRequest, partial(choose_request, engine))
+    match call.body:
+        case TeiSimilarityRequest():
+            return await compare_sentences(call)
+        case TeiPredictRequest():
+            return await label_sequences(call)
+    return await embed_texts(call)
+
+
+def choose_request(engine: Engine, body: object) -> type[TeiRequest]:
+    inputs = body.get("inputs") if isinstance(body, dict) else None
+    if isinstance(inputs, dict):
+        return TeiSimilarityRequest
+    return TeiEmbedRequest if "embedding" in model_type(engine) else TeiPredictRequest
+
+
+@router.post("/embed", **openapi.dialect(TeiEmbedRequest, list[list[float]], TAG))
+async def embed(request: HttpRequest) -> Response:
+    """One vector for each text."""
+    return await embed_texts(await receive_call(request, TeiEmbedRequest))
+
+
+async def embed_texts(call: Call[TeiEmbedRequest]) -> Response:
+    body = call.body
+    task = Embedding(
+        texts=body.inputs,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        truncate=body.cuts,
+    )
+    reply = await call.compute(task)
+    return json_response([*map(np.ascontiguousarray, reply.results)], call.headers(reply))
+
+
+@router.post(
+    "/predict", **openapi.dialect(TeiPredictRequest, list[list[TeiLabel]] | list[TeiLabel], TAG)
+)
+async def predict(request: HttpRequest) -> Response:
+    """The labels of a text or a pair; a list of them for a batch."""
+    return await label_sequences(await receive_call(request, TeiPredictRequest))
+
+
+async def label_sequences(call: Call[TeiPredictRequest]) -> Response:
+    """Single texts and pairs are two tasks."""
+    body, lists = call.body, call.body.inputs.lists
+    found: dict[int, list[LabelScore]] = {}
+    for length in (1, 2):
+        places = [index for index, one in enumerate(lists) if len(one) == length]
+        if not places:
+            continue
+        texts, *pairs = zip(*(lists[index] for index in places), strict=True)
+        task = Classification(
+            texts=[*texts],
+            pairs=[*pairs[0]] if pairs else None,
+            function_to_apply="none" if body.raw_scores else None,
+            truncate=body.cuts,
+        )
+        reply = await call.compute(task)
+        found |= {
+            index: result
+            for index, result in zip(places, reply.results, strict=True)
+            if result is not None
+        }
+    shown = [[*map(label, found[index])] for index in range(len(lists))]
+    return json_response(shown if body.inputs.is_batch else shown[0])
+
+
+@router.post("/rerank", **openapi.dialect(TeiRerankRequest, list[TeiRank], TAG))
+async def rerank(request: HttpRequest) -> Response:
+    """The texts by falling score, by the model's cross-encoder."""
+    call = await receive_call(request, TeiRerankRequest)
+    body = call.body
+    task = Reranking(
+        query=body.query,
+        documents=body.documents,
+        raw_scores=body.raw_scores,
+        truncate=body.cuts,
+    )
+    reply = await call.compute(task)
+    shown = [
+        {"index": place, "score": score}
+        | ({"text": body.documents[place]} if body.return_text else {})
+        for place, score in rank(reply.results)
+    ]
+    return json_response(shown, call.headers(reply))
+
+
+@router.post("/similarity", **openapi.dialect(TeiSimilarityRequest, list[float], TAG))
+async def similarity(request: HttpRequest) -> Response:
+    """The cosine of each sentence's vector with that of the source sentence."""
+    return await compare_sentences(await receive_call(request, TeiSimilarityRequest))
+
+
+async def compare_sentences(call: Call[TeiSimilarityRequest]) -> Response:
+    sentences, parameters = call.body.inputs, call.body.parameters or {}
+    if unknown := sorted(parameters.keys() - {"truncate"}):
+        raise InvalidInput(f"parameters.{unknown[0]}: unknown", param=f"parameters.{unknown[0]}")
+    task = Similarity(
+        source=sentences.source_sentence,
+        texts=sentences.sentences,
+        truncate=call.body.cuts and parameters.get("truncate") is not False,
+    )
+    reply = await call.compute(task)
+    return json_response(compare(reply.results), call.headers(reply))
+
+
+@router.post("/tokenize", **openapi.dialect(TeiTokenizeRequest, list[list[TeiToken]], TAG))
+async def tokenize(request: HttpRequest) -> Response:
+    """The tokens of each text; `start` and `stop` are bytes of its UTF-8."""
+    call = await receive_call(request, TeiTokenizeRequest)
+    body, engine = call.body, call.engine
+    found = await call.within_deadline(engine.tokenize(body.inputs, None, call.ticket))
+    return json_response(
+        [
+            token_list(engine, item, text, body.add_special_tokens)
+            for item, text in zip(found, body.inputs, strict=True)
+        ]
+    )
+
+
+def token_list(
+    engine: Engine, item: Encoded, text: str, with_special: bool
+) -> list[dict[str, object]]:
+    (window,) = item.windows
+    sizes = (len(letter.encode("utf-8", "surrogatepass")) for letter in text)
+    places = [0, *itertools.accumulate(sizes)]  # bytes before each code point
+    found: list[dict[str, object]] = []
+    columns = (window.input_ids.tolist(), window.offsets.tolist(), window.sequence.tolist())
+    for token, (start, end), sequence in zip(*columns, strict=True):
+        if sequence < 0:
+            if with_special:
+                name = engine.encoder.tokenizer.id_to_token(token)
+                found.append(
+                    {"id": token, "text": name, "special": True, "start": None, "stop": None}
+                )
+            continue
+        found.append(
+            {
+                "id": token,
+                "text": text[start:end],
+                "special": False,
+                "start": places[start],
+                "stop": places[end],
+            }
+        )
+    return found
+
+
+@router.post("/decode", **openapi.dialect(TeiDecodeRequest, list[str], TAG))
+async def decode(request: HttpRequest) -> Response:
+    """The text of each list of token ids."""
+    call = await receive_call(request, TeiDecodeRequest)
+    body, engine = call.body, call.engine
+    check_vocabulary(engine, body.ids)
+    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
+    return json_response(texts)
+
+
+@router.get("/info", **openapi.dialect_page(TeiInfo, TAG))
+async def info(request: HttpRequest) -> Response:
+    """The first model that is served."""
+    service = service_of(request)
+    engine = service.open_engines().get(None)
+    return json_response(
+        {
+            "model_id": engine.id,
+            "model_sha": engine.sha256,
+            "model_dtype": engine.runs_on.precision,
+            "model_type": model_type(engine),
+            "max_input_length": engine.manifest.max_length,
+            "max_client_batch_size": service.settings.max_inputs_per_request,
+            "auto_truncate": True,
+            "version": __version__,
+        }
+    )
+
+
+def model_type(engine: Engine) -> dict[str, object]:
+    """Return TEI's type of the model: embedding where it has such a head, else that of its first classifier."""
+    heads = sorted(engine.manifest.heads.values(), key=lambda head: head.task != "embedding")
+    for head in heads:
+        if head.task == "embedding":
+            return {"embedding": {"pooling": head.pooling}}
+        if head.task == "classification":
+            names = {str(index): name for index, name in enumerate(head.labels)}
+            table = {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
+            return {"reranker" if len(head.labels) == 1 else "classifier": table}
+    return {}
+
+
+@router.get("/health", **openapi.dialect_page(TeiHealth, TAG))
+async def health(request: HttpRequest) -> Response:
+    """New requests may be sent here."""
+    service_of(request).check_ready()
+    return json_response({})
