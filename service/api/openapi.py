@@ -281,10 +281,16 @@ def dialect(request: type[Request], response: Any, tag: str) -> Object:
 
 
 def dialect_page(
-    response: type[BaseModel], tag: str, *, errors: Iterable[type[QuartetError]] = ()
+    response: type[BaseModel],
+    tag: str,
+    *,
+    errors: Iterable[type[QuartetError]] = (),
+    of: str | None = None,
 ) -> Object:
-    """Return the declaration of a GET route in the API of another server."""
+    """Return the declaration of a GET route in the API of another server; of: see `admin`"""
     declared = page(response, errors=errors)
+    if of is not None:
+        declared["openapi_extra"]["parameters"] = [path_parameter(of)]
     for answer in declared["responses"].values():
         answer.pop("model", None)
     return {**declared, "tags": [tag]}

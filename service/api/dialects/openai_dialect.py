@@ -20,7 +20,7 @@ from service.api.engine_call import json_response, receive_call, service_of
 from service.api.native_routes import Route
 from service.api.schemas import AtLeastOne, Request, numbered
 from service.engines.engine import Engine, Reply
-from service.errors import ErrorForm, InvalidInput, NotFound, QuartetError, TooLarge, UnknownModel
+from service.errors import ErrorForm, InvalidInput, QuartetError, TooLarge, UnknownModel
 from service.tasks.embedding import Embedding
 
 PREFIX = "v1"
@@ -176,7 +176,9 @@ async def models(request: HttpRequest) -> Response:
     return json_response({"object": "list", "data": data})
 
 
-@router.get("/models/{model}", **openapi.dialect_page(OpenAIModel, TAG, errors=(NotFound,)))
+@router.get(
+    "/models/{model}", **openapi.dialect_page(OpenAIModel, TAG, errors=(UnknownModel,), of="model")
+)
 async def model(request: HttpRequest) -> Response:
     """One model."""
     engine = service_of(request).open_engines().get(request.path_params["model"])
