@@ -20,18 +20,23 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from export.passes.half_norm import skip_norm
-from service.core.packing import Packed
+from service.core.packing import Packed, mask_positions
 from service.core.session import BatchOutputs, packed_feeds
 
 Array = NDArray[Any]
 
 
-def emulated(path: Path) -> Callable[[Packed], BatchOutputs]:
-    """Return a function that runs a file's graph on packed batches, as `Session.run` does on the device."""
+def emulated(path: Path, mask_token_id: int | None = None) -> Callable[[Packed], BatchOutputs]:
+    """Return a function that runs a file's graph on packed batches, as `Session.run` does on the device.
+
+    mask_token_id: of a graph with a fill-mask head
+    """
     graph = evaluator(path)
 
     def run(packed: Packed) -> BatchOutputs:
         feeds = packed_feeds(packed, graph.input_names)
+        if mask_token_id is not None:
+            feeds["positions"] = mask_positions(packed, mask_token_id)
         with np.errstate(over="ignore", invalid="ignore"):  # the checks find infinities
             outputs = graph.run(None, feeds)
         return dict(zip(graph.output_names, outputs, strict=True))

@@ -1,15 +1,15 @@
 """Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads
-from service.core.bundle import Golden
+from service.core.bundle import Golden, Head, find_mask_token_id
 from service.core.encode import Encoder, Encoding
-from service.core.packing import Packed, pack, split
+from service.core.packing import Packed, mask_positions, pack, row_starts, split
 from service.core.session import BatchOutputs
 
 TEXTS = (
@@ -24,21 +24,43 @@ PAIR = (
     "Who built the bridge?",
     "The bridge over the gorge was built by the engineer Elena Duarte between 1921 and 1924.",
 )
+MASKED = (
+    "The {mask} of the museum is closed on Mondays.",
+    "{mask} carried the {mask} up the stairs and did not say a word, although it was heavy.",
+)
 LONG = "The committee met on the first Monday of every month and wrote down what it had agreed. "
 
 
-def golden_encodings(encoder: Encoder) -> list[Encoding]:
-    """Encode short and empty texts, a pair, and one text of the model's maximum length."""
-    texts = [*TEXTS, LONG * (encoder.max_length // 8)]
+def golden_encodings(encoder: Encoder, heads: Mapping[str, Head]) -> list[Encoding]:
+    """Encode short and empty texts, a pair, and one text of the model's maximum length.
+
+    For fill-mask heads, texts with mask tokens are added. Raises ValueError where the tokenizer reads no mask token.
+    """
+    texts = [*TEXTS, LONG * (encoder.max_length // 8), *_masked_texts(encoder, heads)]
     encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
     return [item.windows[0] for item in encoded]
+
+
+def _masked_texts(encoder: Encoder, heads: Mapping[str, Head]) -> list[str]:
+    number = find_mask_token_id(heads)
+    if number is None:
+        return []
+    mask = encoder.tokenizer.id_to_token(number)
+    if mask is None or number not in encoder.tokenizer.encode(mask).ids:
+        raise ValueError(
+            f"the tokenizer does not read its mask token {mask!r} as the token {number}"
+        )
+    return [text.format(mask=mask) for text in MASKED]
 
 
 def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
     """Compute every head's output with PyTorch in fp32, the reference of the graphs."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
+    inputs = (*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
+    number = find_mask_token_id(model.described)
+    masks = None if number is None else torch.from_numpy(mask_positions(packed, number))
     with torch.no_grad():
-        outputs = model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
+        outputs = model.eval()(*inputs, positions=masks)
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
@@ -64,5 +86,5 @@ def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golde
 def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
     """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
-    per_token = {name for name, head in model.described.items() if head.per_token}
-    return split(torch_outputs(model, packed), packed.layout, per_token)
+    starts = row_starts(packed, model.described)
+    return split(torch_outputs(model, packed), len(encodings), starts)

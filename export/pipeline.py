@@ -151,13 +151,14 @@ def draft_checkpoint(
     show(describe_source(source.folder, heads, encoder))
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
-    write_graphs(source, folder, request.precisions, goldens.golden_encodings(encoder), show)
+    encodings = goldens.golden_encodings(encoder, heads)
+    write_graphs(source, folder, request.precisions, encodings, show)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = draft_manifest(
         request,
         encoder,
         source.model.config.vocab_size,
-        goldens.make_golden(source.model, goldens.golden_encodings(encoder)),
+        goldens.make_golden(source.model, encodings),
         folder,
         heads=heads,
         default_precision=request.default_precision,
@@ -173,7 +174,7 @@ def draft_external(
     """Attach a head to an external graph, and check it: a bundle of that one graph in `folder`."""
     external = onnx_source.read_external(request.checkpoint, request.task)
     encoder = Encoder(external.tokenizer, choose_max_length(request, external.max_length))
-    encodings = goldens.golden_encodings(encoder)
+    encodings = goldens.golden_encodings(encoder, {})
     outputs = onnx_source.run_external(external, encodings)
     recipe = onnx_source.read_recipe(external, encodings, outputs)
     name: str = recipe.head.task
@@ -207,10 +208,15 @@ def describe_source(folder: Path, heads: Mapping[str, Head], encoder: Encoder) -
 
 
 def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None:
-    """Raise ValueError where --eval names a head that the checkpoint does not have."""
+    """Raise ValueError where --eval names a head that the checkpoint does not have, or that has no labelled data."""
     unknown = set(request.evaluations) - set(heads)
     if unknown:
         raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
+    unlabelled = [name for name in request.evaluations if heads[name].per_mask]
+    if unlabelled:
+        raise ValueError(
+            f"--eval: {unlabelled[0]} is a fill-mask head, for which there is no metric"
+        )
 
 
 def choose_max_length(request: ExportRequest, longest: int | None) -> int:
@@ -355,7 +361,7 @@ def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
 
 def check_graphs(draft: Bundle, source: Source, encoder: Encoder, show: Show) -> ExportReport:
     """Compare every graph with PyTorch, and its batched with its unbatched outputs. Raises ParityError."""
-    encodings = goldens.golden_encodings(encoder)
+    encodings = goldens.golden_encodings(encoder, source.model.described)
     expected = [
         output for encoding in encodings for output in goldens.run_torch(source.model, [encoding])
     ]
@@ -395,7 +401,7 @@ def check_external(
     (record,) = draft.manifest.graphs
     unbatched = record.model_copy(update={"layout": "alone"})
     threads = os.cpu_count() or 1
-    encodings = goldens.golden_encodings(encoder)
+    encodings = goldens.golden_encodings(encoder, {})
     run = verify.graph_runner(draft, unbatched, threads)
     what, reference = f"{record.precision} with its head", "the graph without"
     line = f"differs from {reference} its head by"
@@ -408,7 +414,7 @@ def check_external(
     short = Encoder(encoder.tokenizer, min(encoder.max_length, BATCH_CHECK_LENGTH))
     try:
         run = verify.graph_runner(draft, record, threads)
-        encodings = goldens.golden_encodings(short)
+        encodings = goldens.golden_encodings(short, {})
         worst = verify.check_batch_invariance(run, encodings, record.precision)
         line += f"; alone and in a batch by {worst:.1e}"
     except Exception as error:  # the runtime's errors have no type, where it cannot compute a batch

@@ -8,7 +8,7 @@ import numpy as np
 from export.cuda_emulator import emulated
 from service.core.bundle import Bundle, Graph, Head, cosine, deviation
 from service.core.encode import Encoding
-from service.core.packing import Packed, pack, split
+from service.core.packing import Packed, pack, row_starts, split
 from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, cuda_problem
 
 RunGraph = Callable[[Sequence[Encoding]], list[BatchOutputs]]
@@ -39,7 +39,8 @@ class Agreement:
 def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> RunGraph:
     """Return a function that runs a graph on the CPU, as serving does; a graph for CUDA is emulated."""
     if graph.provider == "cuda":
-        return _runner(bundle, emulated(bundle.file(graph.file)))
+        mask_token_id = bundle.manifest.mask_token_id
+        return _runner(bundle, emulated(bundle.file(graph.file), mask_token_id))
     return _runner(bundle, Session(bundle, graph, CPU, SessionOptions(threads)).run)
 
 
@@ -49,11 +50,11 @@ def gpu_runner(bundle: Bundle, graph: Graph) -> RunGraph:
 
 
 def _runner(bundle: Bundle, run_packed: Callable[[Packed], BatchOutputs]) -> RunGraph:
-    per_token = {name for name, head in bundle.manifest.heads.items() if head.per_token}
 
     def run(encodings: Sequence[Encoding]) -> list[BatchOutputs]:
         packed = pack(encodings)
-        return split(run_packed(packed), packed.layout, per_token)
+        starts = row_starts(packed, bundle.manifest.heads)
+        return split(run_packed(packed), len(encodings), starts)
 
     return run
 
@@ -144,7 +145,7 @@ def compare(
 
 
 def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
-    if head.task == "embedding":
+    if head.task == "embedding" or not a.size:
         return 1.0
     single = head.width == 1 and head.problem_type != "regression"
     if head.task == "classification" and (

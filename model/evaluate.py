@@ -116,7 +116,8 @@ def torch_run(model: EncoderWithHeads, heads: list[str], dtype: torch.dtype = to
             outputs = examples.forward(model, encodings, heads)
         model.train(training)
         arrays = {name: output.cpu().numpy() for name, output in outputs.items()}
-        return packing.split(arrays, packing.make_layout(map(len, encodings)), per_token)
+        ends = packing.make_layout(map(len, encodings)).cu_seqlens
+        return packing.split(arrays, len(encodings), dict.fromkeys(per_token, ends))
 
     return run
 

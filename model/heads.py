@@ -1,7 +1,8 @@
 """Task heads: from the encoder's hidden states to the outputs of a task.
 
 A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
-`[T, C]`. `EncoderWithHeads` is one encoder with named heads; `Pretraining` is one with the heads of pretraining.
+`[T, C]`. The masked language model takes the hidden states of mask tokens `[M, H]` and the word embeddings, and returns
+`[M, V]`. `EncoderWithHeads` is one encoder with named heads; `Pretraining` is one with the heads of pretraining.
 
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
@@ -87,8 +88,15 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             return TokenClassification(config, len(head.labels))
         case "qa":
             return Spans(config)
+        case "fill-mask":
+            return make_masked_lm(config)
         case "embedding":
             return SentenceEmbedding(head.pooling or "mean")
+
+
+def make_masked_lm(config: BertConfig) -> nn.Module:
+    """Return a new masked language model head: `MaskedLM`, or the family's own module."""
+    return family_of(config).make_heads.get("masked_lm", MaskedLM)(config)
 
 
 class EncoderWithHeads(nn.Module):
@@ -114,11 +122,25 @@ class EncoderWithHeads(nn.Module):
         position_ids: Tensor,
         layout: AnyLayout,
         heads: list[str] | None = None,
+        positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the outputs of the named heads (by default all), each [B, C] or [T, C]."""
+        """Return the outputs of the named heads (by default all), each [B, C], [T, C] or [M, V].
+
+        positions: the indices of the mask tokens among the T tokens, [M]; None for all tokens
+        """
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
-        return {name: self.heads[name](hidden_states, layout) for name in names}
+        return {name: self._output(name, hidden_states, layout, positions) for name in names}
+
+    def _output(
+        self, name: str, hidden_states: Tensor, layout: AnyLayout, positions: Tensor | None
+    ) -> Tensor:
+        head = self.heads[name]
+        if not self.described[name].per_mask:
+            return head(hidden_states, layout)  # [B, C] or [T, C]
+        at_masks = hidden_states if positions is None else hidden_states.index_select(0, positions)
+        words = self.encoder.embeddings.word.weight.to(at_masks.dtype)  # [V, E]
+        return head(at_masks, words)  # [M, V]
 
 
 class Pretraining(nn.Module):
@@ -132,7 +154,7 @@ class Pretraining(nn.Module):
         self.config = config
         family = family_of(config)
         self.encoder = family.encoder(config, pooler=False)
-        self.masked_lm = family.make_heads.get("masked_lm", MaskedLM)(config)
+        self.masked_lm = make_masked_lm(config)
         self.next_sentence = NextSentence(config) if next_sentence else None
         for head in (self.masked_lm, self.next_sentence):
             if head is not None:

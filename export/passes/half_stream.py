@@ -69,7 +69,7 @@ def fitting_norms(model: EncoderWithHeads, packed: Packed) -> set[str]:
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     try:
         with torch.no_grad():
-            model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
+            model.eval()(*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout), heads=[])
     finally:
         for hook in hooks:
             hook.remove()

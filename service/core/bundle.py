@@ -31,7 +31,7 @@ from pydantic import (
 
 MANIFEST = "manifest.json"
 
-Task = Literal["classification", "ner", "qa", "embedding"]
+Task = Literal["classification", "ner", "qa", "embedding", "fill-mask"]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -45,7 +45,7 @@ SHA256 = r"^[0-9a-f]{64}$"
 INPUTS = frozenset(
     {
         *("input_ids", "token_type_ids", "position_ids", "attention_mask", "lengths"),
-        *("unpack", "pack", "token_offset", "cu_seqlens"),
+        *("unpack", "pack", "token_offset", "cu_seqlens", "positions"),
     }
 )
 
@@ -64,7 +64,11 @@ class _Record(BaseModel):
 
 
 class Head(_Record):
-    """The task and the decoding parameters of one output of the graph."""
+    """The task and the decoding parameters of one output of the graph.
+
+    mask_token_id: the id of the token that a fill-mask head fills in
+    vocabulary_size: the logits of a fill-mask head for each mask token
+    """
 
     task: Task
     labels: tuple[str, ...] = ()
@@ -75,6 +79,8 @@ class Head(_Record):
     null_threshold: float = 0.0
     max_answer_tokens: int = Field(default=30, ge=1)
     max_query_tokens: int = Field(default=64, ge=1)
+    mask_token_id: int | None = Field(default=None, ge=0)
+    vocabulary_size: int | None = Field(default=None, ge=1)
     demo: bool = False
 
     @model_validator(mode="after")
@@ -83,16 +89,24 @@ class Head(_Record):
             raise ValueError(f"a {self.task} head needs labels")
         if self.task == "embedding" and (self.pooling is None or self.dimensions is None):
             raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.per_mask and (self.mask_token_id is None or self.vocabulary_size is None):
+            raise ValueError("a fill-mask head needs its mask_token_id and its vocabulary_size")
         return self
 
     @property
     def width(self) -> int:
         """Numbers per row of the head's output."""
-        return 2 if self.task == "qa" else len(self.labels) or self.dimensions or 0
+        sizes = (len(self.labels), self.dimensions, self.vocabulary_size)
+        return 2 if self.task == "qa" else next(filter(None, sizes), 0)
 
     @property
     def per_token(self) -> bool:
         return self.task in PER_TOKEN
+
+    @property
+    def per_mask(self) -> bool:
+        """Whether the output has a row for each mask token, see `packing.mask_positions`."""
+        return self.task == "fill-mask"
 
 
 class File(_Record):
@@ -236,7 +250,23 @@ class Manifest(_Record):
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
+        self._check_masks()
         return self
+
+    def _check_masks(self) -> None:
+        rows = self.vocabulary.size
+        for name, head in self.heads.items():
+            if head.per_mask and head.mask_token_id != self.mask_token_id:
+                raise ValueError(f"{name}: mask_token_id differs from that of another head")
+            if head.per_mask and head.vocabulary_size != rows:
+                raise ValueError(f"{name}: vocabulary_size is not that of the vocabulary, {rows}")
+            if head.mask_token_id is not None and head.mask_token_id >= rows:
+                raise ValueError(f"{name}: mask_token_id must be below vocabulary_size, {rows}")
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The mask token's id of all fill-mask heads; None without such a head."""
+        return find_mask_token_id(self.heads)
 
     @property
     def id(self) -> str:
@@ -264,6 +294,11 @@ class Manifest(_Record):
         weights = [graph.weights for graph in self.graphs if graph.weights]
         parts: list[File] = [self.vocabulary, self.goldens, *self.graphs, *weights]
         return {part.file: part.sha256 for part in parts}
+
+
+def find_mask_token_id(heads: Mapping[str, Head]) -> int | None:
+    """Return the mask token's id of the first fill-mask head; None without such a head."""
+    return next((head.mask_token_id for head in heads.values() if head.per_mask), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +475,8 @@ def deviation(expected: NDArray[np.float32], found: NDArray[np.float32]) -> floa
 
     It is divided by the largest absolute expected number where that is above 1, because rounding errors grow with it.
     """
-    return float(np.abs(found - expected).max()) / max(1.0, float(np.abs(expected).max()))
+    largest = float(np.abs(expected).max(initial=1.0))
+    return float(np.abs(found - expected).max(initial=0.0)) / largest
 
 
 def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

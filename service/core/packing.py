@@ -8,12 +8,17 @@ on the lengths.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.bundle import Head
 from service.core.encode import Window
 
+MOST_MASKS = (
+    32  # rows of a head over the vocabulary for each sequence; limits the memory of a batch
+)
 CUDA_MULTIPLE = 8  # S is rounded up to it, because ONNX Runtime's memory-efficient attention requires it for a bias
 
 Ints = NDArray[np.int64]
@@ -93,6 +98,29 @@ def positions(layout: Layout) -> Ints:
     return layout.pack % layout.longest
 
 
+def mask_positions(packed: Packed, mask_token_id: int) -> Ints:
+    """Return the packed indices of the mask tokens, `[M]`: of each sequence at most the first `MOST_MASKS`."""
+    found = np.flatnonzero(packed.input_ids == mask_token_id)
+    firsts = np.searchsorted(found, packed.layout.cu_seqlens[:-1])  # [B]
+    sequence = np.searchsorted(packed.layout.cu_seqlens, found, side="right") - 1  # [M]
+    return found[np.arange(len(found)) - firsts[sequence] < MOST_MASKS]
+
+
+def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | Int32s]:
+    """Return where the rows of each sequence start in the outputs of heads with any number of rows, `[B + 1]`.
+
+    Heads with one row for each sequence are left out.
+    """
+    ends = packed.layout.cu_seqlens
+    starts: dict[str, Ints | Int32s] = {}
+    for name, head in heads.items():
+        if head.per_token:
+            starts[name] = ends
+        elif head.mask_token_id is not None:
+            starts[name] = np.searchsorted(mask_positions(packed, head.mask_token_id), ends)
+    return starts
+
+
 def pack(windows: Sequence[Window]) -> Packed:
     """Concatenate windows, in order, into one packed batch."""
     layout = make_layout(len(window) for window in windows)
@@ -117,18 +145,18 @@ def each(packed: Packed) -> Iterator[Packed]:
 
 
 def split(
-    outputs: Mapping[str, NDArray[np.float32]], layout: Layout, per_token: Iterable[str]
+    outputs: Mapping[str, NDArray[np.float32]], sequences: int, starts: Mapping[str, NDArray[Any]]
 ) -> list[dict[str, NDArray[np.float32]]]:
     """Split the outputs of a batch into B items, each with the rows of one sequence by output name.
 
-    outputs: `[T, ...]` for the names in `per_token`, `[B, ...]` for all others
+    outputs: `[R, ...]` for the names in `starts`, `[B, ...]` for all others
+    sequences: B
+    starts: see `row_starts`
     """
-    token_outputs = set(per_token)
-    starts = layout.cu_seqlens
     return [
         {
-            name: value[starts[row] : starts[row + 1]] if name in token_outputs else value[row]
+            name: value[starts[name][row] : starts[name][row + 1]] if name in starts else value[row]
             for name, value in outputs.items()
         }
-        for row in range(len(layout.lengths))
+        for row in range(sequences)
     ]

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from service.core import cuda
 from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
-from service.core.packing import CUDA_MULTIPLE, Packed, each, make_layout, positions
+from service.core.packing import (
+    CUDA_MULTIPLE,
+    Ints,
+    Packed,
+    each,
+    make_layout,
+    mask_positions,
+    positions,
+)
 
 # ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". Therefore no other
 # module imports the library. A value that the user has set is kept.
@@ -96,6 +104,9 @@ class Session:
                     bundle.path, f"{graph.file} gives {name} as {types[name]}, not as {FLOAT}"
                 )
         self._inputs = {value.name for value in self._session.get_inputs()}
+        self._mask_token_id = bundle.manifest.mask_token_id
+        if self._mask_token_id is not None and "positions" not in self._inputs:
+            raise BundleError(bundle.path, f"{graph.file} has a fill-mask head without `positions`")
 
     @property
     def stores_scores(self) -> bool:
@@ -108,10 +119,14 @@ class Session:
         return self.provider == CUDA and not fused
 
     def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
-        """Compute the outputs of these heads, or of all if empty: `[B, ...]` per sequence, `[T, ...]` per token."""
+        """Compute the outputs of these heads, or of all if empty.
+
+        Returns `[B, ...]` per sequence, `[T, ...]` per token, and `[M, V]` per mask token (`mask_positions`).
+        """
         outputs = [name for name in self._outputs if name in heads] if heads else self._outputs
         if self.graph.layout == "packed":
-            return self._run(packed_feeds(packed, self._inputs), outputs)
+            masks = self._masks(packed, outputs)
+            return self._run(packed_feeds(packed, self._inputs), outputs, masks)
         if self.graph.layout == "alone":
             return self._run_each(packed, outputs)
         return self._run_padded(packed, outputs)
@@ -123,19 +138,32 @@ class Session:
 
     def _run_padded(self, packed: Packed, outputs: Sequence[str]) -> BatchOutputs:
         slots = packed.layout.unpack.size
+        masks = packed.layout.pack[self._masks(packed, outputs)]
         return {
             name: value.reshape(slots, -1)[packed.layout.pack]
             if self.heads[name].per_token
             else value
-            for name, value in self._run(padded_feeds(packed), outputs).items()
+            for name, value in self._run(padded_feeds(packed), outputs, masks).items()
         }
 
-    def _run(self, feeds: Feeds, outputs: Sequence[str]) -> BatchOutputs:
+    def _masks(self, packed: Packed, outputs: Sequence[str]) -> Ints:
+        """Return the packed indices of the mask tokens, `[M]`; none unless an output has a row for each."""
+        if self._mask_token_id is None or not any(self.heads[name].per_mask for name in outputs):
+            return np.zeros(0, np.int64)
+        return mask_positions(packed, self._mask_token_id)
+
+    def _run(self, feeds: Feeds, outputs: Sequence[str], masks: Ints) -> BatchOutputs:
+        """Run the graph. masks: the indices of the mask tokens in the graph's own layout, `[M]`"""
+        # A kernel may not run on no rows: without a mask token, the first token's row is computed and dropped.
+        feeds["positions"] = masks if len(masks) else np.zeros(1, np.int64)
         # A graph has only the inputs that it needs: a model without segments has no `token_type_ids`.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
         options = self._only_fetched if len(outputs) < len(self._outputs) else None
         values = self._session.run(outputs, needed, options)
-        return dict(zip(outputs, values, strict=True))
+        return {
+            name: value[: len(masks)] if self.heads[name].per_mask else value
+            for name, value in zip(outputs, values, strict=True)
+        }
 
     def check(self, bundle: Bundle) -> None:
         """Recompute the goldens on this machine. Raises BundleError when the outputs disagree."""
@@ -149,6 +177,9 @@ class Session:
         lengths = golden.lengths
         sequence = np.repeat(np.arange(len(lengths)), lengths)  # [T]
         longest = np.arange(len(lengths)) == lengths.argmax()
+        whole = make_layout(lengths)
+        every = Packed(golden.input_ids, golden.token_type_ids, positions(whole), whole)
+        masks = self._masks(every, self._outputs)  # [M]
         outputs: BatchOutputs = {}
         for rows in (longest, ~longest):
             if not rows.any():
@@ -157,7 +188,8 @@ class Session:
             layout = make_layout(lengths[rows])
             ids, types = golden.input_ids[tokens], golden.token_type_ids[tokens]
             for name, value in self.run(Packed(ids, types, positions(layout), layout)).items():
-                places = tokens if self.heads[name].per_token else rows
+                head = self.heads[name]
+                places = tokens if head.per_token else tokens[masks] if head.per_mask else rows
                 outputs.setdefault(name, np.zeros((len(places), *value.shape[1:]), value.dtype))
                 outputs[name][places] = value
         return outputs

@@ -17,7 +17,7 @@ from service import health
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cuda import find_gpu
 from service.core.encode import Window
-from service.core.packing import CUDA_MULTIPLE, pack, split
+from service.core.packing import CUDA_MULTIPLE, pack, row_starts, split
 from service.core.session import (
     CPU,
     CUDA,
@@ -57,14 +57,14 @@ class Runner:
     def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
         self._bundle = bundle
         self._sessions = sessions
-        heads = bundle.manifest.heads
-        self._per_token = {name for name, head in heads.items() if head.per_token}
+        self._heads = bundle.manifest.heads
 
     def run(self, width: int, windows: Sequence[Window], heads: Heads = ()) -> list[Outputs]:
         """Compute the outputs of these heads, or of all heads if empty, for each window, on `width` slots."""
         packed = pack(windows)
         outputs = self._sessions[width].run(packed, heads)
-        return [*split(outputs, packed.layout, self._per_token)]
+        computed = {name: self._heads[name] for name in outputs}
+        return [*split(outputs, len(windows), row_starts(packed, computed))]
 
     def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
         """Measure the cost of batches, by the number of slots that they take.
@@ -109,7 +109,7 @@ class Runner:
 
     def self_test(self) -> SelfTest:
         """Return the bundle's self-test, with the outputs of the shortest golden computed now as expected values."""
-        window = smallest(self._bundle.golden)
+        window = smallest(self._bundle.golden, self._bundle.manifest.mask_token_id)
         (expected,) = self.run(1, [window])
         tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
         return SelfTest(window, expected, tolerance)

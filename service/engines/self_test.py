@@ -22,11 +22,15 @@ log = structlog.get_logger()
 ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
 
-def smallest(golden: Golden) -> Window:
-    """Return the shortest of a bundle's goldens."""
-    index = int(golden.lengths.argmin())
-    end = int(golden.lengths[: index + 1].sum())
-    own = slice(end - int(golden.lengths[index]), end)
+def smallest(golden: Golden, mask_token_id: int | None = None) -> Window:
+    """Return the shortest of a bundle's goldens for which every head has an output.
+
+    mask_token_id: of a fill-mask head, whose output is empty for a golden without a mask token
+    """
+    ends = golden.lengths.cumsum()
+    goldens = [slice(end - length, end) for end, length in zip(ends, golden.lengths, strict=True)]
+    complete = [own for own in goldens if mask_token_id in (None, *golden.input_ids[own].tolist())]
+    own = min(complete or goldens, key=lambda own: own.stop - own.start)
     return Window(golden.input_ids[own], golden.token_type_ids[own])
 
 

@@ -19,6 +19,7 @@ from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Mem
 SENTIMENT = {"task": "classification", "labels": ["bad", "good"]}
 ENTITIES = {"task": "ner", "labels": ["O", "B-PER"]}
 VECTORS = {"task": "embedding", "pooling": "mean", "dimensions": 4}
+MASKS = {"task": "fill-mask", "mask_token_id": 4, "vocabulary_size": 100}
 
 GOLDEN = Golden(
     input_ids=np.arange(5),
@@ -216,6 +217,11 @@ def state(manifest: Any, version: int, memory: Any) -> None:
     manifest["graphs"][0]["memory"] = memory
 
 
+def add_masks(manifest: Any, name: str = "masks", **fields: Any) -> None:
+    """Add a fill-mask head."""
+    manifest["heads"][name] = {**MASKS, **fields}
+
+
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("later format", lambda m: m.update(format_version=4), "format_version: Input should be 1, 2 or 3"),
     ("field of format 3", lambda m: state(m, 1, MEMORY), "needs format_version 3"),
@@ -246,6 +252,10 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("no hash", lambda m: m["vocabulary"].pop("sha256"), "vocabulary.sha256: Field required"),
     ("layout", lambda m: m["graphs"][2].update(layout="flat"), "graphs.2.layout: Input should be"),
     ("precision", lambda m: m.update(default_precision="fp16"), "default_precision fp16 has no"),
+    ("no mask token", lambda m: m["heads"].update(masks={"task": "fill-mask"}), "needs its mask_token_id"),
+    ("other rows", lambda m: add_masks(m, vocabulary_size=99), "vocabulary_size is not that of the vocabulary, 100"),
+    ("mask token", lambda m: add_masks(m, mask_token_id=100), "mask_token_id must be below vocabulary_size"),
+    ("two mask tokens", lambda m: (add_masks(m), add_masks(m, "more", mask_token_id=5)), "differs from that"),
     ("tolerance", lambda m: m["goldens"]["tolerance"].pop("int8"), "golden tolerance for ['int8']"),
 ]  # fmt: skip
 
@@ -437,6 +447,13 @@ class TestCheckGoldens:
 
         expected = "goldens disagree at fp32: entities differs by 5.00e-01, allowed 1e-04"
         assert reason == expected
+
+    def test_no_rows(self) -> None:
+        """Outputs without rows agree, as those of a fill-mask head without a mask token."""
+        none = np.zeros((0, 4), np.float32)
+
+        assert 0 == bundle.deviation(none, none)
+        assert 1 == bundle.cosine(none, none)
 
     def test_difference_of_large_numbers(self) -> None:
         """What may differ grows with the largest golden number: fp32 keeps seven digits of any."""
@@ -636,6 +653,13 @@ class TestHead:
         assert head.normalize
         assert (head.null_threshold, head.max_answer_tokens, head.max_query_tokens) == (0, 30, 64)
         assert not head.demo
+
+    def test_fill_mask(self) -> None:
+        """A fill-mask head has a column for each token, and rows for mask tokens only."""
+        head = Head.model_validate(MASKS)
+
+        assert (100, False, True) == (head.width, head.per_token, head.per_mask)
+        assert not Head.model_validate(VECTORS).per_mask
 
     @pytest.mark.parametrize("task", ["classification", "ner"])
     def test_labels(self, task: str) -> None:

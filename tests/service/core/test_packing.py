@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.core.bundle import Head
 from service.core.encode import Encoding
-from service.core.packing import each, make_layout, pack, positions, split
+from service.core.packing import (
+    MOST_MASKS,
+    each,
+    make_layout,
+    mask_positions,
+    pack,
+    positions,
+    row_starts,
+    split,
+)
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 
@@ -147,7 +157,7 @@ class TestSplit:
             "mood": np.arange(len(lengths), dtype=np.float32)[:, None],
         }
 
-        rows = split(outputs, layout, ["entities"])
+        rows = split(outputs, len(lengths), {"entities": layout.cu_seqlens})
 
         assert len(rows) == len(lengths)
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -159,9 +169,48 @@ class TestSplit:
         layout = make_layout([1, 1])
         rows = np.array([[1.0], [2.0]], np.float32)
 
-        first, second = split({"tokens": rows, "texts": rows}, layout, iter(["tokens"]))
+        first, second = split({"tokens": rows, "texts": rows}, 2, {"tokens": layout.cu_seqlens})
 
         assert first["tokens"].shape == (1, 1)
         assert first["texts"].shape == (1,)
         assert second["tokens"].tolist() == [[2.0]]
         assert second["texts"].tolist() == [2.0]
+
+
+MASK = 4
+HEADS = {
+    "tags": Head(task="ner", labels=("O",)),
+    "mood": Head(task="classification", labels=("good", "bad")),
+    "masks": Head(task="fill-mask", mask_token_id=MASK, vocabulary_size=9),
+}
+
+
+class TestMaskPositions:
+    def test_of_all_sequences(self) -> None:
+        """Mask tokens are found in the whole batch, in order; sequences may have none or several."""
+        packed = pack([encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])])
+
+        assert [0, 2, 5] == mask_positions(packed, MASK).tolist()
+
+    def test_at_most(self) -> None:
+        """Of each sequence only the first ones count, whatever the others have."""
+        many = encoding([MASK] * (MOST_MASKS + 3))
+        packed = pack([many, encoding([1, MASK]), many])
+
+        found = mask_positions(packed, MASK).tolist()
+
+        second = MOST_MASKS + 4
+        third = range(second + 1, second + 1 + MOST_MASKS)
+        assert [*range(MOST_MASKS), second, *third] == found
+
+    def test_rows_of_each_sequence(self) -> None:
+        """Outputs per mask token are split by the mask tokens of each sequence, and others as before."""
+        packed = pack([encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])])
+        rows = np.arange(3, dtype=np.float32)[:, None] * np.ones(9, np.float32)
+        outputs = {"masks": rows, "mood": np.eye(3, 2, dtype=np.float32)}
+
+        parts = split(outputs, 3, row_starts(packed, HEADS))
+
+        assert [[0, 1], [], [2]] == [part["masks"][:, 0].tolist() for part in parts]
+        assert [(2,), (2,), (2,)] == [part["mood"].shape for part in parts]
+        assert ["tags", "masks"] == [*row_starts(packed, HEADS)]

@@ -179,3 +179,11 @@ def test_the_smallest_golden_is_the_canary() -> None:
     golden = Golden(np.arange(9), np.arange(9) % 2, np.array([4, 2, 3]), {})
     window = smallest(golden)
     assert ([4, 5], [0, 1]) == (window.input_ids.tolist(), window.token_type_ids.tolist())
+
+
+def test_the_smallest_golden_has_a_mask_token_where_a_head_needs_one() -> None:
+    """Otherwise the self-test would compare no output of a fill-mask head."""
+    golden = Golden(np.array([1, 2, 3, 7, 4, 7, 7, 5]), np.zeros(8, int), np.array([2, 3, 3]), {})
+    assert [1, 2] == smallest(golden).input_ids.tolist()
+    assert [3, 7, 4] == smallest(golden, 7).input_ids.tolist()
+    assert [1, 2] == smallest(golden, 9).input_ids.tolist()
