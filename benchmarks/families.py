@@ -85,7 +85,11 @@ def described(family: Family) -> list[str]:
     assert module.__doc__ is not None
     path = module.__name__.replace(".", "/") + ".py"
     sentence = re.split(r"(?<! al)\.\s", " ".join(module.__doc__.split()))[0]  # except at "et al."
-    heads = [*family.heads, "embedding"]
+    heads = [
+        *family.heads,
+        "embedding",
+        *(["fill-mask"] if "masked_lm" in family.objectives else []),
+    ]
     objectives = ["masked LM", *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
         objectives.append("replaced tokens")

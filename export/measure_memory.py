@@ -17,7 +17,7 @@ import numpy as np
 from service.core import bundle
 from service.core.bundle import Bundle, Graph, Memory
 from service.core.encode import Window
-from service.core.packing import pack, round_up
+from service.core.packing import MOST_MASKS, pack, round_up
 from service.core.session import CPU, TRIAL, Session, SessionOptions, open_graph, trim
 
 TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
@@ -77,6 +77,8 @@ def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict
     golden, length = opened.golden, opened.manifest.max_length
     first = np.zeros(length, dtype=np.intp)
     window = Window(golden.input_ids[first], golden.token_type_ids[first])
+    if opened.manifest.mask_token_id is not None:
+        window.input_ids[:MOST_MASKS] = opened.manifest.mask_token_id
     batches: dict[int, int] = {}
     token_s = 0.0  # of the batch before
     end = time.perf_counter() + BATCHES_S

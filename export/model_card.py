@@ -65,6 +65,8 @@ def _heads(manifest: Manifest) -> str:
 def _meaning(head: Head) -> str:
     if head.labels:
         return ", ".join(head.labels)
+    if head.per_mask:
+        return f"a score of each of {head.vocabulary_size} tokens at a mask token"
     if head.task == "qa":
         return f"answer spans of up to {head.max_answer_tokens} tokens"
     return f"{head.dimensions} numbers, {head.pooling} pooling"

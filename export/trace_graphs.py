@@ -2,13 +2,13 @@
 
 All are traces of the same module; only the layout differs. `docs/bundle.md` specifies the names.
 
-T tokens, B sequences, S longest, C outputs of a head
+T tokens, B sequences, S longest, M mask tokens, C outputs of a head
 """
 
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpa
 CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
 ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
 PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
+MASKS = "positions"  # the last input, where a head has a row for each mask token
 
 
 class PackedGraph(nn.Module):
@@ -50,9 +51,11 @@ class PackedGraph(nn.Module):
         lengths: Tensor,
         unpack: Tensor,
         pack: Tensor,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         layout = PackedLayout(lengths, unpack, pack)
-        return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
+        inputs = (input_ids, token_type_ids, position_ids, layout)
+        return tuple(self.model(*inputs, positions=positions).values())
 
 
 class PackedCuda(nn.Module):
@@ -70,29 +73,38 @@ class PackedCuda(nn.Module):
         lengths: Tensor,
         token_offset: Tensor,
         cu_seqlens: Tensor,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         columns = torch.arange(token_offset.shape[1])  # [S]
         firsts = cu_seqlens[:-1, None].to(torch.int64)  # [B, 1]
         unpack = firsts + torch.where(columns < lengths[:, None], columns, 0)  # [B, S]
         pack = token_offset.reshape(-1)[: input_ids.shape[0]].to(torch.int64)  # [T]
         layout = PackedLayout(lengths, unpack, pack, cu_seqlens, token_offset)
-        return tuple(self.model(input_ids, token_type_ids, position_ids, layout).values())
+        inputs = (input_ids, token_type_ids, position_ids, layout)
+        return tuple(self.model(*inputs, positions=positions).values())
 
 
 class Portable(nn.Module):
-    """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`."""
+    """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`.
+
+    positions: flat slots of the mask tokens, [M]
+    """
 
     def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()
         self.model = model
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         batch, longest = input_ids.shape
         position_ids = torch.arange(longest).expand(batch, longest)
         flat = (ids.reshape(-1) for ids in (input_ids, token_type_ids, position_ids))
-        outputs = self.model(*flat, PaddedLayout(attention_mask))
+        outputs = self.model(*flat, PaddedLayout(attention_mask), positions=positions)
         return tuple(
             output.view(batch, longest, -1) if self.model.described[name].per_token else output
             for name, output in outputs.items()
@@ -107,7 +119,7 @@ def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
-    return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, list(model.described))
+    return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, model.described)
 
 
 def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
@@ -118,7 +130,7 @@ def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.token_offset(), layout.cu_seqlens]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: batch + 1}]
-    return _trace(PackedCuda(model), arrays, dims, CUDA_INPUTS, list(model.described))
+    return _trace(PackedCuda(model), arrays, dims, CUDA_INPUTS, model.described)
 
 
 def _sample() -> tuple[packing.Layout, Dim, Dim, Dim]:
@@ -144,9 +156,7 @@ def export_portable(model: EncoderWithHeads) -> onnx.ModelProto:
     slot = Dim("S")
     ids = np.ones((3, 5), dtype=np.int64)
     dims = [{0: batch, 1: slot}] * 3
-    return _trace(
-        Portable(model), [ids, ids, 0 * ids], dims, PORTABLE_INPUTS, list(model.described)
-    )
+    return _trace(Portable(model), [ids, ids, 0 * ids], dims, PORTABLE_INPUTS, model.described)
 
 
 def _trace(
@@ -154,9 +164,13 @@ def _trace(
     arrays: Iterable[np.ndarray],
     dims: list[dict[int, Dim]],
     inputs: list[str],
-    outputs: list[str],
+    heads: Mapping[str, bundle.Head],
 ) -> onnx.ModelProto:
+    outputs = [*heads]
     _check_names(outputs)
+    if any(head.per_mask for head in heads.values()):
+        arrays, inputs = [*arrays, np.array([1, 2, 4])], [*inputs, MASKS]
+        dims = [*dims, {0: Dim("M")}]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         for name in ("torch.onnx", "onnxscript"):

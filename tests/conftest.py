@@ -129,6 +129,19 @@ def tiny_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path
 
 
 @pytest.fixture(scope="session")
+def masked_bundle(built_once: "BuiltOnce") -> Path:
+    """A tiny joint model as a full bundle, masked@1: a fill-mask head next to a classifier and a tagger."""
+
+    def build(path: Path) -> None:
+        from tests.tiny import save_masked
+
+        checkpoint = built_once("checkpoints/masked", save_masked)
+        run_export(checkpoint, path, "--precision", "fp32", "int8")
+
+    return built_once("bundles/masked", build)
+
+
+@pytest.fixture(scope="session")
 def gpu_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
     """The tiny model with a graph for CUDA, gpu@1: fp32, which is the default, and fp16."""
     flags = ("--precision", "fp32", "fp16")

@@ -40,8 +40,32 @@ def save_tiny(folder: Path) -> Path:
     return folder
 
 
+def save_masked(folder: Path) -> Path:
+    """Write a joint checkpoint with a fill-mask head and heads of other tasks; returns its folder."""
+    folder.mkdir(parents=True)
+    learnt = tokenizer.train(samples.corpus(), vocab_size=600)
+    learnt.save(str(folder / "tokenizer.json"))
+    mask = Head(
+        task="fill-mask",
+        mask_token_id=learnt.token_to_id("[MASK]"),
+        vocabulary_size=learnt.get_vocab_size(),
+    )
+    heads = {name: HEADS[name] for name in ("sentiment", "entities")} | {"masks": mask}
+    model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
+    writer.save_joint(folder, model, folder / "tokenizer.json")
+    return folder
+
+
 def make_tiny(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head] = HEADS) -> EncoderWithHeads:
-    """Two layers of 64, moved away from their initial values so that answers differ from text to text."""
+    """The tiny model, moved away from its initial values so that answers differ from text to text."""
+    # With this seed it has use for every label.
+    model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
+    plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
+    return model
+
+
+def make_model(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head]) -> EncoderWithHeads:
+    """Two layers of 64, with their initial values."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=learnt.get_vocab_size(),
@@ -51,11 +75,7 @@ def make_tiny(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head] = HEADS) -
         intermediate_size=256,
         max_position_embeddings=MAX_LENGTH,
     )
-    model = perturb(
-        EncoderWithHeads(config, dict(heads)), scale=0.2, seed=6
-    )  # which has use for every label
-    plant_outlier(model, learnt.token_to_id(samples.OUTLIER))
-    return model
+    return EncoderWithHeads(config, dict(heads))
 
 
 def perturb(module: M, scale: float = 0.1, seed: int = 0) -> M:

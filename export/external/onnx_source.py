@@ -130,15 +130,20 @@ def _find(path: Path) -> tuple[Path, Path]:
 
 
 def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
+    if task == "fill-mask":
+        raise CheckpointError(
+            f"{folder}: --onnx has no fill-mask: export the checkpoint without it"
+        )
     if task is not None:
         return task  # the outputs of the graph are checked later
     if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
         return "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]
-    for own, suffix in SUFFIXES.items():
+    served = {own: suffix for own, suffix in SUFFIXES.items() if own in (*LOGITS, "embedding")}
+    for own, suffix in served.items():
         if architecture.endswith(suffix):
             return own
-    known = ", ".join(f"...{suffix}" for suffix in SUFFIXES.values())
+    known = ", ".join(f"...{suffix}" for suffix in served.values())
     raise CheckpointError(f"{folder}: architecture {architecture} is none of {known}")
 
 

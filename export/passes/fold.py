@@ -4,23 +4,35 @@ For example the keys and queries of DeBERTa's distances. A runtime would multipl
 int8 pass would quantize them like tokens.
 """
 
+import math
 from collections.abc import Iterable
 
 import onnx
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from export.passes.graph_utils import drop_unused_weights
 from service.core.session import ort
 
+LARGE = 4096  # numbers
+
 
 def fold(model: onnx.ModelProto) -> None:
-    """Replace the nodes that depend on no input by their results, and remove unused weights."""
+    """Replace the nodes that depend on no input by their results, and remove unused weights.
+
+    A large fp16 weight that is cast to fp32 stays as it is, because the result would be stored in addition.
+    """
     graph = model.graph
     known = {tensor.name for tensor in graph.initializer}
+    half = {
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.data_type == TensorProto.FLOAT16 and math.prod(tensor.dims) >= LARGE
+    }
     fixed: list[NodeProto] = []
     rest: list[NodeProto] = []
     for node in graph.node:  # in topological order
-        if {*filter(None, node.input)} <= known:
+        widens = node.op_type == "Cast" and node.input[0] in half
+        if {*filter(None, node.input)} <= known and not widens:
             fixed.append(node)
             known.update(node.output)
         else:

@@ -6,7 +6,8 @@ ZeroQuant), and every output channel of a weight has one. Integer products are e
 same in any batch.
 
 Weights have 7 bits, because AVX2 adds two products of 8-bit numbers in 16 bits and saturates at the full range.
-The embedding table is stored in 8 bits with a scale per row; the heads, small and sensitive, stay in fp32.
+The embedding table is stored in 8 bits with a scale per row; the heads, small and sensitive, stay in fp32. A head over
+the vocabulary multiplies by the embedding table itself, so its activations have 7 bits.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from export.passes.graph_utils import attribute, drop_unused_weights
 
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
+TABLE_LEVELS = 127  # of the embedding table
 ZERO_POINT = 128  # activations are unsigned, because x86 multiplies u8 x s8 fastest
+WORDS = "embeddings.word.weight"
 ZERO_POINTS = "quantize.zero_points"
 TINY = 1e-20  # keeps an all-zero row's scale above zero
 
@@ -43,7 +46,9 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
     for node in graph.node:
         if node.op_type == "Gemm" and trunk in node.input[1]:
             nodes += _product(node, _array(weights[node.input[1]]), constants)
-        elif node.op_type == "Gather" and node.input[0].endswith("embeddings.word.weight"):
+        elif node.op_type == "Gemm" and node.input[1].endswith(WORDS):
+            nodes += _vocabulary_product(node, _array(weights[node.input[1]]), constants)
+        elif node.op_type == "Gather" and node.input[0].endswith(WORDS):
             nodes += _lookup(node, _array(weights[node.input[0]]), constants)
         else:
             nodes.append(node)
@@ -103,16 +108,23 @@ def _product(
     row, quantized = _quantized_rows(x)
     if row not in constants.names:
         constants.names.add(row)
-        yield from _quantize_rows(x, constants)
+        yield from _quantize_rows(x, constants, ACTIVATION_LEVELS, ZERO_POINTS)
     scales = weight_scales(weight, WEIGHT_LEVELS)
     matrix = constants.add(f"{name}.int8", _rounded(weight, scales).T.copy())
     scale = constants.add(f"{name}.scale", scales)
     one = constants.add("quantize.one", np.float32(1))
     zero = constants.add("quantize.zero_point", np.uint8(ZERO_POINT))
+    yield from _multiply(node, [quantized, matrix, one, scale, zero], row, bias)
+
+
+def _multiply(
+    node: NodeProto, operands: list[str], row: str, bias: list[str]
+) -> Iterator[NodeProto]:
+    """Yield the nodes of an integer product, times the scales of its rows, plus a bias if there is one."""
     out = node.output[0]
     yield helper.make_node(
         "MatMulIntegerToFloat",
-        [quantized, matrix, one, scale, zero],
+        operands,
         [f"{out}.unscaled"],
         domain="com.microsoft",
         name=f"{node.name}.int8",
@@ -123,19 +135,44 @@ def _product(
         yield helper.make_node("Add", [scaled, *bias], [out])
 
 
+def _vocabulary_product(
+    node: NodeProto, table: NDArray[np.float32], constants: _Constants
+) -> Iterator[NodeProto]:
+    """Yield the nodes of x @ table.T + b for the 8-bit table that `_lookup` reads, which is stored once.
+
+    x has 7 bits: two products of a 7-bit and an 8-bit number fit in 16 bits, as those of 8-bit and 7-bit numbers do.
+    """
+    assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
+    x, name, *bias = node.input
+    zero = constants.add("quantize.narrow_zero_point", np.uint8(WEIGHT_LEVELS + 1))
+    row, quantized = _quantized_rows(x)
+    zeros = f"{x}.zero_points"
+    axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
+    yield from _quantize_rows(x, constants, WEIGHT_LEVELS, zeros)
+    rows, scale = _add_table(name, table, constants)
+    yield helper.make_node("Transpose", [rows], [f"{name}.columns"], perm=[1, 0])
+    yield helper.make_node("Squeeze", [scale, axes], [f"{name}.scales"])
+    one = constants.add("quantize.one", np.float32(1))
+    operands = [quantized, f"{name}.columns", one, f"{name}.scales", zero]
+    yield from _multiply(node, operands, row, bias)
+
+
 def _quantized_rows(x: str) -> tuple[str, str]:
     """Return the names of a tensor's row scales [T, 1] and of its quantized form [T, K]."""
     return f"{x}.row_scale", f"{x}.uint8"
 
 
-def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
-    """Yield the nodes that quantize rows.
+def _quantize_rows(
+    x: str, constants: _Constants, most: int, zero_points: str
+) -> Iterator[NodeProto]:
+    """Yield the nodes that quantize rows to numbers from -`most` to `most`, before the zero points are added.
 
     The scale comes from the largest and the smallest number of each row: a tensor of magnitudes would cost memory
     traffic.
     """
     row, quantized = _quantized_rows(x)
-    levels = constants.add("quantize.levels", np.float32(1 / ACTIVATION_LEVELS))
+    name = "quantize.levels" if most == ACTIVATION_LEVELS else "quantize.narrow_levels"
+    levels = constants.add(name, np.float32(1 / most))
     tiny = constants.add("quantize.tiny", np.float32(TINY))
     axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
     yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
@@ -144,14 +181,18 @@ def _quantize_rows(x: str, constants: _Constants) -> Iterator[NodeProto]:
     yield helper.make_node("Max", [f"{x}.max", f"{x}.below", tiny], [f"{x}.magnitude"])
     yield helper.make_node("Mul", [f"{x}.magnitude", levels], [row])
     yield helper.make_node("Squeeze", [row, axes], [f"{x}.scales"])
-    yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", ZERO_POINTS], [quantized], axis=0)
+    if zero_points != ZERO_POINTS:
+        yield from _zero_points(f"{x}.scales", zero_points, most + 1)
+    yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", zero_points], [quantized], axis=0)
 
 
-def _zero_points() -> Iterator[NodeProto]:
+def _zero_points(
+    like: str = "input_ids", output: str = ZERO_POINTS, zero_point: int = ZERO_POINT
+) -> Iterator[NodeProto]:
     """Yield nodes for [T] equal zero points: with a scale per row, QuantizeLinear requires one per row."""
-    value = numpy_helper.from_array(np.array([ZERO_POINT], dtype=np.uint8))
-    yield helper.make_node("Shape", ["input_ids"], [f"{ZERO_POINTS}.shape"])
-    yield helper.make_node("ConstantOfShape", [f"{ZERO_POINTS}.shape"], [ZERO_POINTS], value=value)
+    value = numpy_helper.from_array(np.array([zero_point], dtype=np.uint8))
+    yield helper.make_node("Shape", [like], [f"{output}.shape"])
+    yield helper.make_node("ConstantOfShape", [f"{output}.shape"], [output], value=value)
 
 
 def _lookup(
@@ -159,13 +200,18 @@ def _lookup(
 ) -> Iterator[NodeProto]:
     """Yield the nodes that read rows of an 8-bit embedding table and multiply each by its scale."""
     name, ids, out = node.input[0], node.input[1], node.output[0]
-    scales = weight_scales(table, ACTIVATION_LEVELS)
-    rows = constants.add(f"{name}.int8", _rounded(table, scales))
-    scale = constants.add(f"{name}.scale", scales[:, None].copy())
+    rows, scale = _add_table(name, table, constants)
     yield helper.make_node("Gather", [rows, ids], [f"{out}.int8"])
     yield helper.make_node("Cast", [f"{out}.int8"], [f"{out}.float"], to=TensorProto.FLOAT)
     yield helper.make_node("Gather", [scale, ids], [f"{out}.scale"])
     yield helper.make_node("Mul", [f"{out}.float", f"{out}.scale"], [out])
+
+
+def _add_table(name: str, table: NDArray[np.float32], constants: _Constants) -> tuple[str, str]:
+    """Return the names of the 8-bit embedding table [V, E] and of its scales [V, 1]."""
+    scales = weight_scales(table, TABLE_LEVELS)
+    rows = constants.add(f"{name}.int8", _rounded(table, scales))
+    return rows, constants.add(f"{name}.scale", scales[:, None].copy())
 
 
 def _array(tensor: TensorProto) -> NDArray[np.float32]:

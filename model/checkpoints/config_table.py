@@ -182,7 +182,7 @@ DEBERTA_SETTINGS = (
     refused("pooler_hidden_act", "gelu"),
     *honored("pooler_hidden_size", note="must be hidden_size"),
     *no_effect("cls_dropout", "pooler_dropout", note=TRAINING),
-    *no_effect("legacy", note="of the masked language model"),
+    *no_effect("legacy", note="of the masked language model; a fill-mask head needs true"),
 )
 DEBERTA = _file("deberta", *DEBERTA_SETTINGS)
 DEBERTA_V2 = _file(

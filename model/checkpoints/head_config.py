@@ -31,13 +31,12 @@ SEVERAL_LABELS = {
 }
 
 
-def describe_head(
-    task: str, config: Mapping[str, Any], folder: Path, **embedding: Any
-) -> bundle.Head:
+def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: Any) -> bundle.Head:
     """Return the head that a checkpoint's `config.json` describes, of any family. Raises CheckpointError.
 
     config: the content of `config.json`
-    embedding: `pooling` and `dimensions` of an embedding head, which `config.json` does not contain
+    others: fields that `config.json` does not contain: `pooling` and `dimensions` of an embedding head,
+        `mask_token_id` and `vocabulary_size` of a fill-mask head
     """
     path = config_file(folder)
     fields = {key: config[key] for key in HEAD_FIELDS & set(config)}
@@ -47,7 +46,7 @@ def describe_head(
         if task == "classification":
             problem_type = _cross_encoder_type(folder, config, len(labels)) or problem_type
         return validate_head(path, task=task, labels=labels, problem_type=problem_type, **fields)
-    return validate_head(path, task=task, **{**fields, **embedding})
+    return validate_head(path, task=task, **{**fields, **others})
 
 
 def validate_head(path: Path, **fields: Any) -> bundle.Head:

@@ -47,10 +47,12 @@ def with_encoder(encoder: Names, others: Names) -> Names:
 def single_names(family: Family, task: str) -> Names:
     """Return the function for an `EncoderWithHeads` with one head, for this task."""
 
+    stems = family.head_stems(task)
+
     def of_head(name: str) -> list[str]:
         _, _, rest = name.split(".", 2)  # heads.<name>.<rest>
         stem, _, kind = rest.rpartition(".")
-        return [f"{family.heads[task][stem]}.{kind}"]
+        return [f"{stems[stem]}.{kind}"]
 
     return with_encoder(encoder_names(family, family.prefix), of_head)
 

@@ -34,11 +34,12 @@ from model.checkpoints.hub_names import (
 )
 from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import config_file, encoder_folder
+from model.checkpoints.tokenizer_files import read_mask_token, read_tokenizer
 from model.checkpoints.unused_tensors import check_unused
 from model.checkpoints.weight_files import read_tensors, refuse_adapter
 from model.config import BertConfig
 from model.families.registry import family_named, family_of
-from model.families.spec import SUFFIXES
+from model.families.spec import PRETRAINING, SUFFIXES
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 
@@ -105,6 +106,8 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
     config = read_json(config_file(folder))
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
+    if "pretraining" not in family.make_heads:  # ELECTRA's has no masked language model
+        tasks[family.architecture + PRETRAINING] = "fill-mask"
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
     if task is None and architecture not in tasks:
         raise CheckpointError(
@@ -122,6 +125,8 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
 
 
 def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
+    if task == "fill-mask":
+        return describe_head(task, config, folder, **_read_vocabulary(config, folder))
     if task != "embedding":
         return describe_head(task, config, folder)
     pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
@@ -129,12 +134,25 @@ def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Hea
     return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions)
 
 
+def _read_vocabulary(config: Mapping[str, Any], folder: Path) -> dict[str, int]:
+    """Return the fields of a fill-mask head. Raises CheckpointError for a tokenizer without a mask token."""
+    if config.get("legacy") is False:
+        raise CheckpointError(
+            f"{config_file(folder)}: legacy = false is another masked language model, which cannot be served"
+        )
+    token = read_mask_token(folder)
+    number = read_tokenizer(folder).token_to_id(token)
+    if number is None:
+        raise CheckpointError(f"{folder}: the tokenizer has no token {token!r}, its mask_token")
+    return {"mask_token_id": number, "vocabulary_size": read_config(folder).vocab_size}
+
+
 def has_heads(folder: Path) -> bool:
     """Return whether a checkpoint describes a head; False for an encoder alone or with its pretraining heads."""
     if any((folder / name).exists() for name in ("heads.json", "modules.json", "1_Pooling")):
         return True
     family = family_of(read_config(folder))
-    ours = {family.architecture_of(task) for task in SUFFIXES if task != "embedding"}
+    ours = {family.architecture_of(task) for task in SUFFIXES.keys() - {"embedding", "fill-mask"}}
     return bool(ours & {*(read_json(config_file(folder)).get("architectures") or [])})
 
 
@@ -161,6 +179,8 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
     weights, names = read_weights(folder), model_names(model, folder)
     fill(model, weights, names, folder)
     _check_unused(weights, model, names, folder, heads=task is not None)
+    if any(head.per_mask for head in model.described.values()):
+        _check_tied(model, weights, folder)
     return model.eval()
 
 
@@ -255,8 +275,14 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, Tensors]]) -> None:
 
 
 def _check_tied(part: nn.Module, weights: Tensors, folder: Path) -> None:
-    """Raise CheckpointError where the output matrix or a second word table differs from the word embeddings."""
+    """Raise CheckpointError where the output matrix or a second word table differs from the word embeddings.
+
+    The bias of the output matrix must equal the head's own, where a checkpoint has both.
+    """
     family = family_of(part.config)
+    bias, own = f"{family.decoder}.bias", f"{family.objectives.get('masked_lm')}.bias"
+    if {bias, own} <= weights.keys() and not torch.equal(weights[bias], weights[own]):
+        raise CheckpointError(f"{folder}: {bias} differs from {own}: only one of the two is used")
     words = pretraining_names(family)("encoder.embeddings.word.weight")
     for name in (f"{family.decoder}.weight", *words):
         if name in weights and not torch.equal(

@@ -70,6 +70,23 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def read_mask_token(folder: Path) -> str:
+    """Return a checkpoint's mask token, as transformers' AutoTokenizer has it.
+
+    Raises CheckpointError where the tokenizer has none.
+    """
+    path = folder / SAVED
+    settings = read_settings(folder, read_object(path) if path.is_file() else None)
+    kind = _class_of(folder, read_optional_object(folder / "config.json"), settings)
+    named = _named(settings, kind.named, kind.wrap) if kind else _named(settings, {}, _as_it_is)
+    token = named.get("mask_token")
+    if token is None:
+        raise CheckpointError(
+            f"{folder / TOKENIZER_CONFIG.file}: mask_token is missing: name the mask token of the model"
+        )
+    return token if isinstance(token, str) else token.content
+
+
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, output: Path) -> Path:
     """Return the checkpoint's `tokenizer.json` if it is this tokenizer; else one that is written to `output`."""
     path = folder / SAVED
@@ -139,7 +156,7 @@ def _build(
         if "pad_token" not in settings.values and isinstance(padding, dict):
             settings.values["pad_token"] = padding.get("pad_token")
             settings.paths["pad_token"] = folder / SAVED
-        named = _named(settings, {}, lambda name, token: token)
+        named = _named(settings, {}, _as_it_is)
         _add_tokens(parsed, settings, named, settings.extra(()))
         return parsed
     parts = _parts(folder, kind, settings, saved, parsed)
@@ -170,6 +187,10 @@ def _named(
             known = name in defaults and isinstance(value, str)
             named[name] = wrap(name, value) if known else value
     return {**named, **settings.other_named()}
+
+
+def _as_it_is(_: str, token: Token) -> Token:
+    return token
 
 
 def _parts(

@@ -23,8 +23,10 @@ SUFFIXES = {
     "classification": "ForSequenceClassification",
     "ner": "ForTokenClassification",
     "qa": "ForQuestionAnswering",
+    "fill-mask": "ForMaskedLM",
     "embedding": "Model",
 }
+PRETRAINING = "ForPreTraining"  # a masked language model with another head
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class Family:
     def pairs(self) -> Pairs | None:
         """The pretraining objective on two texts; None if pretraining uses single texts."""
         return self.pair_objective if "next_sentence.classifier" in self.objectives else None
+
+    def head_stems(self, task: str) -> Mapping[str, str]:
+        """Return the hub's names for the parameters of a task's head, by our names within the head."""
+        if task != "fill-mask":
+            return self.heads.get(task, {})  # an embedding has no parameters of its own
+        return {
+            name.removeprefix("masked_lm").removeprefix("."): hub
+            for name, hub in self.objectives.items()
+            if name.startswith("masked_lm")
+        }
 
     def architecture_of(self, task: str) -> str:
         """Return the hub's class name for a task."""

@@ -17,7 +17,10 @@ from export.goldens import run_torch
 from export.passes import quantize
 from export.provenance import read_metadata
 from model.checkpoints.reader import load_model
+from model.checkpoints.writer import save_joint
+from model.heads import EncoderWithHeads
 from service.core import bundle
+from service.core.bundle import Head
 from service.core.encode import Encoder
 from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
@@ -369,11 +372,26 @@ def be(architecture: str) -> Spoil:
     return spoil
 
 
+def add_masks(folder: Path) -> None:
+    """Add a fill-mask head whose parameters are random."""
+    model = load_model(folder)
+    rows = model.config.vocab_size
+    head = Head(task="fill-mask", mask_token_id=4, vocabulary_size=rows)
+    made = EncoderWithHeads(model.config, model.described | {"masks": head})
+    made.load_state_dict(model.state_dict(), strict=False)
+    save_joint(folder, made, folder / "tokenizer.json")
+
+
 REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "architecture": (
+        be("BertForMultipleChoice"),
+        [],
+        "architecture BertForMultipleChoice is none of BertForSequenceClassification, ",
+    ),
+    "no masked language model": (
         be("BertForMaskedLM"),
         [],
-        "architecture BertForMaskedLM is none of BertForSequenceClassification, ",
+        "tensors are missing: cls.predictions.bias, cls.predictions.transform.LayerNorm.bias",
     ),
     "another encoder": (
         change("config.json", model_type="gpt2"),
@@ -403,6 +421,11 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         lambda _: None,
         ["--eval", "sentimental=x.jsonl"],
         "--eval: the checkpoint has no head sentimental",
+    ),
+    "no metric": (
+        add_masks,
+        ["--eval", "masks=x.jsonl"],
+        "--eval: masks is a fill-mask head, for which there is no metric",
     ),
     "no data": (lambda _: None, ["--eval", "sentiment=nowhere.jsonl"], "nowhere.jsonl"),
 }

@@ -111,8 +111,10 @@ class TestTask:
 
     def test_unknown_architecture(self, tmp_path: Path) -> None:
         """The encoder of a class that Quartet does not have is read as an embedding model."""
-        save(tmp_path, transformers.BertForMaskedLM)
-        with pytest.raises(CheckpointError, match=r"BertForMaskedLM is none of .*--task"):
+        save(tmp_path, transformers.BertForNextSentencePrediction)
+        with pytest.raises(
+            CheckpointError, match=r"BertForNextSentencePrediction is none of .*--task"
+        ):
             reader.load_model(tmp_path)
         assert {"embedding"} == reader.load_model(tmp_path, "embedding").described.keys()
         with pytest.raises(CheckpointError, match=r"tensors are missing: classifier"):

@@ -587,6 +587,10 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
         rewrite(architectures=["GPT2ForCausalLM"]),
         "architecture GPT2ForCausalLM is none of ...ForSequenceClassification",
     ),
+    "a masked language model": (
+        rewrite(architectures=["LookupForMaskedLM"]),
+        "architecture LookupForMaskedLM is none of ...ForSequenceClassification",
+    ),
     "no vocabulary": (rewrite(vocab_size=None), "does not say vocab_size"),
     "a small vocabulary": (rewrite(vocab_size=99), "tokens, the model 99"),
     "no length": (rewrite(max_position_embeddings=None), "--max-length: the checkpoint does not"),

@@ -71,3 +71,24 @@ def test_nothing_to_fold() -> None:
     assert before == [node.SerializeToString() for node in model.graph.node]
     assert {t.name for t in model.graph.initializer} == {"table", "weight"}
     assert TensorProto.FLOAT == model.graph.initializer[0].data_type
+
+
+@pytest.mark.parametrize(("rows", "operators"), [(2000, ["Cast", "MatMul"]), (3, ["MatMul"])])
+def test_large_fp16_weights_are_not_stored_as_fp32_too(rows: int, operators: list[str]) -> None:
+    """A large fp16 weight that is widened stays as it is; the result for a small one is stored."""
+    weight = RNG.standard_normal((3, rows)).astype(np.float16)
+    made = helper.make_graph(
+        [
+            helper.make_node("Cast", ["half"], ["whole"], to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["x", "whole"], ["y"]),
+        ],
+        "test",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["T", rows])],
+        [numpy_helper.from_array(weight, "half")],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    expected = run_graph(model, {"x": X})["y"]
+    fold(model)
+    assert operators == [node.op_type for node in model.graph.node]
+    np.testing.assert_array_equal(expected, run_graph(model, {"x": X})["y"])

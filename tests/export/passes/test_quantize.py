@@ -137,6 +137,68 @@ class TestLookup:
         np.testing.assert_array_equal(self.run(table, [4]), np.zeros((1, 8), np.float32))
 
 
+def vocabulary(table: Floats, bias: Floats) -> onnx.ModelProto:
+    """y = table[input_ids] @ table.T + bias, as a masked language model on nothing but the embeddings."""
+    lookup = helper.make_node("Gather", [TABLE, "input_ids"], ["x"], name="lookup")
+    product = helper.make_node("Gemm", ["x", TABLE, "bias"], ["y"], name="product", transB=1)
+    proto = graph_of(lookup, {TABLE: table, "bias": bias}, {"input_ids": IDS})
+    proto.graph.node.append(product)
+    return proto
+
+
+class TestVocabulary:
+    table, bias = normal(50, 24, seed=3) + np.float32(0.5), normal(50, seed=4)
+
+    def test_stored_once(self) -> None:
+        """The table that is looked up is the matrix of the product, and no other of its size is in the graph."""
+        quantized = quantize(vocabulary(self.table, self.bias))
+        large = {name: v.shape for name, v in initializers(quantized).items() if v.size >= 50 * 24}
+        assert {f"{TABLE}.int8": (50, 24)} == large
+
+    def test_as_in_numpy(self) -> None:
+        """Logits are those of the 8-bit table and of rows of 7 bits, each with its own scale."""
+        ids = np.arange(50)[::3]
+        steps = np.abs(self.table).max(axis=1, keepdims=True) / np.float32(127)
+        whole = np.rint(self.table / steps)
+        x = (whole * steps)[ids]
+        rows = np.abs(x).max(axis=1, keepdims=True) / np.float32(63)
+        expected = (np.rint(x / rows) @ whole.T) * steps.T * rows + self.bias
+        found = run_graph(quantize(vocabulary(self.table, self.bias)), {"input_ids": ids})["y"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+    def test_near_fp32(self) -> None:
+        """And these are near the exact logits."""
+        ids = np.arange(50)
+        expected = self.table @ self.table.T + self.bias
+        found = run_graph(quantize(vocabulary(self.table, self.bias)), {"input_ids": ids})["y"]
+        assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+    def test_two_products_fit_in_16_bits(self) -> None:
+        """The largest activations and weights do not saturate where a processor adds two products in 16 bits."""
+        table = np.ones((4, 24), np.float32)
+        proto = quantize(vocabulary(table, np.zeros(4, np.float32)))
+        found = run_graph(proto, {"input_ids": np.arange(4)})["y"]
+        np.testing.assert_allclose(found, np.full((4, 4), 24), rtol=1e-5)
+        (zero,) = [v for n, v in initializers(proto).items() if n == "quantize.narrow_zero_point"]
+        assert 2 * (63 + int(zero)) * 127 < 2**15
+
+    @pytest.mark.parametrize("ids", [[], [7]], ids=["none", "one"])
+    def test_few_rows(self, ids: list[int]) -> None:
+        """There are as many rows of logits as tokens, also none."""
+        asked = {"input_ids": np.array(ids, np.int64)}
+        assert (len(ids), 50) == run_graph(quantize(vocabulary(self.table, self.bias)), asked)[
+            "y"
+        ].shape
+
+    def test_rows_know_nothing_of_each_other(self) -> None:
+        """A row's logits are the same, to the bit, alone and with others."""
+        proto = quantize(vocabulary(self.table, self.bias))
+        together = run_graph(proto, {"input_ids": np.arange(50)})["y"]
+        for index in (0, 7, 49):
+            alone = run_graph(proto, {"input_ids": np.array([index])})["y"]
+            np.testing.assert_array_equal(together[index : index + 1], alone)
+
+
 class TestWholeModel:
     @pytest.fixture(scope="class")
     @classmethod

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.checkpoints import hub_names, reader, writer
@@ -18,7 +19,7 @@ from model.families.bert_names import BERT
 from model.heads import EncoderWithHeads, Pretraining
 from service.core.bundle import Head
 from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
-from tests.model.helpers import TOLERANCE, ours, perturb, real, shape, theirs
+from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 
 
 class TestWhatTransformersSaves:
@@ -270,3 +271,109 @@ class TestLocate:
 
         with pytest.raises(CheckpointError, match=r"someone/bert is no .*no route to the hub"):
             reader.locate("someone/bert")
+
+
+class TestFillMask:
+    """A masked language model as a head: `tests/test_families.py` compares its answers with transformers'."""
+
+    @pytest.fixture
+    def folder(self, tokenizer_file: Path, tmp_path: Path) -> Path:
+        """A BertForMaskedLM of transformers."""
+        rows = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
+        config = transformers.BertConfig(**shape(vocab_size=rows).to_dict())
+        perturb(transformers.BertForMaskedLM(config)).save_pretrained(tmp_path)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(tokenizer_file), mask_token="[MASK]"
+        ).save_pretrained(tmp_path)
+        return tmp_path
+
+    def test_described(self, folder: Path) -> None:
+        """The head has the mask token of the tokenizer, and a column for each row of the embedding table."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        head = Head(
+            task="fill-mask",
+            mask_token_id=tokenizer.token_to_id("[MASK]"),
+            vocabulary_size=tokenizer.get_vocab_size(),
+        )
+        assert {"fill-mask": head} == reader.read_heads(folder)
+        assert not reader.has_heads(folder)
+
+    @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+    @torch.no_grad()
+    def test_logits_at_positions(self, folder: Path, kind: str) -> None:
+        """Logits at given positions are those of the masked language model, also of one with another objective."""
+        edit_config(folder, architectures=[kind])
+        rows = reader.read_config(folder).vocab_size
+        packed = batch([5, 1, 9], rows)
+        places = torch.tensor([2, 5, 14])
+        expected, _ = reader.load_pretraining(folder)(*ours(packed), places)
+
+        found = reader.load_model(folder)(*ours(packed), positions=places)["fill-mask"]
+
+        assert (3, rows) == found.shape
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+    def test_round_trip(self, folder: Path, tmp_path: Path) -> None:
+        """Written as one head, it is transformers' checkpoint again; in a joint checkpoint it keeps its fields."""
+        model = reader.load_model(folder)
+        writer.save_head(tmp_path / "one", model, "fill-mask", folder / "tokenizer.json")
+        writer.save_joint(tmp_path / "joint", model, folder / "tokenizer.json")
+
+        _, report = transformers.BertForMaskedLM.from_pretrained(
+            tmp_path / "one", output_loading_info=True
+        )
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        for name in ("one", "joint"):
+            again = reader.load_model(tmp_path / name)
+            assert model.described == again.described
+            assert all(
+                torch.equal(tensor, again.state_dict()[key])
+                for key, tensor in model.state_dict().items()
+            )
+
+    def test_no_mask_token(self, folder: Path) -> None:
+        """A tokenizer without a mask token is refused, by the file that should name it."""
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        del settings["mask_token"]
+        path.write_text(json.dumps(settings))
+
+        with pytest.raises(CheckpointError, match=r"tokenizer_config.json: mask_token is missing"):
+            reader.load_model(folder)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("weight", "cls.predictions.decoder.weight is not tied to the word embeddings"),
+            ("bias", "cls.predictions.decoder.bias differs from cls.predictions.bias"),
+        ],
+    )
+    def test_untied(self, name: str, message: str, folder: Path) -> None:
+        """An output matrix or a bias of its own would change the logits, so it is refused."""
+        own = {
+            "weight": "bert.embeddings.word_embeddings.weight",
+            "bias": "cls.predictions.bias",
+        }
+        edit_weights(
+            folder,
+            lambda state: {**state, f"cls.predictions.decoder.{name}": state[own[name]] + 1},
+        )
+
+        with pytest.raises(CheckpointError, match=message):
+            reader.load_model(folder)
+
+    def test_another_task(self, folder: Path) -> None:
+        """Its encoder alone can be read, and a head that it lacks is refused."""
+        assert ["embedding"] == [*reader.read_heads(folder, "embedding")]
+        with pytest.raises(
+            CheckpointError, match="BertForMaskedLM, a fill-mask head, and --task ner"
+        ):
+            reader.read_heads(folder, "ner")
+
+    def test_another_masked_language_model(self, folder: Path) -> None:
+        """DeBERTa's of the third version is refused."""
+        edit_config(folder, legacy=False)
+
+        with pytest.raises(CheckpointError, match=r"config\.json: legacy = false"):
+            reader.read_heads(folder)

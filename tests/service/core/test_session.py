@@ -592,18 +592,100 @@ def test_concurrent_runs(opened: Bundle, packed: Packed) -> None:
             np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
+# -- heads over the vocabulary --------------------------------------------------------------------
+
+
+@pytest.fixture
+def masked(masked_bundle: Path) -> Bundle:
+    return bundle.load(masked_bundle)
+
+
+def masked_batch(opened: Bundle, sentences: list[str]) -> Packed:
+    """Texts of mixed lengths, of which every second one has one to three mask tokens."""
+    encoder = Encoder.from_file(opened.file("tokenizer.json"), opened.manifest.max_length)
+    texts = [
+        f"[MASK] {text} [MASK] and" + " [MASK]" * (index % 3) if index % 2 else text
+        for index, text in enumerate(sentences[:9])
+    ]
+    return packing.pack([item.windows[0] for item in encoder.texts(texts)])
+
+
+def open_layout(opened: Bundle, precision: str, layout: str) -> Session:
+    graphs = opened.manifest.graphs
+    (graph,) = [g for g in graphs if (g.precision, g.layout) == (precision, layout)]
+    return Session(opened, graph, CPU, ONE_THREAD)
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"), [("fp32", "packed"), ("fp32", "portable"), ("int8", "packed")]
+)
+def test_mask_tokens_have_rows(
+    precision: str, layout: str, masked: Bundle, sentences: list[str]
+) -> None:
+    """There is a row of logits for each mask token, the same alone as in a batch, and for no other token."""
+    session = open_layout(masked, precision, layout)
+    packed = masked_batch(masked, sentences)
+    together = session.run(packed)
+    alone = [session.run(one) for one in packing.each(packed)]
+    mask = masked.manifest.mask_token_id
+    assert mask is not None
+    rows = masked.manifest.vocabulary.size
+    assert (np.count_nonzero(packed.input_ids == mask), rows) == together["masks"].shape
+    assert (0, rows) == alone[0]["masks"].shape
+    for name, value in together.items():
+        parts = np.concatenate([own[name] for own in alone])
+        np.testing.assert_allclose(value, parts, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_masks_cost_nothing_for_other_heads(masked: Bundle, sentences: list[str]) -> None:
+    """A batch that needs no row per mask token does not compute any, whatever its texts contain."""
+    session = open_layout(masked, "fp32", "packed")
+    packed = masked_batch(masked, sentences)
+    fed: list[Any] = []
+    inner = session._session
+
+    def run(outputs: Any, feeds: dict[str, Any], options: Any) -> Any:
+        fed.append((outputs, len(feeds["positions"]), options))
+        return inner.run(outputs, feeds, options)
+
+    session._session = SimpleNamespace(run=run)
+    expected = session.run(packed)
+    found = session.run(packed, ["sentiment"])
+    assert [
+        (["sentiment", "entities", "masks"], len(expected["masks"]), None),
+        (["sentiment"], 1, session._only_fetched),
+    ] == fed
+    np.testing.assert_array_equal(expected["sentiment"], found["sentiment"])
+
+
+def test_a_masked_head_needs_its_input(masked_bundle: Path, tmp_path: Path) -> None:
+    """A graph that computes a fill-mask head for given positions only must take these."""
+    folder = shutil.copytree(masked_bundle, tmp_path / "copy")
+    proto = onnx.load(folder / "int8.onnx")
+    (masks,) = [value for value in proto.graph.input if value.name == "positions"]
+    proto.graph.input.remove(masks)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "positions"))
+    onnx.save(proto, folder / "int8.onnx")
+    change_manifest(folder, lambda manifest: None)
+    with pytest.raises(BundleError, match=r"int8\.onnx has a fill-mask head without `positions`"):
+        open_session(bundle.load(folder), precision="int8", provider="cpu", options=ONE_THREAD)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(cuda_problem() is not None, reason=f"no GPU: {cuda_problem()}")
 def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
     """On a device the goldens hold, and a text's answer in a batch is the one alone but for fp16's rounding."""
     opened = bundle.load(gpu_bundle)
     session = open_session(opened, precision="fp16", provider="cuda", options=ONE_THREAD)
-    per_token = {name for name, head in opened.manifest.heads.items() if head.per_token}
+    heads = opened.manifest.heads
     first = int(packed.lengths[0])
     layout = packing.make_layout([first])
     ids = (packed.input_ids[:first], packed.token_type_ids[:first], packing.positions(layout))
-    (alone,) = packing.split(session.run(Packed(*ids, layout)), layout, per_token)
-    together = packing.split(session.run(packed), packed.layout, per_token)[0]
+    one = Packed(*ids, layout)
+    (alone,) = packing.split(session.run(one), 1, packing.row_starts(one, heads))
+    together = packing.split(
+        session.run(packed), len(packed.lengths), packing.row_starts(packed, heads)
+    )[0]
     for name, value in alone.items():
         assert bundle.cosine(value, together[name]) > 0.999, name
 
