@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from service.api import (
     admin,
     analysis_schemas,
+    mask_schemas,
     openapi,
     ranking_schemas,
     schemas,
@@ -114,6 +115,7 @@ REQUESTS = {
     "POST /similarity": ranking_schemas.SimilarityRequest,
     "POST /zero-shot": analysis_schemas.ZeroShotRequest,
     "POST /analyze": analysis_schemas.AnalyzeRequest,
+    "POST /fill-mask": mask_schemas.FillMaskRequest,
     "POST /tokenize": token_schemas.TokenizeRequest,
     "POST /detokenize": token_schemas.DetokenizeRequest,
 }

@@ -542,16 +542,20 @@ class Exported:
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
     """A family in all precisions, exported when it is first asked for."""
     folder = tmp_path_factory.mktemp("families")
+    return exporter(
+        folder,
+        transformers.AutoModelForSequenceClassification,
+        id2label=dict(enumerate(TOPICS)),
+    )
+
+
+def exporter(folder: Path, kind: Any, **fields: Any) -> Callable[[str], Exported]:
+    """Return a function that exports a family with the head of one of transformers' Auto classes, once."""
 
     @cache
     def make(model_type: str) -> Exported:
-        source = hub.save(
-            model_type,
-            folder / "checkpoints" / model_type,
-            transformers.AutoModelForSequenceClassification,
-            positions=max(MIXED),
-            id2label=dict(enumerate(TOPICS)),
-        )
+        checkpoint = folder / "checkpoints" / model_type
+        source = hub.save(model_type, checkpoint, kind, positions=max(MIXED), **fields)
         out = folder / model_type
         assert 0 == export([str(source), str(out), "--precision", "fp32", "int8", "fp16"])
         return Exported(source, bundle.load(out))
@@ -697,3 +701,107 @@ def test_answers_are_those_of_transformers(
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, abs=1e-4)
     assert max(abs(found[0][label] - found[3][label]) for label in TOPICS) > 1e-2
+
+
+# -- masked language models as bundles --------------------------------------------------------------------------------
+
+every_masked_family = pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name == "bert" else pytest.mark.slow) for name in FAMILIES],
+)
+# With one and with several mask tokens, next to punctuation and at both ends.
+MASKED = ("The {mask} of the harbor was late.", "{mask} sails, and the wind takes it to {mask}")
+
+
+@pytest.fixture(scope="module")
+def masked_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """A family's masked language model in all precisions, exported when it is first needed."""
+    return exporter(tmp_path_factory.mktemp("masked"), transformers.AutoModelForMaskedLM)
+
+
+@pytest.fixture
+def masked(masked_exports: Callable[[str], Exported], model_type: str) -> Exported:
+    return masked_exports(model_type)
+
+
+def with_masks(masked: Exported) -> Packed:
+    """Random ids of which every seventh is the mask token, so that some texts have none."""
+    packed = masked.batch(MIXED)
+    packed.input_ids[3::7] = masked.bundle.manifest.mask_token_id
+    return packed
+
+
+@every_masked_family
+def test_masked_graphs_are_pytorch(masked: Exported) -> None:
+    """The fp32 graphs give PyTorch's logits of the mask tokens, and CUDA's graph gives them but for rounding."""
+    packed = with_masks(masked)
+    expected = torch_outputs(reader.load_model(masked.checkpoint), packed)["fill-mask"]
+    assert len(expected) > len(MIXED)
+    for layout in ("packed", "portable"):
+        found = masked.session("fp32", layout).run(packed)["fill-mask"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4, err_msg=layout)
+    path = masked.bundle.path / "fp16.onnx"
+    run = cuda_emulator.emulated(path, masked.bundle.manifest.mask_token_id)
+    assert cosine(run(packed)["fill-mask"], expected) > 1 - 1e-4
+
+
+@every_masked_family
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_masked_batches(masked: Exported, precision: Precision) -> None:
+    """A mask token's logits are the same alone as with others."""
+    session = masked.session(precision)
+    packed = with_masks(masked)
+    together = session.run(packed)["fill-mask"]
+    alone = [session.run(one)["fill-mask"] for one in each(packed)]
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-5)
+
+
+FOLDED = 8192  # numbers; the tracer itself widens smaller fp16 weights
+
+
+@every_masked_family
+def test_vocabulary_matrix_is_stored_once(masked: Exported) -> None:
+    """Each graph's output matrix is its embedding table."""
+    rows = masked.bundle.manifest.vocabulary.size
+    for record in masked.bundle.manifest.graphs:
+        graph = onnx.load(masked.bundle.path / record.file, load_external_data=False).graph
+        sizes = [tuple(tensor.dims) for tensor in graph.initializer]
+        tables = [size for size in sizes if len(size) == 2 and size[0] == rows and size[1] > 1]
+        if record.precision != "fp16" or rows * tables[0][1] > FOLDED:
+            assert 1 == len(tables), record.file
+
+
+@pytest.fixture(scope="module")
+def masked_server(
+    request: pytest.FixtureRequest, masked_exports: Callable[[str], Exported]
+) -> Iterator[Server]:
+    """The masked language models of all families that this run tests in one service, at fp32."""
+    asked = chosen(request, "model_type")
+    folders = [masked_exports(name).bundle.path for name in FAMILIES if name in asked]
+    with serving(*folders, "--precision", "fp32") as it:
+        yield it
+
+
+@every_masked_family
+@pytest.mark.e2e
+def test_filled_masks_are_those_of_transformers(
+    masked_server: Server, masked: Exported, model_type: str
+) -> None:
+    """Tokens, texts and scores are those of transformers' pipeline, the scores to 1e-4; also for targets."""
+    pipeline = transformers.pipeline("fill-mask", model=str(masked.checkpoint), device=-1)
+    texts = [text.format(mask=pipeline.tokenizer.mask_token) for text in MASKED]
+    vocabulary = pipeline.tokenizer.get_vocab()
+    targets = sorted(vocabulary, key=vocabulary.__getitem__)[40:60:3]
+    for options in ({"top_k": 7}, {"targets": targets, "top_k": 4}):
+        body = {"model": model_type, "inputs": texts, **options}
+        expected = flat(pipeline(texts, **options))
+        found = flat(masked_server.answer("/fill-mask", body)["results"])
+        scores = [token.pop("score") for token in expected]
+        assert scores == pytest.approx([token.pop("score") for token in found], abs=1e-4)
+        assert expected == found
+
+
+def flat(results: list[Any]) -> list[dict[str, Any]]:
+    """The tokens of all mask tokens of all texts."""
+    masks = [tokens if isinstance(tokens[0], list) else [tokens] for tokens in results]
+    return [dict(token) for own in masks for tokens in own for token in tokens]

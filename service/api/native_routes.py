@@ -22,6 +22,7 @@ from service.api.analysis_schemas import (
 )
 from service.api.compression import compress
 from service.api.engine_call import json_response, receive_call, service_of
+from service.api.mask_schemas import FillMaskRequest, FillMaskResponse
 from service.api.ranking_schemas import (
     RerankRequest,
     RerankResponse,
@@ -41,7 +42,7 @@ from service.api.schemas import (
     QaResponse,
 )
 from service.core.bundle import Task
-from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore
+from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore, TokenScore
 from service.engines.engine import Engine, Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
@@ -49,6 +50,7 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking, rank
 from service.tasks.similarity import Similarity, compare
@@ -240,6 +242,21 @@ async def analyze(request: Request) -> Response:
     return await call.answer(task, "result", show)
 
 
+@router.post("/fill-mask", **openapi.task(FillMaskRequest, FillMaskResponse))
+async def fill_mask(request: Request) -> Response:
+    """The tokens that fit best in place of each mask token of a text."""
+    call = await receive_call(request, FillMaskRequest)
+    body = call.body
+    task = MaskFilling(
+        texts=body.inputs,
+        top_k=body.top_k,
+        targets=body.targets,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    return await call.answer(task, "result", filled_masks)
+
+
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
     """Return a function that formats a list's items as JSON."""
     return lambda found: [*map(show, found)]
@@ -266,6 +283,12 @@ def answer(found: AnswerSpan) -> dict[str, object]:
         "start": found.start,
         "end": found.end,
     }
+
+
+def filled_masks(found: list[list[TokenScore]]) -> list[object]:
+    """Format the tokens for the only mask token of a text, or for each of several."""
+    masks = [[one._asdict() for one in tokens] for tokens in found]
+    return [*masks[0]] if len(masks) == 1 else [*masks]
 
 
 def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -18,6 +18,7 @@ from service import errors
 from service.api.analysis_schemas import AnalyzeRequest, ZeroShotRequest
 from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
+from service.api.mask_schemas import FillMaskRequest
 from service.api.ndjson import MEDIA_TYPE
 from service.api.ranking_schemas import RerankRequest, SimilarityRequest
 from service.api.schemas import (
@@ -47,6 +48,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/similarity": SimilarityRequest,
     "/zero-shot": ZeroShotRequest,
     "/analyze": AnalyzeRequest,
+    "/fill-mask": FillMaskRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -138,6 +140,13 @@ EXAMPLES: dict[type[Request], Object] = {
             "inputs": "A river stone, smooth and grey.",
             "dimensions": 16,
             "encoding_format": "base64",
+        },
+    },
+    FillMaskRequest: {
+        "one mask token": {"inputs": "The ferry to the [MASK] leaves at noon."},
+        "some tokens only": {
+            "inputs": "She opened the [MASK] and read the letter.",
+            "targets": ["door", "envelope"],
         },
     },
     RerankRequest: {

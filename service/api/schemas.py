@@ -319,7 +319,7 @@ class PromoteRequest(AdminRequest):
 
 
 # The fields that hold a list of inputs, or as many items as there are inputs.
-LISTS = ("inputs", "input", "text_pair", "texts", "documents", "labels", "ids")
+LISTS = ("inputs", "input", "text_pair", "texts", "documents", "labels", "ids", "targets")
 R = TypeVar("R", bound=Request)
 S = TypeVar("S", bound=_Strict)
 
@@ -512,6 +512,9 @@ class ServedHead(BaseModel):
     null_threshold: float
     max_answer_tokens: int
     max_query_tokens: int
+    mask_token_id: int | None = Field(None, description="of a fill-mask head")
+    mask_token: str | None = Field(None, description="of a fill-mask head, as texts contain it")
+    vocabulary_size: int | None = Field(None, description="of a fill-mask head")
     demo: bool
 
 

@@ -7,6 +7,7 @@ more), so a result cannot depend on the other inputs of the batch.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from service.core import tags
-from service.core.encode import Encoding
+from service.core.encode import Cut, Encoded, Encoding
 from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
@@ -46,6 +47,29 @@ class AnswerSpan(NamedTuple):
     score: float
     start: int
     end: int
+
+
+class TokenScore(NamedTuple):
+    """A token for a mask token; `sequence` is the text with `token_str` in its place."""
+
+    token: int
+    token_str: str
+    score: float
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedText(Cut):
+    """One input with its mask tokens; `windows` are only those that a mask token is read from.
+
+    ids: of all tokens of the text, special tokens included
+    places: the indices of the mask tokens in `ids`, `[m]`
+    rows: the row of each mask token in the outputs of all `windows` together, `[m]`
+    """
+
+    ids: list[int]
+    places: list[int]
+    rows: Ints
 
 
 S = TypeVar("S", EntitySpan, AnswerSpan)
@@ -236,12 +260,18 @@ def _merge_windows(
     A token that several windows share is read from the window in which its distance to the nearest edge
     is largest, in a tie from the earlier window. Zero-width tokens are left out.
     """
+    tokens, picked = _merge_tokens(windows)
+    merged = tokens[picked]
+    wide = merged[:, 0] < merged[:, 1]
+    rows = [window.sequence == 0 for window in windows]
+    return merged[wide, :2], merged[wide, 2], _gather(logits, rows)[picked[wide]]
+
+
+def _merge_tokens(windows: Sequence[Encoding]) -> tuple[Ints, Ints]:
+    """Return the rows of `_tokens` of the first text in all windows, `[n, 4]`, and which to read per token `[t]`."""
     rows = [np.flatnonzero(window.sequence == 0) for window in windows]
     tokens = _tokens(windows, rows)
-    picked = _most_context([len(row) for row in rows], _shifts(tokens))
-    merged = np.concatenate(tokens)[picked]
-    wide = merged[:, 0] < merged[:, 1]
-    return merged[wide, :2], merged[wide, 2], _gather(logits, rows)[picked[wide]]
+    return np.concatenate(tokens), _most_context([len(row) for row in rows], _shifts(tokens))
 
 
 def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
@@ -279,6 +309,56 @@ def _most_context(sizes: Sequence[int], shifts: Sequence[int]) -> Ints:
         best[here] = np.maximum(context, best[here])
         row += size
     return picked
+
+
+def find_masks(item: Encoded, mask_token_id: int) -> MaskedText:
+    """Return an input with its mask tokens, each read from the window that `ner` reads a token from."""
+    first, last = item.windows[0], item.windows[-1]
+    if not any((window.input_ids == mask_token_id).any() for window in item.windows):
+        return MaskedText((first,), item.truncated, first.input_ids.tolist(), [], np.zeros(0, int))
+    tokens, picked = _merge_tokens(item.windows)
+    sizes = [np.count_nonzero(window.sequence == 0) for window in item.windows]
+    window_of = np.repeat(np.arange(len(sizes)), sizes)
+    is_mask = tokens[:, 3] == mask_token_id
+    masks = picked[is_mask[picked]]
+    needed = np.unique(window_of[masks])
+    rows = np.cumsum(is_mask & np.isin(window_of, needed)) - 1
+    begin = int(np.flatnonzero(first.sequence == 0)[0])
+    end = int(np.flatnonzero(last.sequence == 0)[-1]) + 1
+    ids = np.concatenate([first.input_ids[:begin], tokens[picked, 3], last.input_ids[end:]])
+    return MaskedText(
+        tuple(item.windows[index] for index in needed.tolist()),
+        item.truncated,
+        ids.tolist(),
+        (np.flatnonzero(is_mask[picked]) + begin).tolist(),
+        rows[masks],
+    )
+
+
+def fill_mask(
+    text: MaskedText,
+    logits: Sequence[Floats],
+    *,
+    top_k: int,
+    targets: Sequence[int] | None = None,
+) -> list[list[tuple[int, float]]]:
+    """Return the ids of the `top_k` tokens for each mask token, with their probabilities; equal ones by id.
+
+    logits: `[m, V]` for the mask tokens of each window, of which a softmax over the vocabulary gives probabilities
+    targets: ids of the only tokens that are returned; None for all
+    """
+    scores = softmax(np.concatenate(logits)[text.rows])  # [m, V]
+    ids = np.arange(scores.shape[1]) if targets is None else np.array(targets)
+    return [_highest(ids, row[ids], top_k) for row in scores]
+
+
+def _highest(ids: Ints, scores: Floats, count: int) -> list[tuple[int, float]]:
+    """Return the `count` ids with the highest scores, and these."""
+    if count < len(scores):
+        best = np.argpartition(-scores, count - 1)[:count]
+        ids, scores = ids[best], scores[best]
+    order = np.lexsort((ids, -scores))
+    return list(zip(ids[order].tolist(), scores[order].tolist(), strict=True))
 
 
 def qa(
@@ -333,7 +413,7 @@ def _competing(window: Encoding) -> Ints:
     return np.append(0, np.flatnonzero((window.sequence == 1) & wide))
 
 
-def _gather(parts: Sequence[NDArray[Any]], rows: Sequence[Ints]) -> NDArray[Any]:
+def _gather(parts: Sequence[NDArray[Any]], rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([part[row] for part, row in zip(parts, rows, strict=True)])
 
 

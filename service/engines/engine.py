@@ -189,9 +189,11 @@ class Engine:
         if on_result is None:
             outcomes = await self._device.submit(entries)
             decode_all = partial(collector.add_all, entries, outcomes)
-            await self._in_thread(decode_all, usage.tokens > INLINE_TOKENS)
+            large = usage.tokens > INLINE_TOKENS or not plan.decodes_inline
+            await self._in_thread(decode_all, large)
         else:
-            outcomes = await self._stream(entries, collector)
+            most = INLINE_TOKENS if plan.decodes_inline else 0
+            outcomes = await self._stream(entries, collector, most)
         timing = _timing(outcomes, encode_s, collector.decode_s)
         reply = Reply(plan.heads, collector.results(), usage, timing, errors)
         if self.copies is not None and on_result is None:
@@ -222,9 +224,12 @@ class Engine:
         return await self._in_thread(decode_all, sum(map(len, ids)) > INLINE_TOKENS)
 
     async def _stream(
-        self, entries: Sequence[Entry], collector: ResultCollector[C, T]
+        self, entries: Sequence[Entry], collector: ResultCollector[C, T], most: int
     ) -> list[EntryOutcome]:
-        """Submit entries, and decode each input as soon as its last outcome arrives; a large input in a thread."""
+        """Submit entries, and decode each input as soon as its last outcome arrives.
+
+        most: tokens of the largest input that is decoded in this thread
+        """
         large: list[asyncio.Task[None]] = []
 
         async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:
@@ -236,7 +241,7 @@ class Engine:
             if complete is None:
                 return
             began = time.perf_counter()
-            if complete.item.tokens > INLINE_TOKENS:
+            if complete.item.tokens > most:
                 large.append(asyncio.create_task(decode_in_thread(complete, began)))
             else:
                 collector.finish(complete, collector.decode(complete), began)
@@ -270,23 +275,21 @@ class Engine:
         tokens = 0
         large = sum(sizes) > INLINE_CHARACTERS
         for part in _parts(sizes):
-            try:
-                encoded += await self._in_thread(partial(encode, part), large)
-            except TextError as error:
-                bad = [part.start + index for index in error.indices]
-                errors |= {
-                    index: InvalidInput(error.reason, param=ticket.place.format(index))
-                    for index in bad
-                }
-                if ticket.isolate_errors:
-                    encoded += await self._in_thread(partial(_without, encode, part, bad), large)
+            encode_part = partial(_encode_part, encode, part, ticket.isolate_errors)
+            own, reasons = await self._in_thread(encode_part, large)
+            encoded += own
+            errors |= {
+                index: InvalidInput(reason, param=ticket.place.format(index))
+                for index, reason in reasons.items()
+            }
             tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
             if tokens > self._device.max_queue_tokens:
                 limit = f"the {self._device.max_queue_tokens} that may ever wait"
                 raise TooLarge(f"{tokens} tokens or more are more than {limit}")
         if errors and not ticket.isolate_errors:
-            named = ", ".join(ticket.place.format(index) for index in errors)
             first = next(iter(errors.values()))
+            alike = [index for index, error in errors.items() if str(error) == str(first)]
+            named = ", ".join(ticket.place.format(index) for index in alike)
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
         return encoded, errors
 
@@ -350,9 +353,7 @@ class Engine:
             "name": manifest.name,
             "version": manifest.version,
             "state": self.model.state,
-            "heads": {
-                name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
-            },
+            "heads": {name: self._describe_head(head) for name, head in manifest.heads.items()},
             "max_length": manifest.max_length,
             "precision": on.precision,
             "layout": on.layout,
@@ -369,6 +370,12 @@ class Engine:
             "datasets": [data.model_dump() for data in manifest.provenance.datasets],
         }
 
+    def _describe_head(self, head: Head) -> dict[str, object]:
+        described = head.model_dump(exclude_none=True)
+        if head.mask_token_id is not None:
+            described["mask_token"] = self.encoder.tokenizer.id_to_token(head.mask_token_id)
+        return described
+
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:
     """Yield slices of consecutive inputs with at most `PART_CHARACTERS` together; a longer input has its own slice."""
@@ -381,18 +388,29 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _without(
-    encode: Callable[[slice], Sequence[C]], part: slice, bad: Sequence[int]
-) -> list[C | None]:
-    """Encode a part of the inputs, except the indices in `bad`, whose items are None."""
+def _encode_part(
+    encode: Callable[[slice], Sequence[C]], part: slice, isolate: bool
+) -> tuple[list[C | None], dict[int, str]]:
+    """Encode a slice of the inputs; return its items, and the reason for each input that cannot be encoded, by index.
+
+    isolate: whether the other inputs are encoded if there is such an input, whose item is None; otherwise there are
+        no items
+    """
+    try:
+        return [*encode(part)], {}
+    except TextError as error:
+        reasons = {part.start + index: error.reason for index in error.indices}
     encoded: list[C | None] = []
     start = part.start
-    for index in bad:
-        encoded += encode(slice(start, index)) if index > start else ()
-        encoded.append(None)
+    for index in [*sorted(reasons), part.stop] if isolate else []:
+        if index > start:
+            own, more = _encode_part(encode, slice(start, index), isolate)
+            encoded += own
+            reasons |= more
+        if index < part.stop:
+            encoded.append(None)
         start = index + 1
-    encoded += encode(slice(start, part.stop)) if part.stop > start else ()
-    return encoded
+    return encoded, dict(sorted(reasons.items()))
 
 
 def _usage(encoded: Sequence[Cut | None]) -> TokenUsage:

@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 
 from service.core.bundle import cosine
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.core.decode import AnswerSpan, LabelScore, TokenScore
 from service.engines.engine import INLINE_TOKENS, Engine, EngineTask, Reply, Ticket
 from service.errors import Overloaded, QuartetError
 from service.priority import CLASSES
@@ -124,7 +124,7 @@ def outcome(one: Any, other: Any) -> str:
 
 
 def same_answer(one: Any, other: Any) -> bool:
-    """Return whether two results have the same best label, entities or best span, or a near score or vector."""
+    """Return whether two results have the same best label, tokens, entities or span, or near scores or vectors."""
     if isinstance(one, float):
         return bool(abs(one - other) <= NEAR)
     if isinstance(one, np.ndarray):
@@ -132,12 +132,14 @@ def same_answer(one: Any, other: Any) -> bool:
     return essence(one) == essence(other)
 
 
-def essence(answer: Sequence[LabelScore | EntitySpan | AnswerSpan]) -> object:
+def essence(answer: Sequence[Any]) -> object:
     """Return a result without its scores."""
     match answer:
         case [LabelScore(label, _), *_]:
             return label
         case [AnswerSpan(text, _, start, end), *_]:
             return text, start, end
+        case [[TokenScore(), *_], *_]:
+            return [tokens[0].token for tokens in answer]  # of each mask token
         case _:
             return [one._replace(score=0.0) for one in answer]

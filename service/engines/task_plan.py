@@ -21,12 +21,14 @@ class TaskPlan(Generic[C, T]):
     sizes: the characters of each input
     encode: encodes a slice of the inputs; may raise TextError
     decode: makes the result of one input from its index, its windows and each window's outputs by head
+    decodes_inline: whether the event loop's thread decodes small inputs; otherwise a helper thread decodes all
     """
 
     heads: Heads
     sizes: Sequence[int]
     encode: Callable[[slice], Sequence[C]]
     decode: Decode[C, T]
+    decodes_inline: bool = True
 
 
 def one_head(head: str, decode: Callable[[int, C, list[Floats]], T]) -> Decode[C, T]:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -72,8 +72,14 @@ class Desk:
 
 
 @contextmanager
-def desk(full: Path, folder: Path, *options: str | Path, workers: int = 1) -> Iterator[Desk]:
-    """A server of tiny@1 whose operator has a directory of further versions."""
+def desk(
+    full: Path,
+    folder: Path,
+    *options: str | Path,
+    workers: int = 1,
+    others: Sequence[Path] = (),
+) -> Iterator[Desk]:
+    """A server of tiny@1 whose operator has a directory of further versions. others: bundles served next to it"""
     models_dir = folder / "models"
     models_dir.mkdir()
     first = save_version(full, folder / "first", "1")
@@ -82,7 +88,7 @@ def desk(full: Path, folder: Path, *options: str | Path, workers: int = 1) -> It
     (folder / "keys.toml").write_text(told + 'may = ["admin", "metrics"]\n')
     headers = {name: {"Authorization": f"Bearer {key}"} for name, key in keys.items()}
     settings = ["--api-keys", folder / "keys.toml", "--models-dir", models_dir]
-    with serving(first, *settings, "--http-workers", str(workers), *options) as server:
+    with serving(first, *others, *settings, "--http-workers", str(workers), *options) as server:
         until(lambda: sum('"serving"' in line for line in server.log) >= workers, 60)
         yield Desk(server, full, models_dir, **headers)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.core.bundle import Head
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore
 from service.engines.commands import Command
 from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
 from service.engines.result_collector import OnResult
@@ -22,6 +22,7 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
@@ -103,6 +104,9 @@ def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
             return "entities", [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(task.texts)
         case QuestionAnswering():
             return "answers", [[AnswerSpan("six", 0.5, 4, 7)]] * len(task.questions)
+        case MaskFilling():
+            masks = [[TokenScore(7, "six", 0.5, "at six")]] * max(task.texts[0].count("_"), 1)
+            return "masks", [masks] * len(task.texts)
         case Embedding():
             return "embeddings", [VECTOR] * len(task.texts)
         case Similarity():

@@ -21,7 +21,7 @@ from quartet_client.api.administration import (
 )
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
-from quartet_client.api.tasks import classify, embed, ner, qa
+from quartet_client.api.tasks import classify, embed, fill_mask, ner, qa
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -78,10 +78,21 @@ def call_tasks(client: AuthenticatedClient) -> None:
     decoded = struct.unpack("<4f", base64.b64decode(text))
     assert all(abs(a - b) < 1e-6 for a, b in zip(vector, decoded, strict=True))
 
+    masks = models.FillMaskRequest(
+        inputs=["Ada drew a [MASK].", "[MASK] drew a [MASK]."], top_k=2, model="masked"
+    )
+    one_mask, two_masks = good(fill_mask.sync(client=client, body=masks)).results
+    assert one_mask
+    assert isinstance(one_mask[0], models.FilledToken)
+    assert two_masks
+    assert isinstance(two_masks[0], list)
+    assert 2 == len(one_mask) == len(two_masks)
+
 
 def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient) -> None:
-    (model,) = good(served.sync(client=client)).models
-    assert "tiny@1" == model.id
+    model, masked = good(served.sync(client=client)).models
+    assert ["tiny@1", "masked@1"] == [model.id, masked.id]
+    assert "[MASK]" == masked.heads.additional_properties["masks"].mask_token
     assert {"classification", "ner", "qa", "embedding"} == {
         head.task.value for head in model.heads.additional_properties.values()
     }
@@ -92,7 +103,8 @@ def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient
 
 
 def call_administration(admin: AuthenticatedClient) -> None:
-    assert ["tiny@1"] == [model.id for model in good(list_models.sync(client=admin)).models]
+    listed = good(list_models.sync(client=admin)).models
+    assert ["tiny@1", "masked@1"] == [model.id for model in listed]
     loaded = good(load_model.sync(client=admin, body=models.LoadRequest(path="2", promote=False)))
     assert ("tiny@2", "pinned") == (loaded.model.id, loaded.model.state)
     promoted = good(
@@ -132,6 +144,8 @@ def call_with_models(url: str, key: str) -> None:
         assert post("/qa", ours.QaRequest(question), ours.QaResponse).results
         vectors = ours.EmbedRequest(inputs=TEXT, dimensions=4)
         assert post("/embed", vectors, ours.EmbedResponse).embeddings
+        masks = ours.FillMaskRequest(inputs=ours.Inputs(["a [MASK]"]), model="masked")
+        assert post("/fill-mask", masks, ours.FillMaskResponse).results
         assert ours.ModelsResponse.model_validate(client.get("/models").json()).models
 
 

@@ -14,6 +14,7 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
@@ -33,6 +34,7 @@ BODIES: dict[str, Any] = {
     "/similarity": {"source": "a", "inputs": "b"},
     "/zero-shot": {"inputs": "a", "labels": ["good", "bad"]},
     "/analyze": {"inputs": "a"},
+    "/fill-mask": {"inputs": "a"},
 }
 
 
@@ -261,6 +263,50 @@ async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> No
     }
     assert engine.heads == ("sentiment", "embeddings")
     assert engine.asked == Analysis(texts=["a"], offset_unit="utf16", truncate=True, stride=4)
+
+
+async def test_fill_mask_answers_with_tokens(client: Client, engine: FakeEngine) -> None:
+    """A list of tokens for a text with one mask token, and a list of such lists for one with several."""
+    found = {"token": 7, "token_str": "six", "score": 0.5, "sequence": "at six"}
+    one = await client.post("/fill-mask", json={"inputs": ["at _", "at _"], "targets": "six"})
+    assert one.json() == {
+        "model": "tiny@1",
+        "head": "masks",
+        "results": [[found]] * 2,
+        "usage": USAGE,
+    }
+    assert engine.asked == MaskFilling(texts=["at _", "at _"], targets=["six"])
+    two = await client.post(
+        "/fill-mask",
+        json={"inputs": "_ at _", "top_k": 3, "head": "m", "truncate": False, "stride": 8},
+    )
+    assert [[[found], [found]]] == two.json()["results"]
+    assert engine.heads == ("m",)
+    assert engine.asked == MaskFilling(texts=["_ at _"], top_k=3, truncate=False, stride=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 101}, "top_k"),
+        ({"targets": []}, "targets"),
+        ({"targets": [1]}, "targets[0]"),
+        ({"truncate": "cut"}, "truncate"),
+    ],
+)
+async def test_fill_mask_refuses_fields(client: Client, fields: Any, param: str) -> None:
+    """Options out of range are 422, by their names."""
+    response = await client.post("/fill-mask", json={"inputs": "_", **fields})
+    assert error_of(response) == (422, "invalid", param)
+
+
+async def test_targets_are_limited_as_inputs_are(client_with: ClientWith) -> None:
+    """Their number and their lengths have the limits of inputs."""
+    async with client_with(max_inputs_per_request=2, max_characters_per_input=10) as client:
+        for targets, name in ((["a"] * 3, "targets"), (["a", "a" * 11], "targets[1]")):
+            response = await client.post("/fill-mask", json={"inputs": "_", "targets": targets})
+            assert error_of(response) == (413, "too_large", name)
 
 
 @each_task

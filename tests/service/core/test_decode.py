@@ -27,12 +27,14 @@ from service.core.decode import (
     activate,
     classify,
     embed,
+    fill_mask,
+    find_masks,
     ner,
     qa,
     sigmoid,
     softmax,
 )
-from service.core.encode import Encoding
+from service.core.encode import Encoded, Encoding
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "E-ORG", "S-ORG")
 
@@ -807,3 +809,100 @@ class TestZeroShot:
         scores = self.scores(labels, multi_label=multi_label)
         assert 1 / (1 + math.exp(-2)) == pytest.approx(scores["a"])
         assert len(labels) == 1 or 1 / (1 + math.exp(1)) == pytest.approx(scores["b"])
+
+
+# -- mask tokens ----------------------------------------------------------------------------------
+
+MASK = 3  # the third token of a text, by `encode`
+
+
+def masked(size: int, *places: int) -> Encoding:
+    """A text of `size` tokens with special tokens around, and mask tokens at these places among them."""
+    whole = encode(["w"] * size)
+    ids = np.arange(len(whole)) + 10
+    ids[[place + 1 for place in places]] = MASK
+    return replace(whole, input_ids=ids)
+
+
+def cut_windows(whole: Encoding, capacity: int, stride: int) -> list[Encoding]:
+    return cut(whole, np.zeros((len(whole), 1), np.float32), capacity, stride)[0]
+
+
+def test_masks_of_one_window() -> None:
+    """They are found at their places among all tokens, and read in their order."""
+    item = Encoded((masked(5, 1, 4),), truncated=True)
+    found = find_masks(item, MASK)
+    assert (item.windows, True) == (found.windows, found.truncated)
+    assert ([10, 11, 3, 13, 14, 3, 16], [2, 5], [0, 1]) == (
+        found.ids,
+        found.places,
+        found.rows.tolist(),
+    )
+
+
+def test_text_without_masks() -> None:
+    """It has no place, and one window."""
+    item = Encoded(tuple(cut_windows(masked(30), 10, 4)), truncated=False)
+    found = find_masks(item, MASK)
+    assert ([], [], 1) == (found.places, found.rows.tolist(), len(found.windows))
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda size: st.tuples(
+            st.just(size), st.sets(st.integers(0, size - 1), min_size=1, max_size=6)
+        )
+    ),
+    st.integers(4, 12),
+    st.integers(0, 2),
+)
+def test_masks_of_windows(text: tuple[int, set[int]], capacity: int, stride: int) -> None:
+    """Each mask token is read once, from the window where it is farthest from an edge; no other window is kept."""
+    size, places = text
+    whole = masked(size, *places)
+    windows = cut_windows(whole, capacity, stride)
+    found = find_masks(Encoded(tuple(windows), truncated=False), MASK)
+    assert whole.input_ids.tolist() == found.ids
+    assert sorted(place + 1 for place in places) == found.places
+    rows = [
+        (number, place)
+        for number, window in enumerate(found.windows)
+        for place in np.flatnonzero(window.input_ids == MASK)
+    ]
+    read = [rows[row] for row in found.rows]
+    assert {*range(len(found.windows))} == {number for number, _ in read}
+    for (number, place), start in zip(read, found.places, strict=True):
+        window = found.windows[number]
+        distance = min(place, len(window) - 1 - place)
+        holding = [w for w in windows if (w.offsets == whole.offsets[start]).all(axis=1).any()]
+        places_there = [
+            int(np.flatnonzero((w.offsets == whole.offsets[start]).all(axis=1))[-1])
+            for w in holding
+        ]
+        assert distance == max(
+            min(p, len(w) - 1 - p) for p, w in zip(places_there, holding, strict=True)
+        )
+
+
+def test_best_tokens_of_a_mask() -> None:
+    """Probabilities are of the whole vocabulary, also for targets; equal ones are in the order of the ids."""
+    found = find_masks(Encoded((masked(3, 0, 2),), truncated=False), MASK)
+    logits = np.log(np.array([[1, 4, 1, 2], [2, 2, 2, 2]], np.float32))
+    best = fill_mask(found, [logits], top_k=3)
+    assert [[1, 3, 0], [0, 1, 2]] == [[token for token, _ in tokens] for tokens in best]
+    assert [0.5, 0.25, 0.125] == pytest.approx([score for _, score in best[0]])
+    chosen = fill_mask(found, [logits], top_k=9, targets=[2, 3])
+    assert [[3, 2], [2, 3]] == [[token for token, _ in tokens] for tokens in chosen]
+    assert [0.25, 0.125] == pytest.approx([score for _, score in chosen[0]])
+
+
+@given(arrays(np.float32, (2, 50), elements=st.floats(-9, 9, width=32)), st.integers(1, 60))
+def test_best_tokens_agree_with_sorting(logits: NDArray[np.float32], top_k: int) -> None:
+    """The best tokens are the first of all, sorted by probability."""
+    found = find_masks(Encoded((masked(3, 0, 2),), truncated=False), MASK)
+    for scores, tokens in zip(
+        softmax(logits), fill_mask(found, [logits], top_k=top_k), strict=True
+    ):
+        expected = np.sort(scores)[::-1][:top_k]
+        assert expected.tolist() == [score for _, score in tokens]
+        assert [scores[token] for token, _ in tokens] == expected.tolist()

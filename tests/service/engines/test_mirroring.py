@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore
 from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
 from service.engines.mirroring import MirroredTraffic, same_answer
 from service.errors import InferenceFailed, InvalidInput, Overloaded
@@ -21,6 +21,7 @@ from service.tasks.classification import Classification
 
 SMALL = 7  # tokens
 TASK = Classification(texts=["text"])
+SIX, TEN = TokenScore(6, "six", 0.5, "at six"), TokenScore(10, "ten", 0.4, "at ten")
 GOOD, BAD = (
     [LabelScore("good", 0.75), LabelScore("bad", 0.25)],
     [LabelScore("bad", 0.6), LabelScore("good", 0.4)],
@@ -181,6 +182,8 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
         ([AnswerSpan("six", 0.9, 4, 7)], [AnswerSpan("six", 0.9, 14, 17)], False),
         (0.5, 0.54, True),
         (0.5, 0.56, False),
+        ([[SIX, TEN], [TEN]], [[SIX._replace(score=0.3)], [TEN, SIX]], True),
+        ([[SIX, TEN], [TEN]], [[TEN, SIX], [TEN]], False),
         (np.float32([1, 0]), np.float32([2, 0.1]), True),
         (np.float32([1, 0]), np.float32([1, 0.2]), False),
         (np.float32([1, 0]), np.float32([1, 0, 0]), False),
