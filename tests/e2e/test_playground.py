@@ -185,6 +185,58 @@ def test_choosing_another_answer_moves_the_mark(page: Page) -> None:
     assert texts(page, "#answers mark.answer") == [answers[-1]["answer"]]
 
 
+@pytest.fixture(scope="module")
+def masked_url(masked_bundle: Path, tiny_bundle: Path) -> Iterator[str]:
+    """A service with a model that has a fill-mask head, and with one that has none."""
+    with serving(masked_bundle, tiny_bundle) as server:
+        yield server.url
+
+
+def test_masks_are_filled_in(browser: Browser, masked_url: str) -> None:
+    """Each mask token has a bar for each of its tokens; a single one has the text with the best token, too."""
+    page = browser.new_page()
+    page.goto(masked_url)
+    expect(page.locator("#masks")).to_be_visible()
+    (one,) = run(page, "masks", inputs="The ferry to the [MASK] was late.")["results"]
+    assert [token["token_str"] for token in one] == texts(page, "#masks .bar-label")
+    assert [one[0]["sequence"]] == texts(page, "#masks .prose")
+    (two,) = run(page, "masks", inputs="[MASK] sold a [MASK].")["results"]
+    found = [token["token_str"] for tokens in two for token in tokens]
+    assert found == texts(page, "#masks .bar-label")
+    assert ["Mask 1", "Mask 2"] == texts(page, "#masks .summary")
+    page.close()
+
+
+def test_masks_are_only_for_models_with_such_a_head(browser: Browser, masked_url: str) -> None:
+    """The box is hidden while a model without a fill-mask head is selected."""
+    page = browser.new_page()
+    page.goto(masked_url)
+    expect(page.locator("#masks")).to_be_visible()
+    page.select_option("#model", "tiny@1")
+    expect(page.locator("#masks")).to_be_hidden()
+    page.select_option("#model", "masked@1")
+    expect(page.locator("#masks")).to_be_visible()
+    page.close()
+
+
+def test_the_mask_token_is_that_of_the_model(browser: Browser, masked_url: str) -> None:
+    """Examples are written with the mask token that the service reports, and a text follows a change of it."""
+    page = browser.new_page()
+
+    def rename(route: Any) -> None:
+        body = route.fetch().json()
+        body["models"][0]["heads"]["masks"]["mask_token"] = "<mask>"
+        route.fulfill(json=body)
+
+    page.route("**/models", rename)
+    page.goto(masked_url)
+    expect(page.locator("#masks .mask-token")).to_have_text("<mask>")
+    assert "<mask>" in page.input_value("#masks [name=inputs]")
+    page.click("#masks .example >> nth=1")
+    assert 2 == page.input_value("#masks [name=inputs]").count("<mask>")
+    page.close()
+
+
 def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
     """Every sentence but the first has a bar; a copy of the first comes out on top, at one."""
     sentences = ["The sea is calm.", "Bread is baked at dawn.", "The sea is calm."]

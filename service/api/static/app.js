@@ -75,7 +75,16 @@ const TASKS = {
     request: ({ inputs }) => ({ inputs }),
     show: showTokens,
   },
+  masks: {
+    reads: of("fill-mask"),
+    optional: true,
+    path: "fill-mask",
+    empty: "The best tokens for each mask will appear here.",
+    request: ({ inputs }) => ({ inputs }),
+    show: showFilledMasks,
+  },
 };
+const MASK = "[MASK]"; // in the examples
 
 const DEMO = "A demo head: it shows the task at work. Do not rely on its answers.";
 const HUES = { PER: 1, PERSON: 1, ORG: 2, LOC: 3, GPE: 3, MISC: 4 };
@@ -207,6 +216,15 @@ function showTokens({ results: [{ tokens: found, count: number, truncated }], ma
     node("ol", { className: "tokens" }, ...chips)];
 }
 
+function showFilledMasks({ results: [found] }) {
+  const several = Array.isArray(found[0]);
+  return (several ? found : [found]).flatMap((tokens, index) => [
+    ...(several ? [node("p", { className: "summary" }, `Mask ${index + 1}`)] : []),
+    bars(tokens.map(({ token_str: token, score: value }) => [token, value])),
+    ...(several ? [] : [node("p", { className: "prose" }, tokens[0].sequence)]),
+  ]);
+}
+
 // ---- notices about a call
 
 function notices(answer, sent, demo) {
@@ -274,7 +292,7 @@ function fields(form) {
 function fill(panel, values) {
   for (const element of panel.form.elements) {
     if (element.type === "checkbox") element.checked = values[element.name] ?? false;
-    else if (element.name in values) element.value = values[element.name];
+    else if (element.name in values) element.value = values[element.name].replaceAll(MASK, panel.mask);
   }
   panel.form.dispatchEvent(new Event("input"));
 }
@@ -350,7 +368,7 @@ function build(name, settings) {
   section.querySelector("h2").after(badge);
   const find = (selector) => section.querySelector(selector);
   return {
-    ...settings, name, section, form, badge, heads: [], model: null,
+    ...settings, name, section, form, badge, heads: [], model: null, mask: MASK,
     head: find("[name=head]"), command: find(".curl code"),
     results: find(".results"), measures: find(".measures"),
   };
@@ -384,6 +402,14 @@ function wire(panel) {
 
 // ---- models
 
+function spellMask(panel, mask) {
+  for (const element of panel.form.querySelectorAll("textarea")) {
+    element.value = element.value.replaceAll(panel.mask, mask);
+  }
+  for (const element of panel.section.querySelectorAll(".mask-token")) element.textContent = mask;
+  panel.mask = mask;
+}
+
 function applyModel(panel, model) {
   const offered = Object.entries(model.heads ?? {}).filter(([, head]) => panel.reads(head));
   const options = offered.map(([name, { demo }]) =>
@@ -392,6 +418,7 @@ function applyModel(panel, model) {
   panel.results.removeAttribute("aria-busy");
   Object.assign(panel, { model, heads: offered });
   panel.head.replaceChildren(...options);
+  spellMask(panel, offered[0]?.[1].mask_token ?? panel.mask);
   panel.section.querySelector(".head-choice").hidden = offered.length < 2 || panel.headless;
   const missing = Boolean(model.heads) && !offered.length;
   panel.form.querySelector("fieldset").disabled = missing;

@@ -72,4 +72,12 @@ export const EXAMPLES = {
       inputs: "The lighthouse keeper's unforgettable kite flew over Reykjavík 🪁.",
     },
   },
+  masks: {
+    "A harbor": {
+      inputs: "The ferry to the [MASK] leaves at noon, when the tide is high.",
+    },
+    "Two masks": {
+      inputs: "She opened the [MASK] and read the [MASK] twice.",
+    },
+  },
 };
