@@ -7,7 +7,7 @@ and frames each window with the special tokens of the tokenizer's template.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -27,10 +27,12 @@ class Window:
 
     input_ids       [n]     int64
     token_type_ids  [n]     int64
+    hidden                  number of tokens, the last ones, that no token attends to
     """
 
     input_ids: NDArray[np.int64]
     token_type_ids: NDArray[np.int64]
+    hidden: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -328,6 +330,47 @@ class Encoder:
     def _cut(self, pairs: Iterable[tuple[list[int], list[int]]], truncated: bool) -> Cut:
         return Cut(tuple(_frame_ids(self._pair, *pair) for pair in pairs), truncated)
 
+    def prefixed(
+        self,
+        texts: Sequence[str],
+        *,
+        prefix: str = "",
+        length: int | None = None,
+        truncate: Truncate = True,
+        stride: int = 0,
+    ) -> list[Cut]:
+        """Encode single texts, each with a prefix, in windows of at most `length` tokens (None: the longest).
+
+        The prefix is tokenized with the text. If `truncate` is "window", each window of a long text begins with the
+        tokens of the prefix, cut at half a window; neighbors share `stride` tokens of the text, at most half of the
+        window's. Otherwise as `texts`.
+        """
+        longest = min(length or self.max_length, self.max_length)
+        capacity = longest - self._single.size
+        whole = [prefix + text for text in texts]
+        needs_offsets = bool(prefix) and truncate == "window"
+        encode = self.tokenizer.encode_batch if needs_offsets else self.tokenizer.encode_batch_fast
+        encodings = encode(whole, add_special_tokens=False)
+        _shorten(encodings, _needed(capacity, truncate))
+        too_long = [index for index, own in enumerate(encodings) if len(own) > capacity]
+        if truncate is False and too_long:
+            raise TextError(too_long, f"longer than {longest} tokens, and truncate is false")
+        found = []
+        for encoding in encodings:
+            ids = encoding.ids
+            if truncate == "window" and len(ids) > capacity:
+                ends = (end for _, end in encoding.offsets) if prefix else ()
+                before = sum(end <= len(prefix) for end in ends)
+                before = min(before, capacity // 2)
+                room = capacity - before
+                cuts = _cuts(len(ids) - before, room, min(stride, room // 2), truncate)
+                parts = [ids[:before] + ids[before:][cut] for cut in cuts]
+            else:
+                parts = [ids[:capacity]]
+            windows = tuple(_frame_ids(self._single, part) for part in parts)
+            found.append(Cut(windows, truncate is True and len(ids) > capacity))
+        return found
+
     def whole(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
         """Encode texts, or pairs of texts, as one window each without a limit of length.
 
@@ -356,6 +399,21 @@ class Encoder:
         if too_long:
             said = f"longer than {self.max_length} tokens{limits}, and truncate is false"
             raise TextError(too_long, said)
+
+
+def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Window:
+    """Return a window that is filled up to `length` tokens, if it is shorter.
+
+    attended: whether other tokens attend to the added ones
+    """
+    missing = length - len(window)
+    if missing <= 0:
+        return window
+    return Window(
+        np.append(window.input_ids, np.full(missing, token_id, np.int64)),
+        np.append(window.token_type_ids, np.zeros(missing, np.int64)),
+        hidden=0 if attended else missing,
+    )
 
 
 def _needed(capacity: int, truncate: Truncate) -> int | None:

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from service.core.encode import Cut, Encoder, Encoding, TextError, load_tokenizer
+from service.core.encode import (
+    Cut,
+    Encoder,
+    Encoding,
+    TextError,
+    Window,
+    expand,
+    load_tokenizer,
+)
 
 compare = settings(max_examples=50)
 
@@ -446,6 +454,60 @@ class TestOneWithEach:
         monkeypatch.setattr(encoder, "tokenizer", Counting())
         encoder.one_with_each("the", ["river"] * 9)
         assert 1 == counted.count("the")
+
+
+class TestPrefixed:
+    @compare
+    @given(st.lists(prose, min_size=1, max_size=3), st.booleans(), st.integers(4, 20))
+    def test_cut_as_texts(self, texts: list[str], truncate: bool, length: int) -> None:
+        """Windows and refusals equal the results for texts that begin with the prefix, at that length."""
+        whole = Encoder(lettered(), min(length, 16))
+
+        def expected() -> list[Cut]:
+            return [*whole.texts([f"the {text}" for text in texts], truncate=truncate)]
+
+        def found() -> list[Cut]:
+            encoder = Encoder(lettered(), 16)
+            return encoder.prefixed(texts, prefix="the ", length=length, truncate=truncate)
+
+        assert refusal(expected) == refusal(found)
+        if refusal(found) is None:
+            assert (ids(expected()), types(expected())) == (ids(found()), types(found()))
+            assert [a.truncated for a in expected()] == [b.truncated for b in found()]
+
+    def test_each_window_begins_with_the_prefix(self, encoder: Encoder) -> None:
+        """A long text is read in windows; neighbors share a stride, at most half of the text's tokens in a window."""
+        (the,) = encoder.prefixed(["the"])
+        (long,) = encoder.prefixed(
+            ["river " * 12], prefix="the ", length=8, truncate="window", stride=9
+        )
+        assert not long.truncated
+        assert [8] * (len(long.windows) - 1) == long.lengths[:-1]
+        assert {(2, the.windows[0].input_ids[1])} == {
+            (int(window.input_ids[0]), window.input_ids[1]) for window in long.windows
+        }
+
+    def test_a_prefix_that_fills_a_window(self, encoder: Encoder) -> None:
+        """It is cut at half a window, so that every window has a part of the text."""
+        (cut,) = encoder.prefixed(["river " * 12], prefix="the " * 20, length=8, truncate="window")
+        assert len(cut.windows) > 2
+        assert 8 == max(cut.lengths)
+
+
+class TestExpand:
+    WINDOW = Window(np.array([2, 7, 3]), np.array([0, 1, 1]))
+
+    @pytest.mark.parametrize(("attended", "hidden"), [(True, 0), (False, 2)])
+    def test_filled_up(self, attended: bool, hidden: int) -> None:
+        """Added tokens are of the first segment, and others attend to them or not."""
+        found = expand(self.WINDOW, 5, 4, attended=attended)
+        assert [2, 7, 3, 4, 4] == found.input_ids.tolist()
+        assert [0, 1, 1, 0, 0] == found.token_type_ids.tolist()
+        assert hidden == found.hidden
+
+    def test_long_enough(self) -> None:
+        """A window of that length stays as it is."""
+        assert self.WINDOW is expand(self.WINDOW, 3, 4, attended=False)
 
 
 class TestWhole:
