@@ -75,6 +75,17 @@ class SentenceEmbedding(nn.Module):
         return self.dense(pooled)  # [B, H], or the width of the last dense layer
 
 
+class TokenEmbedding(nn.Module):
+    """One vector per token, from its hidden state by dense layers. Not normalized."""
+
+    def __init__(self, dense: nn.Sequential):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.dense(hidden_states)  # [T, H] -> [T, D]
+
+
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
     """Return a new head for its description in a manifest."""
     make = family_of(config).make_heads.get(head.task)
@@ -89,6 +100,9 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             return Spans(config)
         case "embedding":
             return SentenceEmbedding(head.pooling or "mean")
+        case "late-interaction":
+            width = head.dimensions or config.hidden_size
+            return TokenEmbedding(nn.Sequential(nn.Linear(config.hidden_size, width, bias=False)))
 
 
 class EncoderWithHeads(nn.Module):

@@ -78,6 +78,8 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.task == "late-interaction":
+            raise ValueError("task: heads of late-interaction are not trained here")
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
         check_choice("distance", self.distance, TRIPLET_DISTANCES)

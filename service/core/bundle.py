@@ -31,11 +31,14 @@ from pydantic import (
 
 MANIFEST = "manifest.json"
 
-Task = Literal["classification", "ner", "qa", "embedding"]
+Task = Literal["classification", "ner", "qa", "embedding", "late-interaction"]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-PER_TOKEN: frozenset[str] = frozenset({"ner", "qa"})  # tasks with an output row per token
+PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
+VECTORS: frozenset[str] = frozenset(
+    {"embedding", "late-interaction"}
+)  # tasks whose results are vectors
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -63,6 +66,42 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class LateInteraction(_Record):
+    """How a late-interaction head reads queries and documents, and how it compares them.
+
+    query_prefix, document_prefix: text before each query and each document
+    query_length, document_length: tokens of the longest window, special tokens included; None for the longest of all
+    query_expansion: tokens that a shorter query is filled up to, with the token `expansion_token_id`; None for none
+    attend_to_expansion: whether tokens attend to those that fill a query up
+    skip_token_ids: tokens that have no vector in a document
+    similarity: the sum of the best scores of all query tokens, or their mean
+    """
+
+    query_prefix: str = ""
+    document_prefix: str = ""
+    query_length: int | None = Field(default=None, ge=3)
+    document_length: int | None = Field(default=None, ge=3)
+    query_expansion: int | None = Field(default=None, ge=1)
+    expansion_token_id: int | None = Field(default=None, ge=0)
+    attend_to_expansion: bool = False
+    skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    similarity: Literal["maxsim", "meanmaxsim"] = "maxsim"
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        floor, ceiling = self.query_expansion, self.query_length
+        if floor is not None and self.expansion_token_id is None:
+            raise ValueError("query_expansion needs expansion_token_id")
+        if floor is not None and ceiling is not None and floor > ceiling:
+            raise ValueError(f"query_expansion {floor} exceeds query_length {ceiling}")
+        return self
+
+    @property
+    def hides_expansion(self) -> bool:
+        """Whether queries have tokens that no token attends to."""
+        return self.query_expansion is not None and not self.attend_to_expansion
+
+
 class Head(_Record):
     """The task and the decoding parameters of one output of the graph."""
 
@@ -75,6 +114,7 @@ class Head(_Record):
     null_threshold: float = 0.0
     max_answer_tokens: int = Field(default=30, ge=1)
     max_query_tokens: int = Field(default=64, ge=1)
+    late_interaction: LateInteraction | None = None
     demo: bool = False
 
     @model_validator(mode="after")
@@ -83,6 +123,10 @@ class Head(_Record):
             raise ValueError(f"a {self.task} head needs labels")
         if self.task == "embedding" and (self.pooling is None or self.dimensions is None):
             raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
+            raise ValueError("a late-interaction head needs its dimensions and late_interaction")
+        if self.late_interaction is not None and self.task != "late-interaction":
+            raise ValueError(f"late_interaction: not for a head of the task {self.task}")
         return self
 
     @property
@@ -93,6 +137,10 @@ class Head(_Record):
     @property
     def per_token(self) -> bool:
         return self.task in PER_TOKEN
+
+    @property
+    def gives_vectors(self) -> bool:
+        return self.task in VECTORS
 
 
 class File(_Record):
@@ -233,10 +281,26 @@ class Manifest(_Record):
                 raise ValueError(f"{graph.file}: attention_bias needs format_version 2")
             if graph.memory is not None and self.format_version < 3:
                 raise ValueError(f"{graph.file}: memory needs format_version 3")
+        for name, head in self.heads.items():
+            if head.late_interaction is not None:
+                self._check_late_interaction(name, head.late_interaction)
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
         return self
+
+    def _check_late_interaction(self, name: str, late: LateInteraction) -> None:
+        for field in ("query_length", "document_length", "query_expansion"):
+            length = getattr(late, field)
+            if length is not None and length > self.max_length:
+                raise ValueError(f"{name}: {field} {length} exceeds max_length {self.max_length}")
+        rows = self.vocabulary.size
+        if any(i >= rows for i in (late.expansion_token_id or 0, *late.skip_token_ids)):
+            raise ValueError(f"{name}: a token id is not below the size of the vocabulary, {rows}")
+        for graph in self.graphs:
+            if late.hides_expansion and graph.provider == "cuda":
+                reason = "its attention cannot hide the expansion of queries from other tokens"
+                raise ValueError(f"{name} cannot run on the graph {graph.file} for CUDA: {reason}")
 
     @property
     def id(self) -> str:

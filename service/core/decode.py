@@ -427,6 +427,43 @@ def cosines(query: Floats, vectors: Sequence[Floats]) -> list[float]:
     return found
 
 
+def token_vectors(
+    windows: Sequence[Floats],
+    ids: Sequence[Ints],
+    *,
+    normalize: bool,
+    skip: Sequence[int] = (),
+) -> Floats:
+    """Return one vector for each token, `[n, D]`, of all windows one after the other.
+
+    windows: vectors `[n, D]` of the tokens of each window; with `normalize` they are scaled to length 1
+    ids: the tokens of each window, `[n]`
+    skip: ids of tokens whose vectors are left out
+    A zero vector stays zero.
+    """
+    parts = zip(windows, ids, strict=True)
+    vectors = np.concatenate([own[~np.isin(tokens, skip)] for own, tokens in parts])
+    vectors = vectors.astype(np.float32)
+    if normalize:
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = vectors / np.maximum(norms, np.float32(1e-12))
+    return vectors
+
+
+def maxsim(query: Floats, documents: Sequence[Floats], *, mean: bool) -> list[float]:
+    """Return the score of each document: for each query token the best product with a document token, and their sum.
+
+    query: `[q, D]`; documents: `[n, D]` each; a document without tokens has the score 0
+    mean: return the mean over the query's tokens
+    """
+    found = []
+    for document in documents:
+        best = (query @ document.T).max(axis=1) if len(document) else np.zeros(len(query))
+        total = float(best.sum(dtype=np.float64))
+        found.append(total / len(query) if mean else total)
+    return found
+
+
 def zero_shot(
     hypotheses: Sequence[Floats],
     labels: Sequence[str],

@@ -560,6 +560,12 @@ def test_settings_of_a_loss_are_checked(settings: dict[str, Any], message: str) 
         HeadSettings("embedding", [], **settings)
 
 
+def test_late_interaction_is_not_trained() -> None:
+    """The task is refused by name."""
+    with pytest.raises(ValueError, match="task: heads of late-interaction are not trained here"):
+        HeadSettings("late-interaction", [])
+
+
 def test_a_triplet_needs_a_negative() -> None:
     """The error names the first row that has none; scored pairs and ranking need none."""
     found = [

@@ -224,6 +224,15 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("memory of no tokens", lambda m: state(m, 3, {"opened": 1, "batches": {0: 1}}), "memory.batches.0"),
     ("negative memory", lambda m: state(m, 3, {**MEMORY, "opened": -1}), "0.memory.opened: "),
     ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
+    ("late interaction", lambda m: late(m, dimensions=None), "needs its dimensions and late_inter"),
+    ("not late", lambda m: m["heads"]["vectors"].update(late_interaction={}), "not for a head of"),
+    ("long query", lambda m: late(m, query_length=129), "query_length 129 exceeds max_length 128"),
+    ("long expansion", lambda m: late(m, query_length=8, query_expansion=9, expansion_token_id=4),
+     "query_expansion 9 exceeds query_length 8"),
+    ("no expansion token", lambda m: late(m, query_expansion=9), "needs expansion_token_id"),
+    ("no such token", lambda m: late(m, skip_token_ids=[100]), "is not below the size of the voca"),
+    ("hidden on CUDA", lambda m: (late(m, query_expansion=9, expansion_token_id=4),
+     m["graphs"][0].update(provider="cuda")), "packed.onnx for CUDA"),
     ("no name", lambda m: m.pop("name"), "name: Field required"),
     ("odd name", lambda m: m.update(name="a b"), "name: String should match pattern"),
     ("path as name", lambda m: m.update(name="../a"), "name: String should match pattern"),
@@ -248,6 +257,11 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("precision", lambda m: m.update(default_precision="fp16"), "default_precision fp16 has no"),
     ("tolerance", lambda m: m["goldens"]["tolerance"].pop("int8"), "golden tolerance for ['int8']"),
 ]  # fmt: skip
+
+
+def late(manifest: Any, dimensions: int | None = 4, **settings: Any) -> None:
+    head = {"task": "late-interaction", "dimensions": dimensions, "late_interaction": settings}
+    manifest["heads"]["vectors"] = head
 
 
 class TestBadManifests:

@@ -786,6 +786,32 @@ class TestCosines:
         assert [0.0] == decode.cosines(np.zeros(2, np.float32), others[:1])
 
 
+class TestTokenVectors:
+    WINDOWS = (np.float32([[3, 4], [0, 0], [1, 0]]), np.float32([[0, 2]]))
+    IDS = (np.array([2, 7, 8]), np.array([3]))
+
+    def test_vectors_of_all_windows(self) -> None:
+        """Vectors of length 1, one window after the other, none for skipped tokens; zero stays zero."""
+        found = decode.token_vectors(self.WINDOWS, self.IDS, normalize=True, skip=[8, 9])
+        assert [[0.6, 0.8], [0, 0], [0, 1]] == pytest.approx(found)
+        assert np.float32 == found.dtype
+
+    def test_not_normalized(self) -> None:
+        """The numbers of the graph."""
+        found = decode.token_vectors(self.WINDOWS[:1], self.IDS[:1], normalize=False)
+        assert np.array_equal(self.WINDOWS[0], found)
+
+
+class TestMaxsim:
+    QUERY = np.float32([[1, 0], [0, 2]])
+    DOCUMENTS = (np.float32([[3, 1], [1, 4]]), np.float32([[-1, -2]]), np.zeros((0, 2), np.float32))
+
+    @pytest.mark.parametrize(("mean", "scores"), [(False, [11, -5, 0]), (True, [5.5, -2.5, 0])])
+    def test_best_tokens(self, mean: bool, scores: list[float]) -> None:
+        """The sum, or the mean, over the query's tokens of the best product with a document's token."""
+        assert scores == decode.maxsim(self.QUERY, self.DOCUMENTS, mean=mean)
+
+
 class TestZeroShot:
     LOGITS = (np.float32([1, 3, 0]), np.float32([2, 1, 9]))  # contradiction, entailment, neutral
 
