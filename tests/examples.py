@@ -20,7 +20,7 @@ from service.settings import Settings
 ROOT = Path(__file__).parent.parent
 BUNDLE = ROOT / "bundles" / "quartet-mini"
 FILE = ROOT / "service" / "api" / "example_answers.json"
-UNANSWERED = ("/zero-shot",)  # the default bundle has no head for them
+UNANSWERED = ("/zero-shot", "/embed-tokens")  # the default bundle has no head for them
 PAGES = ("/models", "/health/live", "/health/ready")
 
 

@@ -22,6 +22,7 @@ from service.api.analysis_schemas import (
 )
 from service.api.compression import compress
 from service.api.engine_call import json_response, receive_call, service_of
+from service.api.late_interaction_schemas import EmbedTokensRequest, EmbedTokensResponse
 from service.api.ranking_schemas import (
     RerankRequest,
     RerankResponse,
@@ -41,17 +42,17 @@ from service.api.schemas import (
     QaResponse,
 )
 from service.core.bundle import Task
-from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore
-from service.engines.engine import Engine, Reply
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.question_answering import QuestionAnswering
-from service.tasks.reranking import Reranking, rank
-from service.tasks.similarity import Similarity, compare
+from service.tasks.reranking import make_ranking, rank
+from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
@@ -148,43 +149,44 @@ async def embed(request: Request) -> Response:
     return await call.answer(task, "embedding", show)
 
 
+@router.post("/embed-tokens", **openapi.task(EmbedTokensRequest, EmbedTokensResponse))
+async def embed_tokens(request: Request) -> Response:
+    """One vector for each token of each text, for late interaction."""
+    call = await receive_call(request, EmbedTokensRequest)
+    body = call.body
+    task = TokenEmbedding(
+        texts=body.inputs,
+        input_type=body.input_type,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    show = rows_as_base64 if body.encoding_format == "base64" else floats
+    return await call.answer(task, "embedding", show)
+
+
 @router.post("/rerank", **openapi.task(RerankRequest, RerankResponse, in_lines=False))
 async def rerank(request: Request) -> Response:
-    """The documents that are most relevant to a query, by a cross-encoder, or by the vectors of an embedding head."""
+    """The documents that are most relevant to a query, by a cross-encoder, or by vectors of texts or of tokens."""
     call = await receive_call(request, RerankRequest)
     body = call.body
-    if names_embedding(call.engine, body.head):
-        reply: Reply[Any] = await call.compute(
-            Similarity(
-                source=body.query,
-                texts=body.documents,
-                truncate=body.truncate,
-                stride=body.stride,
-            )
-        )
-        scores = compare(of_texts(reply))
-    else:
-        reply = await call.compute(
-            Reranking(
-                query=body.query,
-                documents=body.documents,
-                raw_scores=body.raw_scores,
-                truncate=body.truncate,
-                stride=body.stride,
-            )
-        )
-        scores = reply.results
+    ranking = make_ranking(
+        call.engine,
+        body.head,
+        query=body.query,
+        documents=body.documents,
+        raw_scores=body.raw_scores,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    reply = await call.compute(ranking)
+    score = partial(ranking.scores, call.engine, reply)
+    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens))
     results = [
         {"index": place, "score": score}
         | ({"text": body.documents[place]} if body.return_text else {})
         for place, score in rank(scores, body.top_n)
     ]
     return call.respond(reply, {"results": results})
-
-
-def names_embedding(engine: Engine, head: str | None) -> bool:
-    found = engine.manifest.heads.get(head or "")
-    return found is not None and found.task == "embedding"
 
 
 @router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse, in_lines=False))
@@ -196,14 +198,7 @@ async def similarity(request: Request) -> Response:
         source=body.source, texts=body.inputs, truncate=body.truncate, stride=body.stride
     )
     reply = await call.compute(task)
-    return call.respond(reply, {"results": compare(of_texts(reply))})
-
-
-def of_texts(reply: Reply[Floats]) -> list[Floats | None]:
-    """Return the vectors of a `Similarity`. Raises the error of the source, without which nothing can be compared."""
-    if error := reply.errors.get(len(reply.results) - 1):
-        raise error
-    return reply.results
+    return call.respond(reply, {"results": task.scores(call.engine, reply)})
 
 
 @router.post("/zero-shot", **openapi.task(ZeroShotRequest, ZeroShotResponse))
@@ -275,6 +270,10 @@ def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def base64_of(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+
+def rows_as_base64(vectors: NDArray[np.float32]) -> list[str]:
+    return [base64_of(vector) for vector in vectors]
 
 
 # How a result of each task of `Analysis` is shown.

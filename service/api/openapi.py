@@ -18,6 +18,7 @@ from service import errors
 from service.api.analysis_schemas import AnalyzeRequest, ZeroShotRequest
 from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
+from service.api.late_interaction_schemas import EmbedTokensRequest
 from service.api.ndjson import MEDIA_TYPE
 from service.api.ranking_schemas import RerankRequest, SimilarityRequest
 from service.api.schemas import (
@@ -43,6 +44,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/ner": NerRequest,
     "/qa": QaRequest,
     "/embed": EmbedRequest,
+    "/embed-tokens": EmbedTokensRequest,
     "/rerank": RerankRequest,
     "/similarity": SimilarityRequest,
     "/zero-shot": ZeroShotRequest,
@@ -139,6 +141,9 @@ EXAMPLES: dict[type[Request], Object] = {
             "dimensions": 16,
             "encoding_format": "base64",
         },
+    },
+    EmbedTokensRequest: {
+        "a query": {"inputs": "How do I get a new password?", "input_type": "query"},
     },
     RerankRequest: {
         "by the vectors of an embedding head": {

@@ -249,6 +249,10 @@ class Engine:
                 task.cancel()
         return outcomes
 
+    async def run(self, work: Callable[[], W], tokens: int) -> W:
+        """Run work on the results of a request, in a helper thread if they are of many tokens."""
+        return await self._in_thread(work, tokens > INLINE_TOKENS)
+
     async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
         """Run large work in a thread, so that the event loop is not blocked; run small work directly."""
         if not large:

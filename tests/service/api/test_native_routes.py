@@ -14,11 +14,12 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
-from tests.service.fakes import VECTOR, FakeEngine
+from tests.service.fakes import VECTOR, VECTORS, FakeEngine
 
 Client = httpx.AsyncClient
 ClientWith = Callable[..., AbstractAsyncContextManager[Client]]
@@ -29,6 +30,7 @@ BODIES: dict[str, Any] = {
     "/ner": {"inputs": "a"},
     "/qa": QUESTION,
     "/embed": {"inputs": "a"},
+    "/embed-tokens": {"inputs": "a"},
     "/rerank": {"query": "a", "documents": ["b", "c"]},
     "/similarity": {"source": "a", "inputs": "b"},
     "/zero-shot": {"inputs": "a", "labels": ["good", "bad"]},
@@ -152,6 +154,26 @@ async def test_embed_answers_in_base64(client: Client) -> None:
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), VECTOR)
 
 
+async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEngine) -> None:
+    """A list of vectors for each input, as numbers or each in base64."""
+    body = {"inputs": ["a", "b"], "input_type": "query", "truncate": False, "head": "tokens"}
+    response = await client.post("/embed-tokens", json=body)
+    assert response.json() == {
+        "model": "tiny@1",
+        "head": "tokens",
+        "embeddings": [VECTORS.tolist()] * 2,
+        "usage": USAGE,
+    }
+    assert engine.asked == TokenEmbedding(texts=["a", "b"], input_type="query", truncate=False)
+    assert engine.heads == ("tokens",)
+
+    body = {"inputs": "a", "encoding_format": "base64"}
+    ((*texts,),) = (await client.post("/embed-tokens", json=body)).json()["embeddings"]
+    vectors = [np.frombuffer(base64.b64decode(text), "<f4") for text in texts]
+    np.testing.assert_array_equal(vectors, VECTORS)
+    assert engine.asked == TokenEmbedding(texts=["a"], input_type="document")
+
+
 async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> None:
     """The best documents come first, with their places in the request and, if asked for, their texts."""
     body = {
@@ -190,6 +212,16 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False)
 
 
+async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -> None:
+    """A head of late interaction ranks by the best document token for each query token."""
+    body = {"query": "q", "documents": ["a", "b"], "head": "tokens", "stride": 4}
+    response = await client.post("/rerank", json=body)
+    assert [(0, 2.0), (1, 2.0)] == [
+        (one["index"], one["score"]) for one in response.json()["results"]
+    ]
+    assert engine.asked == LateInteractionRanking(query="q", documents=["a", "b"], stride=4)
+
+
 async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
     """They are in `errors`; without the vector of the query, nothing can be ranked."""
     engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
@@ -199,8 +231,9 @@ async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEn
     assert [{"index": 1, "code": "invalid", "message": "too long"}] == content["errors"]
 
     engine.bad = {3: errors.InferenceFailed("no number")}
-    response = await client.post("/rerank", json={**body, "head": "embeddings"})
-    assert error_of(response) == (500, "inference_failed", None)
+    for head in ("embeddings", "tokens"):
+        response = await client.post("/rerank", json={**body, "head": head})
+        assert error_of(response) == (500, "inference_failed", None)
 
 
 async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngine) -> None:
@@ -429,7 +462,7 @@ async def test_bad_inputs_are_null_when_asked_for(
 ) -> None:
     """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
     body = {**several(path), "on_error": "null"}
-    name = "embeddings" if path == "/embed" else "results"
+    name = "embeddings" if path.startswith("/embed") else "results"
     fine = (await client.post(path, json=body)).json()
     assert [] == fine["errors"]
     engine.bad = {2: errors.InvalidInput("too long"), 0: errors.InferenceFailed("no number")}
