@@ -1,14 +1,14 @@
 """Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads
-from service.core.bundle import Golden
-from service.core.encode import Encoder, Encoding
+from service.core.bundle import Golden, Head
+from service.core.encode import Encoder, Window, expand
 from service.core.packing import Packed, pack, split
 from service.core.session import BatchOutputs
 
@@ -27,11 +27,23 @@ PAIR = (
 LONG = "The committee met on the first Monday of every month and wrote down what it had agreed. "
 
 
-def golden_encodings(encoder: Encoder) -> list[Encoding]:
+def golden_encodings(encoder: Encoder) -> list[Window]:
     """Encode short and empty texts, a pair, and one text of the model's maximum length."""
     texts = [*TEXTS, LONG * (encoder.max_length // 8)]
     encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
     return [item.windows[0] for item in encoded]
+
+
+def expanded_queries(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window]:
+    """Return a query of each head that expands queries. Goldens cannot contain it, as they state lengths only."""
+    late = [head.late_interaction for head in heads.values() if head.late_interaction is not None]
+    return [
+        expand(window, length, own.expansion_token_id or 0, attended=own.attend_to_expansion)
+        for own in late
+        if (length := own.query_expansion) is not None
+        for item in encoder.prefixed([TEXTS[3]], prefix=own.query_prefix, length=own.query_length)
+        for window in item.windows
+    ]
 
 
 def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
@@ -42,7 +54,7 @@ def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
-def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) -> Golden:
+def join_golden(encodings: Sequence[Window], outputs: Sequence[BatchOutputs]) -> Golden:
     """Join each encoding's outputs, rows per token or one row each, to goldens."""
     packed = pack(encodings)
     joined = {
@@ -54,14 +66,14 @@ def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) 
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
 
 
-def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golden:
+def make_golden(model: EncoderWithHeads, encodings: Sequence[Window]) -> Golden:
     """Compute goldens with PyTorch, in one packed batch."""
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
-def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
+def run_torch(model: EncoderWithHeads, encodings: Sequence[Window]) -> list[BatchOutputs]:
     """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     per_token = {name for name, head in model.described.items() if head.per_token}

@@ -67,6 +67,8 @@ def _meaning(head: Head) -> str:
         return ", ".join(head.labels)
     if head.task == "qa":
         return f"answer spans of up to {head.max_answer_tokens} tokens"
+    if head.task == "late-interaction":
+        return f"{head.dimensions} numbers for each token"
     return f"{head.dimensions} numbers, {head.pooling} pooling"
 
 

@@ -36,7 +36,7 @@ from service.core.bundle import (
     Memory,
     Provenance,
 )
-from service.core.encode import Encoder, Encoding
+from service.core.encode import Encoder, Window
 from service.core.packing import Packed, pack
 from service.core.session import RUNTIME, BatchOutputs
 
@@ -148,6 +148,7 @@ def draft_checkpoint(
     encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
     heads = source.model.described
     check_evaluations(request, heads)
+    check_precisions(request, heads)
     show(describe_source(source.folder, heads, encoder))
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
@@ -213,6 +214,15 @@ def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None
         raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
 
 
+def check_precisions(request: ExportRequest, heads: Mapping[str, Head]) -> None:
+    """Raise ValueError where --precision names fp16, and a head needs what CUDA's packed attention does not have."""
+    for name, head in heads.items():
+        late = head.late_interaction
+        if "fp16" in request.precisions and late is not None and late.hides_expansion:
+            reason = f"fp16 cannot hide the query expansion of head {name} from other tokens"
+            raise ValueError(f"--precision: {reason}; leave out fp16")
+
+
 def choose_max_length(request: ExportRequest, longest: int | None) -> int:
     """Return the requested length, else `longest`, in tokens. Raises ValueError for none and for one out of range.
 
@@ -234,7 +244,7 @@ def write_graphs(
     source: Source,
     folder: Path,
     precisions: Sequence[str],
-    encodings: Sequence[Encoding],
+    encodings: Sequence[Window],
     show: Show,
 ) -> None:
     """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions.
@@ -339,11 +349,11 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
-    """Return a name that changes whenever vectors stop being comparable; None without an embedding head.
+    """Return a name that changes whenever vectors stop being comparable; None without a head that gives vectors.
 
-    files: weights and tokenizer, which it is a hash of, with the descriptions of the embedding heads
+    files: weights and tokenizer, which it is a hash of, with the descriptions of the heads that give vectors
     """
-    described = [head.model_dump_json() for head in heads.values() if head.task == "embedding"]
+    described = [head.model_dump_json() for head in heads.values() if head.gives_vectors]
     if not described:
         return None
     parts = [bundle.hash_file(file) for file in files]
@@ -356,6 +366,7 @@ def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
 def check_graphs(draft: Bundle, source: Source, encoder: Encoder, show: Show) -> ExportReport:
     """Compare every graph with PyTorch, and its batched with its unbatched outputs. Raises ParityError."""
     encodings = goldens.golden_encodings(encoder)
+    encodings += goldens.expanded_queries(encoder, source.model.described)
     expected = [
         output for encoding in encodings for output in goldens.run_torch(source.model, [encoding])
     ]
@@ -434,7 +445,7 @@ def describe_agreement(
         agreement = verify.compare(name, head, expected, outputs)
         part = f"{name} cosine {agreement.cosine:.{digits}f}"
         parts.append(
-            part if head.task == "embedding" else f"{part}, {agreement.same:.1%} the same decision"
+            part if head.gives_vectors else f"{part}, {agreement.same:.1%} the same decision"
         )
     return "against fp32 on the goldens: " + "; ".join(parts)
 

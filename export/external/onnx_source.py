@@ -20,13 +20,13 @@ from torch import nn
 from model.checkpoints.head_config import describe_head, is_cross_encoder, read_pooling
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json
-from model.checkpoints.sentence_config import SENTENCE
+from model.checkpoints.sentence_config import SENTENCE, is_multi_vector
 from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.families.spec import SUFFIXES
 from service.core.bundle import Head, Task, cosine
-from service.core.encode import Encoding
+from service.core.encode import Window
 from service.core.packing import pack
 from service.core.session import CPU, SessionOptions, open_graph, padded_feeds
 
@@ -110,6 +110,10 @@ def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(f"{folder}: a decoder cannot be served")
     own = _task(folder, config, task)
+    if own == "late-interaction":
+        raise CheckpointError(
+            f"{folder}: late interaction cannot be served from an ONNX graph: export the checkpoint, without --onnx"
+        )
     tokenizer = read_tokenizer(folder)
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
@@ -133,7 +137,7 @@ def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
     if task is not None:
         return task  # the outputs of the graph are checked later
     if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
-        return "embedding"
+        return "late-interaction" if is_multi_vector(folder) else "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]
     for own, suffix in SUFFIXES.items():
         if architecture.endswith(suffix):
@@ -156,7 +160,7 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run_external(external: ExternalModel, encodings: Sequence[Encoding]) -> list[RawOutputs]:
+def run_external(external: ExternalModel, encodings: Sequence[Window]) -> list[RawOutputs]:
     """Return the graph's outputs for each input, unbatched.
 
     Raises CheckpointError where the graph takes other inputs, and where it cannot compute one.
@@ -210,7 +214,7 @@ def _check_inputs(external: ExternalModel, inputs: Sequence[Any]) -> None:
 
 
 def read_recipe(
-    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
+    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
 ) -> Recipe:
     """Return the head that the graph's outputs fit. Raises CheckpointError where they do not fit the task."""
     if external.task == "embedding":
@@ -227,7 +231,7 @@ def read_recipe(
 
 
 def _embedding(
-    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
+    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
 ) -> Recipe:
     declared, normalize, dense = _read_pooling(external.folder)
     tokens = next((name for name in TOKENS if name in raw[0]), None)

@@ -42,6 +42,7 @@ from model.families.spec import SUFFIXES
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 
+FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
 PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
@@ -106,6 +107,11 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
+    if architecture == FIRST_COLBERT:
+        raise CheckpointError(
+            f"{config_file(folder)}: architecture {architecture} cannot be read: load it with sentence-transformers'"
+            " MultiVectorEncoder, and write it with save_pretrained"
+        )
     if task is None and architecture not in tasks:
         raise CheckpointError(
             f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "
@@ -118,6 +124,10 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             "leave out --task, or change architectures"
         )
     task = task or named
+    if task == "late-interaction":
+        raise CheckpointError(
+            f"{folder}: modules.json is missing: late interaction needs the files of a MultiVectorEncoder or of PyLate"
+        )
     return {task: _read_head(task, config, folder)}
 
 

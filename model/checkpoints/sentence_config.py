@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, normalizers
 
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json, read_object, read_optional_object
-from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused
+from model.checkpoints.settings_table import (
+    SettingsFile,
+    honored,
+    no_effect,
+    refused,
+    shown,
+)
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
 PREFIX = "sentence_transformers."
@@ -25,8 +31,23 @@ SENTENCE_FILES = (  # in the order of sentence-transformers: the first that is n
     "sentence_xlnet_config.json",
 )
 SENTENCE = "sentence_embedding"  # the name of a text's vector between modules
+TOKENS = "token_embeddings"  # the name of the vectors of a text's tokens
 PROMPTS = ("query", "document")  # names of prompts that are always there, without a text
-KINDS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
+KINDS = {
+    "SentenceTransformer": "feature-extraction",
+    "CrossEncoder": "sequence-classification",
+    "MultiVectorEncoder": "feature-extraction",
+    "ColBERT": "feature-extraction",  # as PyLate writes it
+}
+MULTI_VECTOR = ("MultiVectorEncoder", "ColBERT")
+PYLATE = {"pylate.models.Dense.Dense": "Dense"}  # modules of PyLate, and what they are here
+IN_MULTI_VECTOR = "in a MultiVectorEncoder, refused in others"
+ONLY_OWN = "sentence_embedding, or token_embeddings in a MultiVectorEncoder; others are refused"
+PYLATE_SETTINGS = (
+    *("query_prefix", "document_prefix", "query_length", "document_length", "query_expansion"),
+    *("do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens"),
+    "skiplist_words",
+)
 REMOTE_CODE = ({}, {"trust_remote_code": True}, {"trust_remote_code": False})  # which is ignored
 
 
@@ -44,9 +65,7 @@ TRANSFORMER_TABLE = SettingsFile(
         refused("modality_config", _text("last_hidden_state"), _text("logits"), note="text only"),
         refused("module_output_name", "token_embeddings", "scores"),
         refused("processing_kwargs", {}),
-        refused("query_length", note="another length for queries"),
-        refused("document_length", note="another length for documents"),
-        refused("query_expansion"),
+        *honored("query_length", "document_length", "query_expansion", note=IN_MULTI_VECTOR),
         *(
             refused(name, *REMOTE_CODE, note="arguments of transformers")
             for name in (
@@ -67,6 +86,7 @@ ROOT_TABLE = SettingsFile(
         *honored("default_prompt_name", note="refused where the prompt has a text"),
         *no_effect("prompts", note="of requests: write the prompt before the text"),
         *no_effect("similarity_fn_name", note="of comparing vectors, not of vectors"),
+        *honored(*PYLATE_SETTINGS, note="of PyLate, in a MultiVectorEncoder"),
         refused("truncate_dim", note="remove it, and send `dimensions` in requests"),
         *no_effect("keep_in_fp32_modules", note="the head of every precision is fp32 or checked"),
         *no_effect("__version__", "requirements"),
@@ -106,22 +126,27 @@ DENSE_TABLE = SettingsFile(
         *honored("in_features", "out_features"),
         *honored("bias", note="true where it is left out"),
         *honored("activation_function", note="Tanh (also where it is left out) or Identity"),
-        refused("module_input_name", SENTENCE, note="a layer for tokens"),
-        refused("module_output_name", SENTENCE, note="a layer for another output"),
+        *honored("module_input_name", "module_output_name", note=ONLY_OWN),
         refused("use_residual", False),
     ),
 )
 NORMALIZE_TABLE = SettingsFile(
     "3_Normalize/config.json",
     "sentence-transformers",
+    (*honored("module_input_name", "module_output_name", note=ONLY_OWN),),
+)
+MASK_TABLE = SettingsFile(
+    "2_MultiVectorMask/config.json",
+    "sentence-transformers",
     (
-        refused("module_input_name", SENTENCE, note="vectors of tokens"),
-        refused("module_output_name", SENTENCE, note="vectors of tokens"),
+        *honored("skiplist_words"),
+        refused("skiplist_tasks", ["document"], "document", note="words that queries lose"),
+        refused("keep_only_token_ids", [], note="parts of images"),
     ),
 )
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
-    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE),
+    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE),
 )
 
 
@@ -160,7 +185,7 @@ def read_module_list(folder: Path) -> list[tuple[str, Path]]:
             if not isinstance(module.get(name), str):
                 raise CheckpointError(f"{path} does not say {name} of a module, as text")
         whole, place = module["type"], module["path"]
-        if not whole.startswith(PREFIX):
+        if not whole.startswith(PREFIX) and whole not in PYLATE:
             raise CheckpointError(
                 f"{folder}: cannot serve the sentence-transformers module {whole}"
             )
@@ -187,10 +212,13 @@ def read_sentence_config(folder: Path) -> Mapping[str, Any]:
     path, document = found
     TRANSFORMER_TABLE.check(path, document)
     task = document.get("transformer_task")
-    if task is not None and task != KINDS[read_kind(folder)]:
-        raise CheckpointError(
-            f"{path}: transformer_task = {task!r} is not that of a {read_kind(folder)}"
-        )
+    kind = read_kind(folder)
+    for name in ("query_length", "document_length", "query_expansion"):
+        if document.get(name) is not None and kind not in MULTI_VECTOR:
+            value = shown(document[name])
+            raise CheckpointError(f"{path}: {name} = {value} is not supported in a {kind}")
+    if task is not None and task != KINDS[kind]:
+        raise CheckpointError(f"{path}: transformer_task = {task!r} is not that of a {kind}")
     length = document.get("max_seq_length")
     if length is not None and (
         isinstance(length, bool) or not isinstance(length, int) or length < 1
@@ -239,8 +267,31 @@ def read_root_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_kind(folder: Path) -> str:
-    """Return `SentenceTransformer` or `CrossEncoder`: which class of sentence-transformers wrote a directory."""
-    return str(read_root_config(folder).get("model_type") or "SentenceTransformer")
+    """Return the class that wrote a directory, one of KINDS."""
+    document = read_root_config(folder)
+    kind = document.get("model_type")
+    if kind is None and "query_prefix" in document:  # of PyLate, before it named its models
+        return "ColBERT"
+    return str(kind or "SentenceTransformer")
+
+
+def is_multi_vector(folder: Path) -> bool:
+    """Return whether a directory is one of late interaction: a MultiVectorEncoder, or a model of PyLate."""
+    return read_kind(folder) in MULTI_VECTOR
+
+
+def check_module_names(path: Path, document: Mapping[str, Any], own: str, default: str) -> None:
+    """Raise CheckpointError for a module that reads or writes other vectors than `own`.
+
+    default: what the module reads where its file does not name it
+    """
+    name = document.get("module_input_name") or default
+    for key, value in (
+        ("module_input_name", name),
+        ("module_output_name", document.get("module_output_name") or name),
+    ):
+        if value != own:
+            raise CheckpointError(f"{path}: {key} = {shown(value)} is not supported: only {own}")
 
 
 def read_pooling_mode(path: Path) -> tuple[str, ...]:
@@ -279,6 +330,7 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
     if not is_sentence_directory(folder):
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
+    tables["MultiVectorMask"] = MASK_TABLE
     documents = [
         (place / "config.json", tables[kind])
         for kind, place in read_module_list(folder)

@@ -70,6 +70,17 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def read_special_token(folder: Path, name: str) -> str | None:
+    """Return the token that transformers' AutoTokenizer has as `name`, such as "mask_token"; None if it has none."""
+    path = folder / SAVED
+    settings = read_settings(folder, read_object(path) if path.is_file() else None)
+    kind = _class_of(folder, read_optional_object(folder / "config.json"), settings)
+    defaults = kind.named if kind else {}
+    named = _named(settings, defaults, kind.wrap if kind else None)  # without defaults not called
+    token = named.get(name)
+    return token.content if isinstance(token, AddedToken) else token
+
+
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, output: Path) -> Path:
     """Return the checkpoint's `tokenizer.json` if it is this tokenizer; else one that is written to `output`."""
     path = folder / SAVED

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base import model as base_model
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from export.goldens import run_torch
@@ -22,6 +23,7 @@ from model.checkpoints import sentence_config
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
+    MASK_TABLE,
     NORMALIZE_TABLE,
     POOLING_TABLE,
     ROOT_TABLE,
@@ -339,6 +341,7 @@ TABLES = [
     (POOLING_TABLE, (Pooling,), {*sentence_config.POOLING_MODES}),
     (DENSE_TABLE, (Dense,), set()),
     (NORMALIZE_TABLE, (Normalize,), set()),
+    (MASK_TABLE, (MultiVectorMask,), set()),
 ]
 
 
@@ -355,7 +358,7 @@ def test_every_setting_of_the_root_is_in_a_table() -> None:
     """Also what the model classes look up in `config_sentence_transformers.json`."""
     sources = [
         inspect.getsource(inspect.getmodule(kind))
-        for kind in (base_model.BaseModel, SentenceTransformer, CrossEncoder)
+        for kind in (base_model.BaseModel, SentenceTransformer, CrossEncoder, MultiVectorEncoder)
     ]
     names = {
         name
