@@ -308,14 +308,14 @@ class Encoder:
         """
         capacity = self.max_length - self._pair.size
         encodings = self.tokenizer.encode_batch_fast([first, *seconds], add_special_tokens=False)
+        length, *lengths = map(len, encodings)  # decide which text loses tokens: before shortening
         _shorten(encodings, _needed(capacity, truncate))
         one, *others = [encoding.ids for encoding in encodings]
         if truncate is False:
-            lengths = [len(one) + len(ids) for ids in others]
-            self._refuse([index for index, size in enumerate(lengths) if size > capacity])
+            self._refuse([i for i, other in enumerate(lengths) if length + other > capacity])
         found = []
-        for ids in others:
-            is_long = len(one) + len(ids) > capacity
+        for ids, other in zip(others, lengths, strict=True):
+            is_long = length + other > capacity
             if truncate == "window" and is_long:
                 kept = one[: capacity // 2]
                 room = capacity - len(kept)
@@ -323,7 +323,7 @@ class Encoder:
                 pairs = [(kept, ids[cut]) for cut in cuts]
                 found.append(self._cut(pairs, len(kept) < len(one)))
             else:
-                sizes = _longest_first(len(one), len(ids), capacity)
+                sizes = _longest_first(length, other, capacity)
                 found.append(self._cut([(one[: sizes[0]], ids[: sizes[1]])], is_long))
         return found
 

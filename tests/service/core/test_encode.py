@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -414,6 +414,7 @@ class TestQuestions:
 class TestOneWithEach:
     @compare
     @given(prose, st.lists(prose, min_size=1, max_size=3), st.booleans())
+    @example("the " * 20, ["the " * 16], True)  # each is longer than a window
     def test_cut_as_pairs(self, first: str, seconds: list[str], truncate: bool) -> None:
         """Tokens and types are those of each pair by itself, and so are refusals."""
         encoder = Encoder(lettered(), 16)
