@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from service.core.bundle import DataSet, ProblemType, Task
+from service.core.bundle import DataSet, LateInteraction, ProblemType, Task
 from service.core.decode import OffsetUnit
 from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
@@ -507,11 +507,14 @@ class ServedHead(BaseModel):
     labels: list[str]
     problem_type: ProblemType | None = Field(None, description="of a classification head, if known")
     pooling: Literal["mean", "cls"] | None = Field(None, description="of an embedding head")
-    dimensions: int | None = Field(None, description="of an embedding head")
+    dimensions: int | None = Field(None, description="of an embedding or late-interaction head")
     normalize: bool
     null_threshold: float
     max_answer_tokens: int
     max_query_tokens: int
+    late_interaction: LateInteraction | None = Field(
+        None, description="how a head of late interaction reads and compares texts"
+    )
     demo: bool
 
 
