@@ -67,7 +67,7 @@ def _meaning(head: Head) -> str:
         return ", ".join(head.labels)
     if head.task == "qa":
         return f"answer spans of up to {head.max_answer_tokens} tokens"
-    return f"{head.dimensions} numbers, {head.pooling} pooling"
+    return f"{head.dimensions} numbers, {' + '.join(head.pooling_modes)} pooling"
 
 
 def _metrics(manifest: Manifest) -> str:

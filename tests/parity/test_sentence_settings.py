@@ -23,10 +23,12 @@ from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
+    POOLING_MODES,
     POOLING_TABLE,
     ROOT_TABLE,
     SENTENCE_FILES,
     TRANSFORMER_TABLE,
+    read_pooling_mode,
     read_sentence_config,
     unknown_sentence_settings,
 )
@@ -164,15 +166,34 @@ POOLINGS: dict[str, dict[str, Any]] = {
     "a switch and a name": {"pooling_mode": "mean", "pooling_mode_max_tokens": True},
     "a number": {"pooling_mode_cls_token": 1, "pooling_mode_mean_tokens": 0},
     "without the prompt": {"pooling_mode": "cls", "include_prompt": False},
+    "the last token": {"pooling_mode": "lasttoken"},
+    "the largest numbers": {"pooling_mode": "max"},
+    "by positions": {"pooling_mode": "weightedmean"},
+    "by the root of the length": {"pooling_mode": "mean_sqrt_len_tokens"},
+    "two in their order": {"pooling_mode": ["mean", "cls"]},
+    "two switches": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+    "all": {"pooling_mode": [*POOLING_MODES.values()]},
 }
 
 
 @pytest.mark.parametrize("word", ["embedding_dimension", "word_embedding_dimension"])
 @pytest.mark.parametrize("case", POOLINGS)
 def test_pooling(case: str, word: str, folder: Path) -> None:
-    """Every way to write the mean or the first token is read as sentence-transformers reads it."""
+    """Every way to write a pooling is read as sentence-transformers reads it."""
     write(folder / "1_Pooling/config.json", {word: 32, **POOLINGS[case]})
+    widen(folder, len(read_pooling_mode(folder / "1_Pooling/config.json")))
     assert_same_vectors(folder)
+
+
+def widen(folder: Path, modes: int) -> None:
+    """Give the dense layer the width of several concatenated poolings."""
+    edit(folder / "2_Dense/config.json", in_features=32 * modes)
+    path = folder / "2_Dense/model.safetensors"
+    layer = load_file(path)
+    layer["linear.weight"] = torch.cat(
+        [layer["linear.weight"].roll(n, dims=1) for n in range(modes)], dim=1
+    ).contiguous()
+    save_file(layer, path)
 
 
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"use_residual": False}])
@@ -239,8 +260,12 @@ REFUSED: list[tuple[str, str, Any]] = [
     (MODEL, "truncate_dim", 8),
     (MODEL, "default_prompt_name", "unknown"),
     (MODEL, "prompts", ["query: "]),
-    ("1_Pooling/config.json", "pooling_mode", "max"),
-    ("1_Pooling/config.json", "pooling_mode", ["mean", "cls"]),
+    (MODEL, "prompts", {"query": 3}),
+    ("config.json", "matryoshka_dimensions", 16),
+    ("config.json", "matryoshka_dimensions", ["16"]),
+    ("config.json", "matryoshka_dimensions", [21]),
+    ("1_Pooling/config.json", "pooling_mode", "median"),
+    ("1_Pooling/config.json", "pooling_mode", ["mean", "median"]),
     ("1_Pooling/config.json", "pooling_mode", []),
     ("1_Pooling/config.json", "pooling_mode", 3),
     ("2_Dense/config.json", "module_input_name", "token_embeddings"),
@@ -267,11 +292,57 @@ def test_refused(file: str, name: str, value: Any, folder: Path) -> None:
     assert file.split("/")[0] in str(raised.value)
 
 
-def test_default_prompt(folder: Path) -> None:
-    """A prompt before every text is refused, with what to do."""
-    edit(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
-    with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
+@pytest.mark.parametrize("default", [None, "query", "passage", "document"])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"query": "query: ", "passage": "passage: "},
+        {"query": "Find texts for: ", "document": "text: ", "passage": "passage: "},
+        {"query": None, "passage": ""},
+    ],
+)
+def test_prompts(prompts: dict[str, str | None], default: str | None, folder: Path) -> None:
+    """The head has the prompts of sentence-transformers, with the same default."""
+    edit(folder / MODEL, prompts=prompts, default_prompt_name=default)
+    peer = SentenceTransformer(str(folder), device="cpu")
+    head = read_source(folder).model.described["embedding"]
+    assert head.named_prompts == peer.prompts
+    assert head.default_prompt_text == (peer.prompts[default] if default else "")
+
+
+def test_prompts_that_are_not_pooled(folder: Path) -> None:
+    """Pooling without the prompt's tokens is refused where a prompt has a text, and recorded where none has."""
+    edit(folder / "1_Pooling/config.json", include_prompt=False)
+    assert not read_source(folder).model.described["embedding"].include_prompt
+    edit(folder / MODEL, prompts={"query": "query: "})
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json: include_prompt = False"):
         read_source(folder)
+
+
+def test_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
+    """A prompt before every pair is refused, with what to do."""
+    hub.save_cross_encoder("bert", tmp_path, torch.nn.Sigmoid(), num_hidden_layers=1)
+    edit(tmp_path / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
+        read_source(tmp_path)
+
+
+CARDS = {
+    "one loss": ('"matryoshka_dims": [\n 16,\n 8\n ]', [8, 16]),
+    "the same twice": ('"matryoshka_dims": [16, 8], ... "matryoshka_dims": [8, 16]', [8, 16]),
+    "two losses": ('"matryoshka_dims": [16], "matryoshka_dims": [8]', []),
+    "no list": ('"matryoshka_dims": null', []),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_trained_dimensions(case: str, folder: Path) -> None:
+    """They are those of `config.json`, else those that the model card states without contradiction."""
+    text, expected = CARDS[case]
+    (folder / "README.md").write_text(f"# A model\n{text}\n")
+    assert tuple(expected) == read_source(folder).model.described["embedding"].matryoshka_dimensions
+    edit(folder / "config.json", matryoshka_dimensions=[20, 4])
+    assert (4, 20) == read_source(folder).model.described["embedding"].matryoshka_dimensions
 
 
 Change = Callable[[list[dict[str, Any]]], Any]
@@ -283,9 +354,13 @@ BROKEN_MODULES: dict[str, tuple[Change, str]] = {
     "a path outside": (lambda modules: [{**modules[0], "path": "../x"}], r"'\.\./x' is outside"),
     "an absolute path": (lambda modules: [{**modules[0], "path": "/x"}], "'/x' is outside"),
     "a drive": (lambda modules: [{**modules[0], "path": "C:\\x"}], "is outside"),
-    "a router": (
+    "another module": (
+        lambda modules: [{**modules[0], "type": "sentence_transformers.models.WordWeights"}],
+        "cannot serve the sentence-transformers module WordWeights",
+    ),
+    "a router without its file": (
         lambda modules: [{**modules[0], "type": "sentence_transformers.base.modules.Router"}],
-        "cannot serve the sentence-transformers module Router",
+        "router_config.json is missing",
     ),
 }
 
