@@ -237,7 +237,7 @@ def read_router(folder: Path) -> Router:
 
 
 def read_all_modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the modules as `read_module_list` does, with those of all routes in the place of a Router."""
+    """Return the modules as `read_module_list` does, with the modules of all routes instead of a Router."""
     modules = read_module_list(folder)
     if not modules or modules[0][0] != ROUTER:
         return modules

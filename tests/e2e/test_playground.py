@@ -234,7 +234,7 @@ def test_prompts_of_a_head_may_be_chosen(
     folder = shutil.copytree(tiny_bundle, tmp_path / "prompted")
     manifest = json.loads((folder / "manifest.json").read_text())
     head = manifest["heads"]["embeddings"]
-    head |= {"prompts": {"query": "Who? ", "web": "sea "}, "default_prompt": "web"}
+    head |= {"prompts": {"query": "find: ", "web": "sea "}, "default_prompt": "web"}
     manifest |= {"format_version": 4}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     page = browser.new_page()
@@ -244,7 +244,7 @@ def test_prompts_of_a_head_may_be_chosen(
     with serving(folder) as server:
         page.goto(server.url)
         expect(page.locator("#similarity .prompt-choice")).to_be_visible()
-        assert ["default: web", "query (“Who?”)", "document (no text)", "web (“sea”)"] == texts(
+        assert ["default: web", "query (“find:”)", "document (no text)", "web (“sea”)"] == texts(
             page, "#similarity [name=prompt_name] option"
         )
         default = run(page, "similarity", inputs="a\nb")["embeddings"]

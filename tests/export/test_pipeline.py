@@ -117,7 +117,7 @@ TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 40)]
 
 
 def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """The ranges of quantized vectors are those of the calibration texts, for each trained number of dimensions."""
+    """The manifest has the range of each number over the calibration texts, for each trained number of dimensions."""
     (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
     plain = pipeline.export(make_request(tiny_checkpoint, tmp_path / "plain"), print)
     request = make_request(

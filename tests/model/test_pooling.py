@@ -19,7 +19,7 @@ CASES = [*POOLINGS, ("mean", "cls"), ("lasttoken", "max", "weightedmean")]
 
 
 def test_modes() -> None:
-    """The modes are those of a manifest and those of sentence-transformers."""
+    """Manifests, PyTorch and sentence-transformers have the same modes."""
     assert {*POOLINGS} == {*get_args(PoolingMode)} == {*Pooling.POOLING_MODES}
 
 

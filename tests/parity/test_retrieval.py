@@ -65,7 +65,7 @@ def pooled(folder: Path) -> list[Any]:
 
 def save_all(folder: Path) -> dict[str, Path]:
     return {
-        "routed": save_parts(folder / "routed", routed, prompts={"query": "Who? "}),
+        "routed": save_parts(folder / "routed", routed, prompts={"query": "find: "}),
         "pooled": save_parts(
             folder / "pooled", pooled, prompts=PROMPTS, default_prompt_name="passage"
         ),
@@ -148,7 +148,7 @@ def test_routes(small: Served) -> None:
 
 @pytest.mark.parametrize("dtype", ["binary", "ubinary"])
 def test_bits(small: Served, dtype: Any) -> None:
-    """Bits are those of `encode(precision=...)`, but for numbers that are zero within rounding."""
+    """Bits equal `encode(precision=...)`, except where a number is zero within rounding."""
     for name in small.peers:
         peer = small.peers[name]
         floats, expected = peer.encode(TEXTS), peer.encode(TEXTS, precision=dtype)
@@ -163,7 +163,7 @@ def test_bits(small: Served, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("dimensions", [384, 64])
 def test_levels_of_minilm(minilm: Served, dtype: Any, dimensions: int) -> None:
-    """Levels are those of `quantize_embeddings` for the calibration texts; at an edge, rounding decides."""
+    """Levels equal `quantize_embeddings` with the calibration texts; rounding decides at the edge of two levels."""
     peer = minilm.peers["minilm"]
 
     def encode(texts: list[str], prompt: str | None = None) -> np.ndarray:

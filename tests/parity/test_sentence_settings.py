@@ -337,7 +337,7 @@ CARDS = {
 
 @pytest.mark.parametrize("case", CARDS)
 def test_trained_dimensions(case: str, folder: Path) -> None:
-    """They are those of `config.json`, else those that the model card states without contradiction."""
+    """`config.json` states them, else the model card, if it states one list only."""
     text, expected = CARDS[case]
     (folder / "README.md").write_text(f"# A model\n{text}\n")
     assert tuple(expected) == read_source(folder).model.described["embedding"].matryoshka_dimensions

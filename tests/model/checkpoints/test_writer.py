@@ -168,7 +168,7 @@ class TestWhatWeSave:
     ) -> None:
         """sentence-transformers reads an embedding head: pooling, prompts, and that it is normalised; and so do we."""
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
-        fields = {"prompts": {"query": "Who? "}, "default_prompt": "query"}
+        fields = {"prompts": {"query": "find: "}, "default_prompt": "query"}
         head = Head.model_validate(
             {
                 **{"task": "embedding", "pooling": pooling, "matryoshka_dimensions": [16]},

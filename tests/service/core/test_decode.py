@@ -839,7 +839,7 @@ class TestQuantize:
 
     @pytest.mark.parametrize("dtype", ["int8", "uint8", "binary", "ubinary"])
     def test_sentence_transformers(self, dtype: Any) -> None:
-        """The numbers and the type are those of `quantize_embeddings`."""
+        """The numbers and the type equal `quantize_embeddings`."""
         rng = np.random.default_rng(7)
         vectors = rng.normal(size=(50, 13)).astype(np.float32)
         ranges = np.stack([vectors[:40].min(axis=0), vectors[:40].max(axis=0)])

@@ -81,7 +81,7 @@ def test_prompts_of_a_head_without() -> None:
 
 
 def test_sizes_count_prompts() -> None:
-    """The characters of an input are those of its prompt and its text."""
+    """The size of an input counts the characters of its prompt and its text."""
     made = engine(vectors={"prompts": PROMPTS, "default_prompt": "query"})
     assert [10, 8] == Embedding(texts=["sea", "a"]).plan(made, ()).sizes
 
