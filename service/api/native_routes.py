@@ -163,6 +163,8 @@ async def rerank(request: Request) -> Response:
                 texts=body.documents,
                 truncate=body.truncate,
                 stride=body.stride,
+                source_type="query",
+                texts_type="document",
             )
         )
         scores = compare(of_texts(reply))

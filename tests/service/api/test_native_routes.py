@@ -224,7 +224,8 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     found = response.json()["results"]
     assert [0, 1] == [one["index"] for one in found]
     assert [1.0, 1.0] == pytest.approx([one["score"] for one in found])
-    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False)
+    sides = {"source_type": "query", "texts_type": "document"}
+    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False, **sides)
 
 
 async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
