@@ -111,6 +111,8 @@ class Head(_Record):
         if self.default_prompt is not None and self.default_prompt not in self.named_prompts:
             known = ", ".join(self.named_prompts)
             raise ValueError(f"default_prompt {self.default_prompt!r} is none of prompts: {known}")
+        if not self.include_prompt and any(self.prompts.values()):
+            raise ValueError("prompts: must have no text where include_prompt is false")
         for field in ("matryoshka_dimensions", "quantization_ranges"):
             largest = max(getattr(self, field), default=1)
             if largest > self.dimensions:

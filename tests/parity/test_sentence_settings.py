@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base import model as base_model
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from export.goldens import run_torch
@@ -35,6 +35,7 @@ from model.checkpoints.sentence_config import (
 from model.checkpoints.settings_table import Handling
 from model.checkpoints.source import read_source
 from service.core import decode
+from service.core.bundle import PROMPT_NAMES
 from service.core.encode import Encoder
 from tests import hub, samples
 
@@ -325,6 +326,122 @@ def test_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
     edit(tmp_path / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
     with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
         read_source(tmp_path)
+
+
+@pytest.fixture
+def routed(folder: Path, tmp_path: Path) -> Path:
+    """Queries and documents have dense layers of their own after one encoder."""
+    shared = Transformer(str(folder))
+    routes = [[shared, Pooling(32, "mean"), Dense(32, 20)] for _ in range(2)]
+    router = Router.for_query_document(*routes)
+    SentenceTransformer(modules=[router, Normalize()], device="cpu").save(str(tmp_path / "routed"))
+    return tmp_path / "routed"
+
+
+def routes(folder: Path) -> dict[str | None, str]:
+    """The dense layer's folder of the head for each input type, and for none."""
+    source = read_source(folder)
+    first = next(iter(source.model.described))
+    names = {side: side if side in source.model.described else first for side in PROMPT_NAMES}
+    weights = {
+        place: load_file(folder / place / "model.safetensors")["linear.weight"]
+        for place in ("query_2_Dense", "document_2_Dense")
+    }
+    return {
+        side: next(
+            place
+            for place, weight in weights.items()
+            if torch.equal(weight, source.model.heads[name].dense[0].weight)
+        )
+        for side, name in {**names, None: first}.items()
+    }
+
+
+Parameters = dict[str, Any]
+ROUTES: dict[str, Parameters] = {
+    "as saved": {},
+    "queries first": {"default_route": "query"},
+    "no default": {"default_route": None},
+    "exchanged": {
+        "route_mappings": {"('query', 'text')": "document", "('document', None)": "query"}
+    },
+    "one for all": {"route_mappings": {"(None, None)": "query"}},
+    "one for texts": {"route_mappings": {"(None, 'text')": "query", "(None, 'image')": "document"}},
+}
+
+
+@pytest.mark.parametrize("case", ROUTES)
+def test_routes(case: str, routed: Path) -> None:
+    """Each input type has the route that sentence-transformers finds for a text."""
+    router = json.loads((routed / "router_config.json").read_text())
+    router["parameters"] |= ROUTES[case]
+    write(routed / "router_config.json", router)
+    peer = SentenceTransformer(str(routed), device="cpu")[0]
+    expected = {
+        task: f"{peer._resolve_route(task=task, modality='text')}_2_Dense"
+        for task in ("query", "document", None)
+    }
+    assert expected == routes(routed)
+
+
+BROKEN_ROUTES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no routes": (lambda r: r.update(structure={}), "has no route document"),
+    "no types": (lambda r: r.pop("types"), "cannot read the routes: KeyError"),
+    "a list": (lambda r: r.update(structure=[]), "cannot read the routes"),
+    "a key that is none": (
+        lambda r: r["parameters"].update(route_mappings={"query": "query"}),
+        "cannot read the routes",
+    ),
+    "a path outside": (lambda r: r["structure"].update(query=["../x"]), "'../x' is no folder"),
+    "an unknown route": (
+        lambda r: r["parameters"].update(default_route="none"),
+        "has no route none",
+    ),
+    "no route for queries": (
+        lambda r: r["structure"].update(other=r["structure"].pop("query")),
+        "has no route for query texts",
+    ),
+    "no default": (
+        lambda r: r["parameters"].update(default_route=None, allow_empty_key=False),
+        "has no route for texts without a task: default_route is missing",
+    ),
+    "a third default": (
+        lambda r: (
+            r["structure"].update(other=[*r["structure"]["query"], "query_2_Dense"]),
+            r["parameters"].update(default_route="other"),
+        ),
+        "cannot serve a default_route for neither query nor document",
+    ),
+    "another module": (
+        lambda r: r["types"].update(query_1_Pooling="sentence_transformers.models.LSTM"),
+        "cannot serve the sentence-transformers module LSTM",
+    ),
+    "another package": (
+        lambda r: r["types"].update(query_1_Pooling="own.Pooling"),
+        "cannot serve the sentence-transformers module own.Pooling",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_ROUTES)
+def test_broken_routes(case: str, routed: Path) -> None:
+    """A Router that cannot be served is refused in one line that names it."""
+    change, message = BROKEN_ROUTES[case]
+    router = json.loads((routed / "router_config.json").read_text())
+    change(router)
+    write(routed / "router_config.json", router)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read_source(routed)
+    assert "\n" not in str(raised.value)
+
+
+def test_routes_with_different_encoders(folder: Path, tmp_path: Path) -> None:
+    """Two encoders do not fit in one graph; the message names them, and what to do."""
+    sides = [[Transformer(str(folder)), Pooling(32, "mean")] for _ in range(2)]
+    made = SentenceTransformer(modules=[Router.for_query_document(*sides)], device="cpu")
+    made.save(str(tmp_path / "two"))
+    with pytest.raises(CheckpointError, match="document_0_Transformer, query_0_Transformer"):
+        read_source(tmp_path / "two")
 
 
 CARDS = {

@@ -274,6 +274,7 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("unknown prompt", stated(default_prompt="q"), "default_prompt 'q' is none of prompts: query, document"),
     ("prompts of labels", lambda m: m["heads"]["sentiment"].update(prompts={"q": "q: "}), "for embedding heads only"),
     ("trained for more", stated(matryoshka_dimensions=[2, 5]), "matryoshka_dimensions: 5 exceeds dimensions 4"),
+    ("prompts that are not pooled", stated(include_prompt=False, prompts={"q": "q: "}), "prompts: must have no text"),
     ("no modes", stated(pooling=[]), "needs its pooling"),
     ("unknown mode", stated(pooling=["mean", "median"]), "heads.vectors.pooling"),
     ("ranges of more", stated(quantization_ranges={5: [[0] * 5, [1] * 5]}), "quantization_ranges: 5 exceeds"),
