@@ -30,7 +30,7 @@ def test_prompts() -> None:
 
 @pytest.mark.parametrize("named", [(), ("document",), ("query",)])
 def test_heads(named: Heads) -> None:
-    """Each side has the vector of its own head, whichever of them is named."""
+    """Each side has the vector of its own head, with either head named or none."""
     made = engine(document={"input_type": "document"}, query={"input_type": "query"})
     plan = Similarity(source="sea", texts=["ship"], **SIDES).plan(made, named)
     assert ("document", "query") == plan.heads
