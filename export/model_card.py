@@ -69,7 +69,13 @@ def _meaning(head: Head) -> str:
         return f"answer spans of up to {head.max_answer_tokens} tokens"
     if head.task == "late-interaction":
         return f"{head.dimensions} numbers for each token"
-    return f"{head.dimensions} numbers, {head.pooling} pooling"
+    parts = [f"{head.dimensions} numbers", f"{' + '.join(head.pooling_modes)} pooling"]
+    if head.matryoshka_dimensions:
+        parts.append(f"trained for {', '.join(map(str, head.matryoshka_dimensions))} dimensions")
+    if head.prompts:
+        default = f", {head.default_prompt} by default" if head.default_prompt else ""
+        parts.append(f"prompts {', '.join(head.prompts)}{default}")
+    return "; ".join(parts)
 
 
 def _metrics(manifest: Manifest) -> str:

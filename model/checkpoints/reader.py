@@ -15,7 +15,12 @@ from torch import nn
 
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
-from model.checkpoints.head_config import describe_head, read_pooling, validate_head
+from model.checkpoints.head_config import (
+    describe_head,
+    read_pooling,
+    read_retrieval_fields,
+    validate_head,
+)
 from model.checkpoints.hub_download import download
 from model.checkpoints.hub_names import (
     CheckpointError,
@@ -134,9 +139,13 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
 def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
     if task != "embedding":
         return describe_head(task, config, folder)
-    pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
-    dimensions = read_config(folder).hidden_size
-    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions)
+    module = folder / "1_Pooling"
+    poolings = [module] if module.is_dir() else []
+    pooling = read_pooling(module) if poolings else "mean"
+    modes = 1 if isinstance(pooling, str) else len(pooling)
+    dimensions = modes * read_config(folder).hidden_size
+    own = read_retrieval_fields(folder, *poolings)
+    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions, **own)
 
 
 def has_heads(folder: Path) -> bool:

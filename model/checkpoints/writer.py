@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from model.bert import Bert
-from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, POOLING, SIGMOID
+from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, SIGMOID
 from model.checkpoints.hub_names import (
     Tensors,
     encoder_names,
@@ -26,7 +26,7 @@ from model.checkpoints.hub_names import (
     to_hub,
 )
 from model.checkpoints.reader import PROVENANCE
-from model.checkpoints.sentence_config import ROOT, SENTENCE_FILES, TOKENS
+from model.checkpoints.sentence_config import POOLING_MODES, ROOT, SENTENCE_FILES, TOKENS
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.heads import EncoderWithHeads
@@ -104,7 +104,8 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
         return
     is_embedding = head.task == "embedding"
     names = joint_names(family) if is_embedding else single_names(family, head.task)
-    extra: dict[str, Any] = head.model_dump(include=HEAD_FIELDS, exclude_defaults=True)
+    kept = HEAD_FIELDS | {"matryoshka_dimensions"}
+    extra: dict[str, Any] = head.model_dump(include=kept, exclude_defaults=True)
     if head.labels:
         extra["id2label"] = {str(index): label for index, label in enumerate(head.labels)}
         extra["label2id"] = {label: index for index, label in enumerate(head.labels)}
@@ -185,7 +186,7 @@ def _save_late_interaction(
 
 
 def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
-    """Return the files that sentence-transformers reads: its modules in order, and the pooling."""
+    """Return the files that sentence-transformers reads: its modules in order, the pooling and the prompts."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
     modules = [
         {
@@ -196,10 +197,14 @@ def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
         }
         for i, kind in enumerate(kinds)
     ]
-    pooling = {switch: name == head.pooling for switch, name in POOLING.items()}
+    switches = {switch: mode in head.pooling_modes for switch, mode in POOLING_MODES.items()}
+    several = {"pooling_mode": head.pooling_modes} if len(head.pooling_modes) > 1 else {}
+    pooling = {"include_prompt": head.include_prompt, **switches, **several}
+    prompts = {"prompts": head.named_prompts, "default_prompt_name": head.default_prompt}
     return {
         "modules.json": modules,
         "1_Pooling/config.json": {"word_embedding_dimension": config.hidden_size, **pooling},
+        **({ROOT: prompts} if head.prompts else {}),
     }
 
 

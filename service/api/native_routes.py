@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import numpy as np
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,7 +41,7 @@ from service.api.schemas import (
     QaResponse,
 )
 from service.core.bundle import Task
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, Vector
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 from service.tasks.analysis import Analysis
@@ -144,8 +143,12 @@ async def embed(request: Request) -> Response:
         dimensions=body.dimensions,
         truncate=body.truncate,
         stride=body.stride,
+        prompt_name=body.prompt_name,
+        prompt=body.prompt,
+        input_type=body.input_type,
+        output_dtype=body.output_dtype,
     )
-    show = base64_of if body.encoding_format == "base64" else floats
+    show = base64_of if body.encoding_format == "base64" else numbers
     return await call.answer(task, "embedding", show)
 
 
@@ -160,7 +163,7 @@ async def embed_tokens(request: Request) -> Response:
         truncate=body.truncate,
         stride=body.stride,
     )
-    show = rows_as_base64 if body.encoding_format == "base64" else floats
+    show = rows_as_base64 if body.encoding_format == "base64" else numbers
     return await call.answer(task, "embedding", show)
 
 
@@ -263,16 +266,17 @@ def answer(found: AnswerSpan) -> dict[str, object]:
     }
 
 
-def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+def numbers(vector: Vector) -> Vector:
     """Return the vector as a contiguous array, which the JSON writer requires."""
     return np.ascontiguousarray(vector)
 
 
-def base64_of(vector: NDArray[np.float32]) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+def base64_of(vector: Vector) -> str:
+    little_endian = vector.astype(vector.dtype.newbyteorder("<"))
+    return base64.b64encode(little_endian.tobytes()).decode("ascii")
 
 
-def rows_as_base64(vectors: NDArray[np.float32]) -> list[str]:
+def rows_as_base64(vectors: Vector) -> list[str]:
     return [base64_of(vector) for vector in vectors]
 
 
@@ -280,7 +284,7 @@ def rows_as_base64(vectors: NDArray[np.float32]) -> list[str]:
 SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
     "classification": each(label),
     "ner": each(partial(entity, "entity_group")),
-    "embedding": floats,
+    "embedding": numbers,
 }
 
 

@@ -141,6 +141,12 @@ EXAMPLES: dict[type[Request], Object] = {
             "dimensions": 16,
             "encoding_format": "base64",
         },
+        "a query as packed bits": {
+            "inputs": "smooth stones",
+            "input_type": "query",
+            "dimensions": 64,
+            "output_dtype": "ubinary",
+        },
     },
     EmbedTokensRequest: {
         "a query": {"inputs": "How do I get a new password?", "input_type": "query"},

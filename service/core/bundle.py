@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,17 @@ Task = Literal["classification", "ner", "qa", "embedding", "late-interaction"]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+PoolingMode = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
+InputType = Literal["query", "document"]
+OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
+Ranges = tuple[
+    tuple[float, ...], tuple[float, ...]
+]  # the smallest and the largest number of each dimension
+PROMPT_NAMES = ("query", "document")  # prompts that sentence-transformers always has
+FORMAT_4_FIELDS = (
+    *("prompts", "default_prompt", "include_prompt", "input_type"),
+    *("matryoshka_dimensions", "quantization_ranges"),
+)
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
 VECTORS: frozenset[str] = frozenset(
     {"embedding", "late-interaction"}
@@ -108,7 +119,7 @@ class Head(_Record):
     task: Task
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
-    pooling: Literal["mean", "cls"] | None = None
+    pooling: PoolingMode | tuple[PoolingMode, ...] | None = None
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     null_threshold: float = 0.0
@@ -116,18 +127,82 @@ class Head(_Record):
     max_query_tokens: int = Field(default=64, ge=1)
     late_interaction: LateInteraction | None = None
     demo: bool = False
+    # Of embedding heads, since format 4:
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    input_type: InputType | None = None
+    matryoshka_dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    quantization_ranges: dict[Annotated[int, Field(ge=1)], Ranges] = {}
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.task in ("classification", "ner") and not self.labels:
             raise ValueError(f"a {self.task} head needs labels")
-        if self.task == "embedding" and (self.pooling is None or self.dimensions is None):
-            raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.task == "embedding":
+            self._check_embedding()
+        elif self.format_4_fields():
+            raise ValueError(f"{self.format_4_fields()[0]} is for embedding heads only")
         if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
             raise ValueError("a late-interaction head needs its dimensions and late_interaction")
         if self.late_interaction is not None and self.task != "late-interaction":
             raise ValueError(f"late_interaction: not for a head of the task {self.task}")
         return self
+
+    def _check_embedding(self) -> None:
+        if not self.pooling or self.dimensions is None:
+            raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.default_prompt is not None and self.default_prompt not in self.named_prompts:
+            known = ", ".join(self.named_prompts)
+            raise ValueError(f"default_prompt {self.default_prompt!r} is none of prompts: {known}")
+        if not self.include_prompt and any(self.prompts.values()):
+            raise ValueError("prompts: must have no text where include_prompt is false")
+        for field in ("matryoshka_dimensions", "quantization_ranges"):
+            largest = max(getattr(self, field), default=1)
+            if largest > self.dimensions:
+                raise ValueError(f"{field}: {largest} exceeds dimensions {self.dimensions}")
+        for count, ranges in self.quantization_ranges.items():
+            if {len(row) for row in ranges} != {count}:
+                raise ValueError(
+                    f"quantization_ranges.{count}: must have 2 lists of {count} numbers"
+                )
+            if not all(
+                math.isfinite(low) and low <= high < math.inf
+                for low, high in zip(*ranges, strict=True)
+            ):
+                raise ValueError(
+                    f"quantization_ranges.{count}: must be finite, smallest numbers first"
+                )
+
+    def format_4_fields(self) -> list[str]:
+        """Return the names of the fields whose values need format 4."""
+        changed = [
+            name
+            for name in FORMAT_4_FIELDS
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        return changed + ["pooling"] * (self.pooling not in ("mean", "cls", None))
+
+    @property
+    def pooling_modes(self) -> tuple[PoolingMode, ...]:
+        """The ways to pool, whose vectors are concatenated in this order."""
+        return (self.pooling,) if isinstance(self.pooling, str) else self.pooling or ()
+
+    @property
+    def named_prompts(self) -> dict[str, str]:
+        """The prompts by name, with those that always exist (PROMPT_NAMES), which are empty by default."""
+        return {**dict.fromkeys(PROMPT_NAMES, ""), **self.prompts}
+
+    @property
+    def default_prompt_text(self) -> str:
+        """The text before each input where a request sets no prompt; empty for none."""
+        return self.named_prompts[self.default_prompt] if self.default_prompt else ""
+
+    @property
+    def output_dtypes(self) -> list[OutputDtype]:
+        """The types of vectors that an embedding head has; the integers of 8 bits need ranges."""
+        ranged: set[OutputDtype] = {"int8", "uint8"}
+        return [t for t in get_args(OutputDtype) if self.quantization_ranges or t not in ranged]
 
     @property
     def width(self) -> int:
@@ -258,7 +333,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
-    format_version: Literal[1, 2, 3]
+    format_version: Literal[1, 2, 3, 4]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -284,6 +359,8 @@ class Manifest(_Record):
         for name, head in self.heads.items():
             if head.late_interaction is not None:
                 self._check_late_interaction(name, head.late_interaction)
+            if head.format_4_fields() and self.format_version < 4:
+                raise ValueError(f"{name}: {head.format_4_fields()[0]} needs format_version 4")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -518,8 +595,13 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
-    """Return the oldest format version that can describe these graphs, which are given as the manifest's records."""
+def format_version(graphs: Iterable[Mapping[str, Any]], heads: Iterable[Head] = ()) -> int:
+    """Return the oldest format version that can describe these graphs and heads.
+
+    graphs: as the manifest's records
+    """
+    if any(head.format_4_fields() for head in heads):
+        return 4
     fields = {name for graph in graphs for name, value in graph.items() if value is not None}
     if "memory" in fields:
         return 3

@@ -15,11 +15,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from service.core import tags
+from service.core.bundle import OutputDtype, Ranges
 from service.core.encode import Encoding
 from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Vector = NDArray[Any]  # [D] float32, int8 or uint8; or [ceil(D / 8)] of packed bits
 OffsetUnit = Literal["code_point", "utf16"]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
@@ -140,6 +142,29 @@ def embed(
     vector = vector[:dimensions]
     norm = math.sqrt(vector @ vector) if normalize else 0
     return (vector / norm if norm > 0 else vector).astype(np.float32)
+
+
+def quantize(vector: Floats, dtype: OutputDtype, ranges: Ranges | None = None) -> Vector:
+    """Return a vector in a smaller type, as sentence-transformers' `quantize_embeddings` does.
+
+    dtype: "float" changes nothing. "int8" and "uint8" give 256 steps between the smallest and the largest number of
+    each dimension, `[D]`. "binary" and "ubinary" give a bit for each dimension, 1 above zero, the first one highest:
+    `[ceil(D / 8)]` int8 (less 128) or uint8.
+    ranges: `[2, D]`. Raises ValueError where "int8" or "uint8" lack them, and for other sizes.
+    """
+    match dtype:
+        case "float":
+            return vector
+        case "ubinary":
+            return np.packbits(vector > 0)
+        case "binary":
+            return (np.packbits(vector > 0).astype(np.int16) - 128).astype(np.int8)
+    if ranges is None or len(ranges[0]) != len(vector):
+        raise ValueError(f"{dtype} needs the ranges of {len(vector)} dimensions")
+    low, high = np.asarray(ranges, np.float32)
+    steps = (high - low) / 255
+    levels: Floats = np.clip(np.floor((vector - low) / np.where(steps == 0, 1, steps)), 0, 255)
+    return levels.astype(np.uint8) if dtype == "uint8" else (levels - 128).astype(np.int8)
 
 
 def _weighted_mean(windows: Sequence[Floats], lengths: Sequence[int]) -> Doubles:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -218,17 +219,63 @@ class Encoder:
         ]
 
     def windows(
-        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: Truncate = True,
+        stride: int = 0,
+        prompt: str = "",
     ) -> list[Cut]:
-        """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time."""
-        encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time.
+
+        prompt: stands before each text. It is a part of the text that `truncate` cuts. Later windows of a long text
+        begin with the prompt's tokens, too. Raises ValueError for a prompt of more than half a window with "window".
+        """
+        together = [prompt + text for text in texts]
+        encodings = self.tokenizer.encode_batch_fast(together, add_special_tokens=False)
         _shorten(encodings, _needed(self._capacity, truncate))
         tokens = [encoding.ids for encoding in encodings]
+        if prompt and truncate == "window":
+            return [Cut(self._prompted(ids, prompt, stride), False) for ids in tokens]
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
             Cut(tuple(_frame_ids(self._single, own[cut]) for cut in cuts), truncated)
             for own, (cuts, truncated) in zip(tokens, plans, strict=True)
         ]
+
+    def _prompted(self, ids: list[int], prompt: str, stride: int) -> tuple[Window, ...]:
+        """Return the windows of a prompt and its text, which are tokenized together.
+
+        A text that fits in a window is one window, as without a prompt. Otherwise each window begins with the tokens
+        that the prompt has when it is alone, as far as they are the same: a tokenizer may join its last characters with
+        the text.
+        """
+        if len(ids) <= self._capacity:
+            return (_frame_ids(self._single, ids),)
+        both = zip(self._prompt_ids(prompt), ids, strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        first, rest = ids[:size], ids[size:]
+        capacity = self._capacity - size
+        cuts = _cuts(len(rest), capacity, min(stride, capacity // 2), "window")
+        return tuple(_frame_ids(self._single, [*first, *rest[cut]]) for cut in cuts)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt. Raises ValueError where they fill more than half a window."""
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if len(ids) > self.longest_prompt:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens does not fit: at most {self.longest_prompt}"
+            )
+        return ids
+
+    def count_tokens(self, text: str) -> int:
+        """Return the tokens of a text, without special tokens."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def longest_prompt(self) -> int:
+        """The largest number of tokens of a prompt that each window of a long text begins with."""
+        return self._capacity // 2
 
     @property
     def _capacity(self) -> int:

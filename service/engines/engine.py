@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from service.core.bundle import BundleTexts, Head, Manifest, Task
+from service.core.bundle import FORMAT_4_FIELDS, BundleTexts, Head, Manifest, Task
 from service.core.encode import Cut, Encoded, Encoder, TextError
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -354,9 +354,7 @@ class Engine:
             "name": manifest.name,
             "version": manifest.version,
             "state": self.model.state,
-            "heads": {
-                name: head.model_dump(exclude_none=True) for name, head in manifest.heads.items()
-            },
+            "heads": {name: _describe_head(head) for name, head in manifest.heads.items()},
             "max_length": manifest.max_length,
             "precision": on.precision,
             "layout": on.layout,
@@ -372,6 +370,14 @@ class Engine:
             "commercial_use_by_head": manifest.provenance.commercial_use_by_head(manifest.heads),
             "datasets": [data.model_dump() for data in manifest.provenance.datasets],
         }
+
+
+def _describe_head(head: Head) -> dict[str, object]:
+    """Return a head's fields. Embedding heads have more, but not their ranges, which are long."""
+    if head.task != "embedding":
+        return head.model_dump(exclude_none=True, exclude={*FORMAT_4_FIELDS})
+    described = head.model_dump(exclude_none=True, exclude={"quantization_ranges"})
+    return {**described, "prompts": head.named_prompts, "output_dtypes": head.output_dtypes}
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:

@@ -81,7 +81,14 @@ def make_ranking(
     wanted = engine.manifest.heads.get(head or "")
     match wanted.task if wanted else None:
         case "embedding":
-            return Similarity(source=query, texts=documents, truncate=truncate, stride=stride)
+            return Similarity(
+                source=query,
+                texts=documents,
+                truncate=truncate,
+                stride=stride,
+                source_type="query",
+                texts_type="document",
+            )
         case "late-interaction":
             return LateInteractionRanking(
                 query=query, documents=documents, truncate=truncate, stride=stride

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def with_source(texts: TaskPlan[C, T], source: TaskPlan[C, T]) -> TaskPlan[C, T]:
-    """Return a plan that has the inputs of `texts` and, last, the input of `source`. Both plans have the same heads."""
+    """Return a plan that has the inputs of `texts` and, last, the input of `source`."""
     count = len(texts.sizes)
 
     def encode(part: slice) -> Sequence[C]:
@@ -26,7 +26,8 @@ def with_source(texts: TaskPlan[C, T], source: TaskPlan[C, T]) -> TaskPlan[C, T]
             return texts.decode(index, item, outputs)
         return source.decode(0, item, outputs)
 
-    return TaskPlan(texts.heads, [*texts.sizes, *source.sizes], encode, decode)
+    heads = tuple(dict.fromkeys([*texts.heads, *source.heads]))
+    return TaskPlan(heads, [*texts.sizes, *source.sizes], encode, decode)
 
 
 def scores_of_texts(

@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from service import errors
+from service.api.native_routes import base64_of, numbers
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -147,6 +149,41 @@ async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) ->
     assert engine.asked == Embedding(texts=["a", "b"], normalize=None, dimensions=3)
 
 
+async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> None:
+    """The prompt, the input type and the type of the numbers reach the task."""
+    options = {"prompt_name": "query", "input_type": "query", "output_dtype": "binary"}
+    assert 200 == (await client.post("/embed", json={"inputs": "a", **options})).status_code
+    assert engine.asked == Embedding(texts=["a"], **options)
+    assert 200 == (await client.post("/embed", json={"inputs": "a", "prompt": ""})).status_code
+    assert engine.asked == Embedding(texts=["a"], prompt="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "", "prompt_name": "query"}, "give prompt or prompt_name, not both"),
+        ({"prompt": "a" * 2049}, "prompt: must have at most 2048 characters"),
+        ({"input_type": "passage"}, "input_type: must be one of 'query' or 'document'"),
+        ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),
+    ],
+)
+async def test_embed_refuses_options(client: Client, fields: Any, message: str) -> None:
+    """Options that no head has are refused before the engine is asked."""
+    response = await client.post("/embed", json={"inputs": "a", **fields})
+    assert 422 == response.status_code
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_integers(dtype: Any) -> None:
+    """Integers are shown as integers, and their bytes as base64."""
+    vector = np.array([1, 127, 0], dtype)
+    assert [1, 127, 0] == orjson.loads(
+        orjson.dumps(numbers(vector), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
+    np.testing.assert_array_equal(vector, np.frombuffer(base64.b64decode(base64_of(vector)), dtype))
+
+
 async def test_embed_answers_in_base64(client: Client) -> None:
     """Base64 is of little-endian float32."""
     response = await client.post("/embed", json={"inputs": "a", "encoding_format": "base64"})
@@ -209,7 +246,8 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     found = response.json()["results"]
     assert [0, 1] == [one["index"] for one in found]
     assert [1.0, 1.0] == pytest.approx([one["score"] for one in found])
-    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False)
+    sides = {"source_type": "query", "texts_type": "document"}
+    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False, **sides)
 
 
 async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -> None:
@@ -456,7 +494,7 @@ async def test_metrics_are_text(client: Client) -> None:
     assert "\nquartet_queue_tokens " in response.text
 
 
-@pytest.mark.parametrize("path", set(BODIES) - {"/rerank"})
+@pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank"}))
 async def test_bad_inputs_are_null_when_asked_for(
     client: Client, engine: FakeEngine, path: str
 ) -> None:

@@ -41,6 +41,18 @@ GRAPHS = [
 ]
 
 
+# Fields of an embedding head that need format 4.
+FORMAT_4: dict[str, dict[str, Any]] = {
+    "prompts": {"prompts": {"query": "query: "}},
+    "default_prompt": {"default_prompt": "document"},
+    "include_prompt": {"include_prompt": False},
+    "input_type": {"input_type": "query"},
+    "matryoshka_dimensions": {"matryoshka_dimensions": [2, 4]},
+    "quantization_ranges": {"quantization_ranges": {"2": [[-1.0, -0.5], [1.0, 0.25]]}},
+    "pooling": {"pooling": ["mean", "max"]},
+}
+
+
 def write(folder: Path) -> dict[str, Any]:
     """Write a bundle's files but for the manifest, which is returned."""
     folder.mkdir(exist_ok=True)
@@ -177,6 +189,36 @@ class TestLoad:
         assert 1 == bundle.format_version([graphs[1].model_dump()])
         assert graphs[2].memory.model_dump(mode="json") == manifest["graphs"][2]["memory"]
 
+    @pytest.mark.parametrize("field", FORMAT_4)
+    def test_format_4(self, tmp_path: Path, field: str) -> None:
+        """Since format 4 an embedding head may state its prompts and types; other heads keep their format."""
+        manifest = write(tmp_path)
+        manifest["heads"]["vectors"] |= FORMAT_4[field]
+        manifest["format_version"] = 4
+
+        head = bundle.load(save(tmp_path, manifest)).manifest.heads["vectors"]
+
+        written = json.loads(head.model_dump_json(exclude_defaults=True))
+        assert {**VECTORS, **FORMAT_4[field]} == written
+        assert 4 == bundle.format_version(manifest["graphs"], [head])
+        assert 1 == bundle.format_version(manifest["graphs"], [Head.model_validate(VECTORS)])
+        manifest["format_version"] = 3
+        assert f"vectors: {field} needs format_version 4" in refusal(save(tmp_path, manifest))
+
+    def test_prompts(self) -> None:
+        """A head always has the prompts of sentence-transformers, without a text unless it states one."""
+        head = Head.model_validate({**VECTORS, "prompts": {"passage": "p: ", "query": "q: "}})
+        assert {"query": "q: ", "document": "", "passage": "p: "} == head.named_prompts
+        assert "" == head.default_prompt_text
+        assert "p: " == head.model_copy(update={"default_prompt": "passage"}).default_prompt_text
+
+    def test_output_dtypes(self) -> None:
+        """8-bit numbers need ranges."""
+        plain = Head.model_validate(VECTORS)
+        ranged = Head.model_validate({**VECTORS, **FORMAT_4["quantization_ranges"]})
+        assert ["float", "binary", "ubinary"] == plain.output_dtypes
+        assert ["float", "int8", "uint8", "binary", "ubinary"] == ranged.output_dtypes
+
     @pytest.mark.parametrize(
         ("batches", "tokens", "expected"),
         [
@@ -207,6 +249,16 @@ def loaded_text(folder: Path) -> bytes:
     return (folder / "manifest.json").read_bytes()
 
 
+def stated(**fields: Any) -> Callable[[Any], Any]:
+    """State fields of the embedding head, in format 4."""
+
+    def change(manifest: Any) -> None:
+        manifest["format_version"] = 4
+        manifest["heads"]["vectors"] |= fields
+
+    return change
+
+
 MEMORY = {"opened": 1, "batches": {"1024": 2}}
 
 
@@ -217,7 +269,17 @@ def state(manifest: Any, version: int, memory: Any) -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=4), "format_version: Input should be 1, 2 or 3"),
+    ("later format", lambda m: m.update(format_version=5), "format_version: Input should be 1, 2, 3 or 4"),
+    ("field of format 4", lambda m: m["heads"]["vectors"].update(prompts={"q": ""}), "vectors: prompts needs"),
+    ("unknown prompt", stated(default_prompt="q"), "default_prompt 'q' is none of prompts: query, document"),
+    ("prompts of labels", lambda m: m["heads"]["sentiment"].update(prompts={"q": "q: "}), "for embedding heads only"),
+    ("trained for more", stated(matryoshka_dimensions=[2, 5]), "matryoshka_dimensions: 5 exceeds dimensions 4"),
+    ("prompts that are not pooled", stated(include_prompt=False, prompts={"q": "q: "}), "prompts: must have no text"),
+    ("no modes", stated(pooling=[]), "needs its pooling"),
+    ("unknown mode", stated(pooling=["mean", "median"]), "heads.vectors.pooling"),
+    ("ranges of more", stated(quantization_ranges={5: [[0] * 5, [1] * 5]}), "quantization_ranges: 5 exceeds"),
+    ("ranges of less", stated(quantization_ranges={4: [[0] * 4, [1] * 3]}), "quantization_ranges.4: must have 2 lists"),
+    ("empty range", stated(quantization_ranges={1: [[1.0], [0.5]]}), "quantization_ranges.1: must be finite"),
     ("field of format 3", lambda m: state(m, 1, MEMORY), "needs format_version 3"),
     ("field of format 3 in 2", lambda m: state(m, 2, MEMORY), "needs format_version 3"),
     ("memory of no batch", lambda m: state(m, 3, {"opened": 1, "batches": {}}), "0.memory.batches: "),

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from sentence_transformers.util import quantize_embeddings
 from transformers.pipelines.token_classification import (
     AggregationStrategy,
     TokenClassificationPipeline,
@@ -833,3 +834,56 @@ class TestZeroShot:
         scores = self.scores(labels, multi_label=multi_label)
         assert 1 / (1 + math.exp(-2)) == pytest.approx(scores["a"])
         assert len(labels) == 1 or 1 / (1 + math.exp(1)) == pytest.approx(scores["b"])
+
+
+class TestQuantize:
+    VECTOR = np.array([0.5, -0.25, 0.0, 1.0, -1.0, 0.1, 0.2, -0.3, 0.7], np.float32)
+
+    def test_float(self) -> None:
+        """A vector of floats is not changed."""
+        assert decode.quantize(self.VECTOR, "float") is self.VECTOR
+
+    def test_bits(self) -> None:
+        """Each bit is 1 above zero, the first one highest; the last byte is filled with zeros."""
+        np.testing.assert_array_equal(
+            [0b10010110, 0b10000000], decode.quantize(self.VECTOR, "ubinary")
+        )
+        binary = decode.quantize(self.VECTOR, "binary")
+        np.testing.assert_array_equal([0b10010110 - 128, 0], binary)
+        assert np.int8 == binary.dtype
+
+    def test_levels(self) -> None:
+        """Numbers become 256 levels of their dimension's range; a range without width has the level of its distance."""
+        vector = np.array([0, 254.5, 255, 9.5], np.float32)
+        ranges = ((0.0, 0.0, 0.0, 7.0), (255.0, 255.0, 255.0, 7.0))
+        found = decode.quantize(vector, "uint8", ranges)
+        np.testing.assert_array_equal([0, 254, 255, 2], found)
+        assert np.uint8 == found.dtype
+        signed = decode.quantize(vector, "int8", ranges)
+        np.testing.assert_array_equal([-128, 126, 127, -126], signed)
+        assert np.int8 == signed.dtype
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "binary", "ubinary"])
+    def test_sentence_transformers(self, dtype: Any) -> None:
+        """The numbers and the type equal `quantize_embeddings`."""
+        rng = np.random.default_rng(7)
+        vectors = rng.normal(size=(50, 13)).astype(np.float32)
+        ranges = np.stack([vectors[:40].min(axis=0), vectors[:40].max(axis=0)])
+        expected = quantize_embeddings(vectors, dtype, ranges=ranges)
+        low, high = ranges.tolist()
+        found = np.stack([decode.quantize(v, dtype, (tuple(low), tuple(high))) for v in vectors])
+        np.testing.assert_array_equal(expected, found)
+        assert expected.dtype == found.dtype
+
+    def test_beyond_the_range(self) -> None:
+        """Numbers beyond the range are its ends."""
+        vector = np.array([-9.0, 9.0], np.float32)
+        np.testing.assert_array_equal(
+            [0, 255], decode.quantize(vector, "uint8", ((-1.0, -1.0), (1.0, 1.0)))
+        )
+
+    @pytest.mark.parametrize("ranges", [None, ((0.0,), (1.0,))])
+    def test_missing_ranges(self, ranges: Any) -> None:
+        """8-bit numbers need a range of each dimension."""
+        with pytest.raises(ValueError, match="int8 needs the ranges of 9 dimensions"):
+            decode.quantize(self.VECTOR, "int8", ranges)

@@ -275,6 +275,73 @@ class TestTexts:
         assert encoder.longest_stride == 7
 
 
+class TestPrompts:
+    """`Encoder.windows` with a prompt before each text."""
+
+    @compare
+    @given(
+        text=prose,
+        prompt=st.sampled_from(["The river, ", "un", "12: ", "   ", "cafe"]),
+        max_length=st.integers(8, 20),
+    )
+    def test_cut_as_transformers(
+        self, peer: Any, tokenizer: tokenizers.Tokenizer, text: str, prompt: str, max_length: int
+    ) -> None:
+        """Prompt and text are tokenized together, and the end of both is cut."""
+        expected = peer([prompt + text], truncation=True, max_length=max_length)
+        encoder = Encoder(tokenizer, max_length)
+        found = encoder.windows([text], prompt=prompt)
+        assert expected["input_ids"] == ids(found)
+        whole = len(peer(prompt + text)["input_ids"])
+        assert (whole > max_length) is found[0].truncated
+
+    def test_every_window_has_the_prompt(self, encoder: Encoder) -> None:
+        """Windows of a long text begin with the prompt and share `stride` tokens of the text."""
+        text = "The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1"
+        windows = encoder.windows([text], truncate="window", stride=2, prompt="cafe: ")[0].windows
+        prompt = encoder.tokenizer.encode("cafe:", add_special_tokens=False).ids
+        own = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+        rest = []
+        for number, window in enumerate(windows):
+            assert len(window) <= 16
+            tokens = window.input_ids.tolist()
+            assert [2, *prompt] == tokens[: len(prompt) + 1]
+            rest += tokens[len(prompt) + 1 + (2 if number else 0) : -1]
+        assert len(windows) > 1
+        assert own == rest
+
+    def test_first_window_is_the_cut_text(self, encoder: Encoder) -> None:
+        """The first window is what `truncate` true gives; a text that fits is one window."""
+        for text in ("The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1", "The river"):
+            (cut,) = encoder.windows([text], prompt="cafe ")
+            (windows,) = encoder.windows([text], prompt="cafe ", truncate="window")
+            assert ids([cut]) == ids([windows])[:1]
+            assert not windows.truncated
+
+    def test_a_prompt_that_joins_the_text(self, encoder: Encoder) -> None:
+        """Later windows begin with the tokens that the prompt has within the text, too."""
+        text = "afables " + "river " * 20
+        (found,) = encoder.windows([text], prompt="river un", truncate="window")
+        shared = encoder.tokenizer.encode("river", add_special_tokens=False).ids
+        joined = encoder.tokenizer.encode("river un" + text, add_special_tokens=False).ids
+        assert ids([found])[0] == [2, *joined[:14], 3]
+        assert all(window[1] == shared[0] for window in ids([found]))
+
+    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+        """The prompt counts where texts must fit."""
+        texts = ["river " * 14, "river " * 13, "river"]
+        refused = refusal(lambda: encoder.windows(texts, truncate=False, prompt="the "))
+        assert refused is not None
+        assert [0] == refused[0]
+
+    def test_long_prompts(self, encoder: Encoder) -> None:
+        """A prompt of more than half a window is no beginning of every window."""
+        assert 7 == encoder.longest_prompt == encoder.count_tokens("river " * 7)
+        encoder.windows(["river " * 20], prompt="river " * 7, truncate="window")
+        with pytest.raises(ValueError, match="a prompt of 8 tokens does not fit: at most 7"):
+            encoder.windows(["river " * 20], prompt="river " * 8, truncate="window")
+
+
 class TestPairs:
     @compare
     @given(
