@@ -74,6 +74,20 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         dest="memory",
         help="do not measure the memory of the graphs, so that equal checkpoints make equal bundles",
     )
+    parser.add_argument(
+        "--dimensions",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="D",
+        help="numbers of dimensions for which Matryoshka training optimized vectors; the checkpoint's own by default",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="a file with one text a line: stores the ranges of their vectors, so that requests may have int8 vectors",
+    )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     arguments = parser.parse_args(argv)
     if arguments.onnx and arguments.revision:
@@ -98,6 +112,8 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         replace=arguments.replace,
         task=arguments.task,
         memory=arguments.memory,
+        dimensions=tuple(arguments.dimensions),
+        calibration=arguments.calibrate,
     )
 
 

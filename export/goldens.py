@@ -8,7 +8,7 @@ import torch
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads
 from service.core.bundle import Golden, Head, find_mask_token_id
-from service.core.encode import Encoder, Encoding
+from service.core.encode import Encoder, Window, expand
 from service.core.packing import Packed, mask_positions, pack, row_starts, split
 from service.core.session import BatchOutputs
 
@@ -31,7 +31,7 @@ MASKED = (
 LONG = "The committee met on the first Monday of every month and wrote down what it had agreed. "
 
 
-def golden_encodings(encoder: Encoder, heads: Mapping[str, Head]) -> list[Encoding]:
+def golden_encodings(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window]:
     """Encode short and empty texts, a pair, and one text of the model's maximum length.
 
     For fill-mask heads, texts with mask tokens are added. Raises ValueError where the tokenizer reads no mask token.
@@ -53,6 +53,18 @@ def _masked_texts(encoder: Encoder, heads: Mapping[str, Head]) -> list[str]:
     return [text.format(mask=mask) for text in MASKED]
 
 
+def expanded_queries(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window]:
+    """Return a query of each head that expands queries. Goldens cannot contain it, as they state lengths only."""
+    late = [head.late_interaction for head in heads.values() if head.late_interaction is not None]
+    return [
+        expand(window, length, own.expansion_token_id or 0, attended=own.attend_to_expansion)
+        for own in late
+        if (length := own.query_expansion) is not None
+        for item in encoder.prefixed([TEXTS[3]], prefix=own.query_prefix, length=own.query_length)
+        for window in item.windows
+    ]
+
+
 def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
     """Compute every head's output with PyTorch in fp32, the reference of the graphs."""
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
@@ -64,7 +76,7 @@ def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 
-def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) -> Golden:
+def join_golden(encodings: Sequence[Window], outputs: Sequence[BatchOutputs]) -> Golden:
     """Join each encoding's outputs, rows per token or one row each, to goldens."""
     packed = pack(encodings)
     joined = {
@@ -76,14 +88,14 @@ def join_golden(encodings: Sequence[Encoding], outputs: Sequence[BatchOutputs]) 
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
 
 
-def make_golden(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> Golden:
+def make_golden(model: EncoderWithHeads, encodings: Sequence[Window]) -> Golden:
     """Compute goldens with PyTorch, in one packed batch."""
     packed = pack(encodings)
     outputs = torch_outputs(model, packed)
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
 
 
-def run_torch(model: EncoderWithHeads, encodings: Sequence[Encoding]) -> list[BatchOutputs]:
+def run_torch(model: EncoderWithHeads, encodings: Sequence[Window]) -> list[BatchOutputs]:
     """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     starts = row_starts(packed, model.described)

@@ -69,7 +69,15 @@ def _meaning(head: Head) -> str:
         return f"a score of each of {head.vocabulary_size} tokens at a mask token"
     if head.task == "qa":
         return f"answer spans of up to {head.max_answer_tokens} tokens"
-    return f"{head.dimensions} numbers, {head.pooling} pooling"
+    if head.task == "late-interaction":
+        return f"{head.dimensions} numbers for each token"
+    parts = [f"{head.dimensions} numbers", f"{' + '.join(head.pooling_modes)} pooling"]
+    if head.matryoshka_dimensions:
+        parts.append(f"trained for {', '.join(map(str, head.matryoshka_dimensions))} dimensions")
+    if head.prompts:
+        default = f", {head.default_prompt} by default" if head.default_prompt else ""
+        parts.append(f"prompts {', '.join(head.prompts)}{default}")
+    return "; ".join(parts)
 
 
 def _metrics(manifest: Manifest) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 from pydantic import ValidationError
 
-from export import evaluation, goldens, model_card, provenance, trace_graphs, verify
+from export import evaluation, goldens, model_card, provenance, trace_graphs, vector_ranges, verify
 from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
 from export.passes import biases, first_token_only, half_stream, quantize, three_products
@@ -28,6 +28,7 @@ from model.checkpoints.unread import unread_settings
 from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import (
+    FORMAT_4_FIELDS,
     Bundle,
     BundleError,
     Golden,
@@ -36,7 +37,7 @@ from service.core.bundle import (
     Memory,
     Provenance,
 )
-from service.core.encode import Encoder, Encoding
+from service.core.encode import Encoder, Window
 from service.core.packing import Packed, pack
 from service.core.session import RUNTIME, BatchOutputs
 
@@ -53,6 +54,8 @@ EXPECTED_ERRORS = (
     verify.ParityError,
 )
 
+NO_VECTORS = {"matryoshka_dimensions"}  # a field of embedding heads that changes no vector
+
 Show = Callable[[str], None]
 
 
@@ -67,6 +70,8 @@ class ExportRequest:
     max_changed: the largest share of answers that int8 may change
     metadata: the content of the `--provenance` file
     memory: whether to measure the memory of the graphs
+    dimensions: the numbers of dimensions that vectors may be cut to; empty for the checkpoint's own
+    calibration: a file with a text per line, for the ranges of quantized vectors
     """
 
     checkpoint: str
@@ -82,6 +87,8 @@ class ExportRequest:
     replace: bool
     task: bundle.Task | None = None
     memory: bool = True
+    dimensions: tuple[int, ...] = ()
+    calibration: Path | None = None
 
     @property
     def default_precision(self) -> str:
@@ -111,6 +118,7 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         full.mkdir()
         draft_bundle = draft_external if request.onnx else draft_checkpoint
         encoder, draft, report = draft_bundle(request, full, show)
+        draft = vector_ranges.add_ranges(draft, encoder, request.calibration, show)
         metrics = measure(draft, encoder, request, show)
         finished = finish(draft, report, metrics, request)
         if request.memory:
@@ -146,8 +154,9 @@ def draft_checkpoint(
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
     request = replace(request, metadata=provenance.with_teachers(metadata, source.folder))
     encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
-    heads = source.model.described
+    heads = choose_dimensions(request, source.model.described)
     check_evaluations(request, heads)
+    check_precisions(request, heads)
     show(describe_source(source.folder, heads, encoder))
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
@@ -178,7 +187,7 @@ def draft_external(
     outputs = onnx_source.run_external(external, encodings)
     recipe = onnx_source.read_recipe(external, encodings, outputs)
     name: str = recipe.head.task
-    heads = {name: recipe.head}
+    heads = choose_dimensions(request, {name: recipe.head})
     check_evaluations(request, heads)
     show(describe_source(external.folder, heads, encoder))
     record = attach_head.write_graph(external.graph, recipe, folder)
@@ -219,6 +228,33 @@ def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None
         )
 
 
+def check_precisions(request: ExportRequest, heads: Mapping[str, Head]) -> None:
+    """Raise ValueError where --precision names fp16, and a head needs what CUDA's packed attention does not have."""
+    for name, head in heads.items():
+        late = head.late_interaction
+        if "fp16" in request.precisions and late is not None and late.hides_expansion:
+            reason = f"fp16 cannot hide the query expansion of head {name} from other tokens"
+            raise ValueError(f"--precision: {reason}; leave out fp16")
+
+
+def choose_dimensions(request: ExportRequest, heads: Mapping[str, Head]) -> dict[str, Head]:
+    """Return the heads with the requested numbers of dimensions. Raises ValueError for ones that they cannot have.
+
+    Raises ValueError, too, where there are options for embedding heads and no such head.
+    """
+    embedding = [name for name, head in heads.items() if head.task == "embedding"]
+    for flag, value in (("--dimensions", request.dimensions), ("--calibrate", request.calibration)):
+        if value and not embedding:
+            raise ValueError(f"{flag}: the checkpoint has no embedding head")
+    fields = {"matryoshka_dimensions": tuple(sorted(request.dimensions))}
+    return {
+        name: Head.model_validate({**head.model_dump(), **fields})
+        if request.dimensions and name in embedding
+        else head
+        for name, head in heads.items()
+    }
+
+
 def choose_max_length(request: ExportRequest, longest: int | None) -> int:
     """Return the requested length, else `longest`, in tokens. Raises ValueError for none and for one out of range.
 
@@ -240,7 +276,7 @@ def write_graphs(
     source: Source,
     folder: Path,
     precisions: Sequence[str],
-    encodings: Sequence[Encoding],
+    encodings: Sequence[Window],
     show: Show,
 ) -> None:
     """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions.
@@ -297,7 +333,7 @@ def draft_manifest(
     license_field = {key: metadata[key] for key in ("weights_license",) if key in metadata}
     manifest = Manifest.model_validate(
         {
-            "format_version": bundle.format_version(fields["graphs"]),
+            "format_version": bundle.format_version(fields["graphs"], fields["heads"].values()),
             "name": request.name,
             "version": request.version,
             "max_length": encoder.max_length,
@@ -345,11 +381,15 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
-    """Return a name that changes whenever vectors stop being comparable; None without an embedding head.
+    """Return a name that changes whenever vectors stop being comparable; None without a head that gives vectors.
 
-    files: weights and tokenizer, which it is a hash of, with the descriptions of the embedding heads
+    files: weights and tokenizer, which it is a hash of, with the descriptions of the heads that give vectors
     """
-    described = [head.model_dump_json() for head in heads.values() if head.task == "embedding"]
+    described = [
+        head.model_dump_json(exclude={*FORMAT_4_FIELDS} - {*head.format_4_fields()} | NO_VECTORS)
+        for head in heads.values()
+        if head.gives_vectors
+    ]
     if not described:
         return None
     parts = [bundle.hash_file(file) for file in files]
@@ -362,6 +402,7 @@ def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
 def check_graphs(draft: Bundle, source: Source, encoder: Encoder, show: Show) -> ExportReport:
     """Compare every graph with PyTorch, and its batched with its unbatched outputs. Raises ParityError."""
     encodings = goldens.golden_encodings(encoder, source.model.described)
+    encodings += goldens.expanded_queries(encoder, source.model.described)
     expected = [
         output for encoding in encodings for output in goldens.run_torch(source.model, [encoding])
     ]
@@ -440,7 +481,7 @@ def describe_agreement(
         agreement = verify.compare(name, head, expected, outputs)
         part = f"{name} cosine {agreement.cosine:.{digits}f}"
         parts.append(
-            part if head.task == "embedding" else f"{part}, {agreement.same:.1%} the same decision"
+            part if head.gives_vectors else f"{part}, {agreement.same:.1%} the same decision"
         )
     return "against fp32 on the goldens: " + "; ".join(parts)
 
@@ -501,7 +542,7 @@ def state_memory(manifest: Manifest, full: Path, show: Show) -> Manifest:
                 show(f"{what}: {describe_memory(memory)}")
                 record["memory"] = memory.model_dump()
         graphs.append(record)
-    version = max(manifest.format_version, bundle.format_version(graphs))
+    version = max(manifest.format_version, bundle.format_version(graphs, manifest.heads.values()))
     return Manifest.model_validate(
         {**manifest.model_dump(), "graphs": graphs, "format_version": version}
     )

@@ -7,11 +7,11 @@ import numpy as np
 
 from export.cuda_emulator import emulated
 from service.core.bundle import Bundle, Graph, Head, cosine, deviation
-from service.core.encode import Encoding
+from service.core.encode import Window
 from service.core.packing import Packed, pack, row_starts, split
 from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, cuda_problem
 
-RunGraph = Callable[[Sequence[Encoding]], list[BatchOutputs]]
+RunGraph = Callable[[Sequence[Window]], list[BatchOutputs]]
 
 FP32_TOLERANCE = 1e-4  # PyTorch and ONNX Runtime sum in different orders
 BATCH_TOLERANCE = 1e-5  # an answer does not depend on its batch; attention kernels block by length
@@ -51,7 +51,7 @@ def gpu_runner(bundle: Bundle, graph: Graph) -> RunGraph:
 
 def _runner(bundle: Bundle, run_packed: Callable[[Packed], BatchOutputs]) -> RunGraph:
 
-    def run(encodings: Sequence[Encoding]) -> list[BatchOutputs]:
+    def run(encodings: Sequence[Window]) -> list[BatchOutputs]:
         packed = pack(encodings)
         starts = row_starts(packed, bundle.manifest.heads)
         return split(run_packed(packed), len(encodings), starts)
@@ -62,7 +62,7 @@ def _runner(bundle: Bundle, run_packed: Callable[[Packed], BatchOutputs]) -> Run
 def check_parity(
     expected: Sequence[BatchOutputs],
     run: RunGraph,
-    encodings: Sequence[Encoding],
+    encodings: Sequence[Window],
     what: str,
     reference: str = "PyTorch",
 ) -> float:
@@ -103,7 +103,7 @@ def check_int8(
 
 
 def check_on_gpu(
-    bundle: Bundle, graph: Graph, expected: Sequence[BatchOutputs], encodings: Sequence[Encoding]
+    bundle: Bundle, graph: Graph, expected: Sequence[BatchOutputs], encodings: Sequence[Window]
 ) -> str:
     """Compare an emulated graph with PyTorch on the GPU, if there is one, and return the result. Raises ParityError."""
     problem = cuda_problem()
@@ -118,7 +118,7 @@ def check_on_gpu(
     return f"emulated, not run on a GPU ({problem})"
 
 
-def check_batch_invariance(run: RunGraph, encodings: Sequence[Encoding], what: str) -> float:
+def check_batch_invariance(run: RunGraph, encodings: Sequence[Window], what: str) -> float:
     """Return the largest difference of outputs between unbatched and batched runs. Raises ParityError beyond 1e-5."""
     unbatched = [run([encoding])[0] for encoding in encodings]
     batched = run(encodings)
@@ -145,7 +145,7 @@ def compare(
 
 
 def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
-    if head.task == "embedding" or not a.size:
+    if head.gives_vectors or not a.size:
         return 1.0
     single = head.width == 1 and head.problem_type != "regression"
     if head.task == "classification" and (

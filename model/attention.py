@@ -34,7 +34,7 @@ class PackedLayout:
     A slot is a place in the `[B, S]` rectangle. token_offset is set only to trace a graph for CUDA.
     """
 
-    lengths: Tensor  # [B] tokens of each sequence
+    lengths: Tensor  # [B] tokens of each sequence, without the last ones that no token attends to
     unpack: Tensor  # [B, S] the token in each slot
     pack: Tensor  # [T] the slot of each token
     cu_seqlens: Tensor | None = None  # [B + 1] int32, where each sequence begins and the last ends
@@ -44,11 +44,11 @@ class PackedLayout:
     @classmethod
     def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "PackedLayout":
         return cls(
-            torch.as_tensor(layout.lengths, device=device),
+            torch.as_tensor(layout.attended, device=device),
             torch.as_tensor(layout.unpack, device=device),
             torch.as_tensor(layout.pack, device=device),
             torch.as_tensor(layout.cu_seqlens, device=device),
-            full=layout.unpack.size == layout.pack.size,
+            full=layout.unpack.size == layout.pack.size == layout.attended.sum(),
         )
 
     @property

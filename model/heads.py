@@ -7,8 +7,9 @@ A head takes the last hidden state `[T, H]` and the layout, and returns logits p
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from model.attention import AnyLayout
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
-from model.pooling import first_tokens, mean_tokens
+from model.pooling import POOLINGS
 from service.core import bundle
 
 IGNORE_INDEX = -100  # a label that losses skip
@@ -61,19 +62,34 @@ class Spans(nn.Module):
 
 
 class SentenceEmbedding(nn.Module):
-    """One vector per sequence: the mean of its tokens or the first one, then any dense layers. Not normalized."""
+    """One vector per sequence: its tokens, pooled, then any dense layers. Not normalized.
 
-    def __init__(self, pooling: str = "mean", dense: nn.Sequential | None = None):
+    pooling: a way to pool, or several, whose vectors are concatenated
+    """
+
+    def __init__(self, pooling: str | Sequence[str] = "mean", dense: nn.Sequential | None = None):
         super().__init__()
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling {pooling!r}: one of mean, cls")
-        self.pooling = pooling
+        self.pooling = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+        for mode in self.pooling:
+            if mode not in POOLINGS:
+                raise ValueError(f"pooling {mode!r}: one of {', '.join(POOLINGS)}")
         self.dense = dense if dense is not None else nn.Sequential()
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-        pool = mean_tokens if self.pooling == "mean" else first_tokens
-        pooled = pool(hidden_states, layout)  # [B, H]
-        return self.dense(pooled)  # [B, H], or the width of the last dense layer
+        parts = [POOLINGS[mode](hidden_states, layout) for mode in self.pooling]  # [B, H] each
+        pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # [B, modes * H]
+        return self.dense(pooled)  # [B, modes * H], or the width of the last dense layer
+
+
+class TokenEmbedding(nn.Module):
+    """One vector per token, from its hidden state by dense layers. Not normalized."""
+
+    def __init__(self, dense: nn.Sequential):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return self.dense(hidden_states)  # [T, H] -> [T, D]
 
 
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
@@ -91,7 +107,10 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
         case "fill-mask":
             return make_masked_lm(config)
         case "embedding":
-            return SentenceEmbedding(head.pooling or "mean")
+            return SentenceEmbedding(head.pooling_modes or "mean")
+        case "late-interaction":
+            width = head.dimensions or config.hidden_size
+            return TokenEmbedding(nn.Sequential(nn.Linear(config.hidden_size, width, bias=False)))
 
 
 def make_masked_lm(config: BertConfig) -> nn.Module:

@@ -20,7 +20,11 @@ from service.settings import Settings
 ROOT = Path(__file__).parent.parent
 BUNDLE = ROOT / "bundles" / "quartet-mini"
 FILE = ROOT / "service" / "api" / "example_answers.json"
-UNANSWERED = ("/zero-shot", "/fill-mask")  # the default bundle has no head for them
+UNANSWERED = (
+    "/zero-shot",
+    "/embed-tokens",
+    "/fill-mask",
+)  # the default bundle has no head for them
 PAGES = ("/models", "/health/live", "/health/ready")
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from service.api import (
     admin,
     analysis_schemas,
+    late_interaction_schemas,
     mask_schemas,
     openapi,
     ranking_schemas,
@@ -111,6 +112,7 @@ REQUESTS = {
     "POST /ner": schemas.NerRequest,
     "POST /qa": schemas.QaRequest,
     "POST /embed": schemas.EmbedRequest,
+    "POST /embed-tokens": late_interaction_schemas.EmbedTokensRequest,
     "POST /rerank": ranking_schemas.RerankRequest,
     "POST /similarity": ranking_schemas.SimilarityRequest,
     "POST /zero-shot": analysis_schemas.ZeroShotRequest,

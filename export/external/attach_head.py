@@ -7,6 +7,7 @@ B sequences, S longest, H hidden
 
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from export.external.onnx_source import Recipe
 from export.trace_graphs import WEIGHTS
 from model.checkpoints.hub_names import CheckpointError
 from service.core import bundle
+from service.core.bundle import PoolingMode
 
 PREFIX = "given."  # of all original names, so that appended values cannot collide with them
 LARGE = 256  # numbers; a smaller tensor is no weight, but a scale, a bias or a shape
@@ -30,6 +32,14 @@ PRECISIONS = {
     TensorProto.FLOAT16: "fp16",
     TensorProto.FLOAT: "fp32",
 }  # by the type of a weight; the first type present decides
+POOLING_INPUTS: dict[PoolingMode, tuple[str, ...]] = {
+    "cls": (),
+    "max": ("attention_mask",),
+    "mean": ("attention_mask",),
+    "mean_sqrt_len_tokens": ("attention_mask",),
+    "lasttoken": ("attention_mask", "position_ids"),
+    "weightedmean": ("attention_mask", "position_ids"),
+}
 
 
 def write_graph(graph: Path, recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -79,12 +89,12 @@ def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
     tail = Tail(task)
     values = [tail.add("Cast", f"{PREFIX}{name}", to=TensorProto.FLOAT) for name in recipe.outputs]
     value = values[0] if len(values) == 1 else tail.stack(values)
-    if recipe.pooling == "mean":
-        if "attention_mask" not in {value.name for value in graph.input}:
-            graph.input.append(_like(graph.input, "attention_mask"))
-        value = tail.mean(value, "attention_mask")
-    elif recipe.pooling == "cls":
-        value = tail.add("Gather", value, tail.constant(np.array(0)), axis=1)
+    for name in sorted({name for mode in recipe.pooling for name in POOLING_INPUTS[mode]}):
+        if name not in {value.name for value in graph.input}:
+            graph.input.append(_like(graph.input, name))
+    pooled = [tail.pool(value, mode) for mode in recipe.pooling]
+    if pooled:
+        value = pooled[0] if len(pooled) == 1 else tail.add("Concat", *pooled, axis=1)
     for layer in recipe.dense:
         value = tail.dense(value, layer)
     tail.nodes.append(helper.make_node("Identity", [value], [task]))
@@ -132,12 +142,67 @@ class Tail:
         """`[B, S]` each -> `[B, S, 2]`."""
         return self.add("Concat", *(self.reshape(value, 0, 0, 1) for value in values), axis=2)
 
-    def mean(self, states: str, mask: str) -> str:
-        """`[B, S, H]` and the mask `[B, S]` -> `[B, H]`."""
-        real = self.add("Cast", mask, to=TensorProto.FLOAT)
-        row, column = self.reshape(real, 0, 1, -1), self.reshape(real, 0, -1, 1)
-        mean = self.add("Div", self.add("MatMul", row, states), self.add("MatMul", row, column))
-        return self.reshape(mean, 0, -1)
+    def pool(self, states: str, mode: PoolingMode) -> str:
+        """Append a pooling: `[B, S, H]` -> `[B, H]`."""
+        match mode:
+            case "cls":
+                return self.add("Gather", states, self.constant(np.array(0)), axis=1)
+            case "max":
+                return self.max(states)
+            case "mean":
+                return self.weighted(states, self.real, self.count)
+            case "mean_sqrt_len_tokens":
+                return self.weighted(states, self.real, self.add("Sqrt", self.count))
+            case "lasttoken":
+                return self.weighted(states, self.last)
+            case "weightedmean":
+                one = self.constant(np.array(1, np.float32))
+                weights = self.add("Mul", self.real, self.add("Add", self.positions, one))
+                return self.weighted(states, weights, self.total(weights))
+
+    @cached_property
+    def real(self) -> str:
+        """The mask as numbers, `[B, S]`."""
+        return self.add("Cast", "attention_mask", to=TensorProto.FLOAT)
+
+    @cached_property
+    def positions(self) -> str:
+        """The columns as numbers, `[B, S]`."""
+        return self.add("Cast", "position_ids", to=TensorProto.FLOAT)
+
+    @cached_property
+    def count(self) -> str:
+        """The number of tokens, `[B, 1, 1]`."""
+        return self.total(self.real)
+
+    @cached_property
+    def last(self) -> str:
+        """1 at the last token, else 0: `[B, S]`."""
+        one = self.constant(np.array(1, np.float32))
+        end = self.reshape(self.add("Sub", self.count, one), 0, 1)  # [B, 1]
+        distance = self.add("Abs", self.add("Sub", self.positions, end))
+        return self.add("Relu", self.add("Sub", one, distance))
+
+    def total(self, weights: str) -> str:
+        """Append the sum of the weights at tokens: `[B, S]` -> `[B, 1, 1]`."""
+        row, column = self.reshape(weights, 0, 1, -1), self.reshape(self.real, 0, -1, 1)
+        return self.add("MatMul", row, column)
+
+    def weighted(self, states: str, weights: str, divisor: str | None = None) -> str:
+        """Append a weighted sum over tokens: `[B, S, H]` and `[B, S]` -> `[B, H]`. divisor: `[B, 1, 1]`"""
+        value = self.add("MatMul", self.reshape(weights, 0, 1, -1), states)  # [B, 1, H]
+        if divisor is not None:
+            value = self.add("Div", value, divisor)
+        return self.reshape(value, 0, -1)
+
+    def max(self, states: str) -> str:
+        """Append the largest numbers over tokens: `[B, S, H]` -> `[B, H]`. Padding is the lowest number."""
+        one = self.constant(np.array(1, np.float32))
+        lowest = self.constant(np.array(np.finfo(np.float32).max))
+        padding = self.add("Mul", self.add("Sub", self.real, one), lowest)  # 0 or the lowest
+        slots = self.add("Add", states, self.reshape(padding, 0, -1, 1))
+        columns = self.add("Transpose", slots, perm=[0, 2, 1])  # [B, H, S]
+        return self.reshape(self.add("GlobalMaxPool", columns), 0, -1)
 
     def dense(self, value: str, layer: nn.Module) -> str:
         """Append a linear layer or an activation of a sentence-transformers Dense module."""

@@ -9,7 +9,7 @@ n tokens of one input, C labels, H hidden, D numbers of a vector
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import tokenizers
@@ -17,16 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from model.checkpoints.head_config import describe_head, is_cross_encoder, read_pooling
+from model.checkpoints.head_config import (
+    Pooling,
+    describe_head,
+    is_cross_encoder,
+    read_pooling,
+    read_retrieval_fields,
+)
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json
-from model.checkpoints.sentence_config import SENTENCE
+from model.checkpoints.sentence_config import SENTENCE, is_multi_vector, read_module_list
 from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.families.spec import SUFFIXES
-from service.core.bundle import Head, Task, cosine
-from service.core.encode import Encoding
+from service.core.bundle import Head, PoolingMode, Task, cosine
+from service.core.encode import Window
 from service.core.packing import pack
 from service.core.session import CPU, SessionOptions, open_graph, padded_feeds
 
@@ -77,23 +83,38 @@ class Recipe:
 
     head: Head
     outputs: tuple[str, ...]
-    pooling: str | None = None
+    pooling: tuple[PoolingMode, ...] = ()
     dense: tuple[nn.Module, ...] = ()
 
     def apply(self, raw: RawOutputs) -> NDArray[np.float32]:
         """Return the head's output for one input: `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
         values = [raw[name][0].astype(np.float32) for name in self.outputs]
         value = values[0] if len(values) == 1 else np.stack(values, axis=-1)
-        if self.pooling is not None:
-            value = pool(value, self.pooling)
+        if self.pooling:
+            value = np.concatenate([pool(value, mode) for mode in self.pooling])
         with torch.no_grad():
             head: NDArray[np.float32] = nn.Sequential(*self.dense)(torch.from_numpy(value)).numpy()
         return head
 
 
-def pool(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
-    """Pool hidden states by `mean` or `cls`: `[n, H]` -> `[H]`."""
-    pooled: NDArray[np.float32] = states.mean(axis=0) if pooling == "mean" else states[0]
+def pool(states: NDArray[np.float32], mode: PoolingMode) -> NDArray[np.float32]:
+    """Pool hidden states, `[n, H]` -> `[H]`."""
+    count = len(states)
+    weights = np.arange(1, count + 1, dtype=np.float32)
+    pooled: NDArray[np.float32]
+    match mode:
+        case "mean":
+            pooled = states.mean(axis=0)
+        case "cls":
+            pooled = states[0]
+        case "max":
+            pooled = states.max(axis=0)
+        case "lasttoken":
+            pooled = states[-1]
+        case "weightedmean":
+            pooled = weights @ states / weights.sum()
+        case "mean_sqrt_len_tokens":
+            pooled = states.sum(axis=0) / np.sqrt(np.float32(count))
     return pooled
 
 
@@ -110,6 +131,10 @@ def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(f"{folder}: a decoder cannot be served")
     own = _task(folder, config, task)
+    if own == "late-interaction":
+        raise CheckpointError(
+            f"{folder}: late interaction cannot be served from an ONNX graph: export the checkpoint, without --onnx"
+        )
     tokenizer = read_tokenizer(folder)
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
@@ -137,7 +162,7 @@ def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
     if task is not None:
         return task  # the outputs of the graph are checked later
     if (folder / "modules.json").is_file() and not is_cross_encoder(folder):
-        return "embedding"
+        return "late-interaction" if is_multi_vector(folder) else "embedding"
     architecture = (config.get("architectures") or [SUFFIXES["embedding"]])[0]
     served = {own: suffix for own, suffix in SUFFIXES.items() if own in (*LOGITS, "embedding")}
     for own, suffix in served.items():
@@ -161,7 +186,7 @@ def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
 # -- running ------------------------------------------------------------------------------------------------------
 
 
-def run_external(external: ExternalModel, encodings: Sequence[Encoding]) -> list[RawOutputs]:
+def run_external(external: ExternalModel, encodings: Sequence[Window]) -> list[RawOutputs]:
     """Return the graph's outputs for each input, unbatched.
 
     Raises CheckpointError where the graph takes other inputs, and where it cannot compute one.
@@ -215,7 +240,7 @@ def _check_inputs(external: ExternalModel, inputs: Sequence[Any]) -> None:
 
 
 def read_recipe(
-    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
+    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
 ) -> Recipe:
     """Return the head that the graph's outputs fit. Raises CheckpointError where they do not fit the task."""
     if external.task == "embedding":
@@ -232,29 +257,39 @@ def read_recipe(
 
 
 def _embedding(
-    external: ExternalModel, encodings: Sequence[Encoding], raw: Sequence[RawOutputs]
+    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
 ) -> Recipe:
     declared, normalize, dense = _read_pooling(external.folder)
     tokens = next((name for name in TOKENS if name in raw[0]), None)
+    applied: tuple[PoolingMode, ...] = ()
     if SENTENCE in raw[0]:
         name, rows = SENTENCE, "[1, numbers]"
-        pooling, applied, dense = declared or _detect_pooling(external, raw[0], tokens), None, ()
+        pooling, dense = declared or _detect_pooling(external, raw[0], tokens), ()
     else:
         name, rows = tokens or TOKENS[0], "[1, tokens, numbers]"
-        pooling = applied = declared or "mean"
+        pooling = declared or "mean"
+        applied = (pooling,) if isinstance(pooling, str) else pooling
     _check_outputs(external, (name,), raw[0])
     width = raw[0][name].shape[-1:]
     for encoding, own in zip(encodings, raw, strict=True):
         length = () if name == SENTENCE else (len(encoding),)
         _check_shape(external, name, own[name], (1, *length, *width), rows)
     widths = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
-    fields = {"pooling": pooling, "dimensions": [*width, *widths][-1]}
+    vector = width[0] * max(1, len(applied))
+    fields = {"pooling": pooling, "dimensions": [vector, *widths][-1]}
     fields |= {} if normalize is None else {"normalize": normalize}
+    fields |= read_retrieval_fields(external.folder, *_pooling_folders(external.folder))
     head = describe_head("embedding", external.config, external.folder, **fields)
     return Recipe(head, (name,), applied, dense)
 
 
-def _read_pooling(folder: Path) -> tuple[str | None, bool | None, tuple[nn.Module, ...]]:
+def _pooling_folders(folder: Path) -> list[Path]:
+    if (folder / "modules.json").is_file():
+        return [path for kind, path in read_module_list(folder) if kind == "Pooling"]
+    return [folder / "1_Pooling"] if (folder / "1_Pooling").is_dir() else []
+
+
+def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, tuple[nn.Module, ...]]:
     """Return the declared pooling and normalization, each None if not declared, and the dense layers between."""
     if (folder / "modules.json").is_file():
         return read_modules(folder)
@@ -262,9 +297,10 @@ def _read_pooling(folder: Path) -> tuple[str | None, bool | None, tuple[nn.Modul
     return declared, None, ()
 
 
-def _detect_pooling(external: ExternalModel, raw: RawOutputs, tokens: str | None) -> str:
+def _detect_pooling(external: ExternalModel, raw: RawOutputs, tokens: str | None) -> PoolingMode:
     """Return the graph's pooling where no file declares it, from its outputs per token."""
-    for pooling in ("mean", "cls") if tokens else ():
+    modes: tuple[PoolingMode, ...] = get_args(PoolingMode)
+    for pooling in modes if tokens else ():
         ours = pool(raw[str(tokens)][0].astype(np.float32), pooling)
         theirs = raw[SENTENCE][0].astype(np.float32)
         if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_POOLING:

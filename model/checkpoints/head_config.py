@@ -1,24 +1,34 @@
 """The head of a checkpoint as `config.json` and the files of sentence-transformers describe it."""
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.json_files import read_json
 from model.checkpoints.labels import read_labels
 from model.checkpoints.sentence_config import (
+    ROOT,
     config_file,
+    read_include_prompt,
     read_kind,
     read_pooling_mode,
+    read_prompts,
     read_root_config,
 )
+from model.checkpoints.settings_table import shown
 from service.core import bundle
 
 # Fields of `bundle.Head` that the hub has no name for; `config.json` has them where they differ from the default.
 HEAD_FIELDS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
-POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+CARD = "README.md"
+# As a model card of sentence-transformers states the parameters of MatryoshkaLoss.
+MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)+\])')
+Pooling = bundle.PoolingMode | tuple[bundle.PoolingMode, ...]
 # The activation of sentence-transformers' CrossEncoder, for one label or for several, and our problem type for it.
 IDENTITY = "torch.nn.modules.linear.Identity"
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
@@ -35,8 +45,8 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: 
     """Return the head that a checkpoint's `config.json` describes, of any family. Raises CheckpointError.
 
     config: the content of `config.json`
-    others: fields that `config.json` does not contain: `pooling` and `dimensions` of an embedding head,
-        `mask_token_id` and `vocabulary_size` of a fill-mask head
+    others: fields that `config.json` does not contain, such as `pooling` of an embedding head and `mask_token_id` of a
+        fill-mask head
     """
     path = config_file(folder)
     fields = {key: config[key] for key in HEAD_FIELDS & set(config)}
@@ -85,9 +95,56 @@ def _cross_encoder_type(folder: Path, config: Mapping[str, Any], labels: int) ->
     raise CheckpointError(f"{folder}: cannot serve the activation {activation}")
 
 
-def read_pooling(path: Path) -> str:
-    """Return `mean` or `cls` of a sentence-transformers Pooling module. Raises CheckpointError for other pooling."""
-    modes = read_pooling_mode(path / "config.json")
-    if len(modes) != 1 or modes[0] not in POOLING.values():
-        raise CheckpointError(f"{path}: cannot serve pooling {', '.join(modes)}: mean or cls only")
-    return modes[0]
+def read_pooling(path: Path) -> Pooling:
+    """Return the pooling of a sentence-transformers Pooling module: a mode, or several that are concatenated.
+
+    path: the module's folder
+    Raises CheckpointError for another mode.
+    """
+    modes, known = read_pooling_mode(path / "config.json"), get_args(bundle.PoolingMode)
+    for mode in modes:
+        if mode not in known:
+            reason = f"cannot serve pooling {mode}: {', '.join(known)} only"
+            raise CheckpointError(f"{path}: {reason}")
+    return modes[0] if len(modes) == 1 else modes
+
+
+def read_retrieval_fields(folder: Path, *poolings: Path) -> dict[str, Any]:
+    """Return the fields of an embedding head about prompts and trained dimensions; only those that have an effect.
+
+    poolings: the folders of the Pooling modules
+    Raises CheckpointError where a prompt's tokens would have to be excluded from pooling.
+    """
+    fields = read_prompts(folder)
+    for pooling in poolings:
+        if read_include_prompt(pooling / "config.json"):
+            continue
+        if any(fields.get("prompts", {}).values()):
+            raise CheckpointError(
+                f"{pooling / 'config.json'}: include_prompt = False is not supported with prompts that have a text: "
+                f"remove them from {folder / ROOT}, or set include_prompt to true"
+            )
+        fields["include_prompt"] = False
+    trained = read_trained_dimensions(folder)
+    return fields | ({"matryoshka_dimensions": trained} if trained else {})
+
+
+def read_trained_dimensions(folder: Path) -> list[int]:
+    """Return the numbers of dimensions that Matryoshka training optimized (Kusupati et al. 2022), [] if none is stated.
+
+    They are in `config.json` as `matryoshka_dimensions`, else in the model card that sentence-transformers writes.
+    Raises CheckpointError for what is no list of positive integers.
+    """
+    path = config_file(folder)
+    stated = read_json(path).get("matryoshka_dimensions") or []
+    card = folder / CARD
+    if not stated and card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        lists = {tuple(sorted(json.loads(found))) for found in MATRYOSHKA_DIMS.findall(text)}
+        stated = [*lists.pop()] if len(lists) == 1 else []
+    is_list = isinstance(stated, list) and all(type(size) is int and size > 0 for size in stated)
+    if not is_list:
+        raise CheckpointError(
+            f"{path}: matryoshka_dimensions = {shown(stated)} must be a list of positive integers"
+        )
+    return sorted({*stated})

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from glob import escape
 from pathlib import Path
 
+from model.checkpoints.head_config import CARD
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     MODULES,
     ROOT,
+    ROUTER_FILE,
     SENTENCE_FILES,
     is_sentence_directory,
-    read_module_list,
+    read_all_modules,
 )
 from model.checkpoints.weight_files import (
     ADAPTER,
@@ -35,7 +37,7 @@ TOKENIZER_FILES = (
 SETTINGS_FILES = (
     *CONFIG_FILES,
     *TOKENIZER_FILES,
-    *(MODULES, ROOT, *SENTENCE_FILES),
+    *(MODULES, ROOT, ROUTER_FILE, CARD, *SENTENCE_FILES),
     *(SAFETENSORS + INDEX, PICKLE + INDEX),
 )
 OTHER_FRAMEWORKS = ("onnx/*", "openvino/*", "coreml/*", "flax/*")
@@ -92,7 +94,7 @@ def weight_folders(folder: Path) -> list[str]:
     """Return the folders whose weights are read, relative to the checkpoint's: `""` is its own."""
     places = [""]
     if is_sentence_directory(folder):
-        modules = read_module_list(folder)
+        modules = read_all_modules(folder)
         places = [
             place.relative_to(folder).as_posix() for kind, place in modules if _has_weights(kind)
         ]

@@ -15,7 +15,12 @@ from torch import nn
 
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
-from model.checkpoints.head_config import describe_head, read_pooling, validate_head
+from model.checkpoints.head_config import (
+    describe_head,
+    read_pooling,
+    read_retrieval_fields,
+    validate_head,
+)
 from model.checkpoints.hub_download import download
 from model.checkpoints.hub_names import (
     CheckpointError,
@@ -43,6 +48,7 @@ from model.families.spec import PRETRAINING, SUFFIXES
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 
+FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
 PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
@@ -109,6 +115,11 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
     if "pretraining" not in family.make_heads:  # ELECTRA's has no masked language model
         tasks[family.architecture + PRETRAINING] = "fill-mask"
     architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
+    if architecture == FIRST_COLBERT:
+        raise CheckpointError(
+            f"{config_file(folder)}: architecture {architecture} cannot be read: load it with sentence-transformers'"
+            " MultiVectorEncoder, and write it with save_pretrained"
+        )
     if task is None and architecture not in tasks:
         raise CheckpointError(
             f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "
@@ -121,6 +132,10 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             "leave out --task, or change architectures"
         )
     task = task or named
+    if task == "late-interaction":
+        raise CheckpointError(
+            f"{folder}: modules.json is missing: late interaction needs the files of a MultiVectorEncoder or of PyLate"
+        )
     return {task: _read_head(task, config, folder)}
 
 
@@ -129,9 +144,13 @@ def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Hea
         return describe_head(task, config, folder, **_read_vocabulary(config, folder))
     if task != "embedding":
         return describe_head(task, config, folder)
-    pooling = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else "mean"
-    dimensions = read_config(folder).hidden_size
-    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions)
+    module = folder / "1_Pooling"
+    poolings = [module] if module.is_dir() else []
+    pooling = read_pooling(module) if poolings else "mean"
+    modes = 1 if isinstance(pooling, str) else len(pooling)
+    dimensions = modes * read_config(folder).hidden_size
+    own = read_retrieval_fields(folder, *poolings)
+    return describe_head(task, config, folder, pooling=pooling, dimensions=dimensions, **own)
 
 
 def _read_vocabulary(config: Mapping[str, Any], folder: Path) -> dict[str, int]:

@@ -3,7 +3,9 @@
 The Transformer's folder is named there; it has `config.json`, weights, tokenizer, and one of SENTENCE_FILES.
 """
 
+import ast
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -11,9 +13,17 @@ from tokenizers import Tokenizer, normalizers
 
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json, read_object, read_optional_object
-from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused
+from model.checkpoints.settings_table import (
+    SettingsFile,
+    honored,
+    no_effect,
+    refused,
+    shown,
+)
+from service.core.bundle import PROMPT_NAMES
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
+ROUTER, ROUTER_FILE = "Router", "router_config.json"
 PREFIX = "sentence_transformers."
 SENTENCE_FILES = (  # in the order of sentence-transformers: the first that is not empty counts
     "sentence_bert_config.json",
@@ -25,8 +35,22 @@ SENTENCE_FILES = (  # in the order of sentence-transformers: the first that is n
     "sentence_xlnet_config.json",
 )
 SENTENCE = "sentence_embedding"  # the name of a text's vector between modules
-PROMPTS = ("query", "document")  # names of prompts that are always there, without a text
-KINDS = {"SentenceTransformer": "feature-extraction", "CrossEncoder": "sequence-classification"}
+TOKENS = "token_embeddings"  # the name of the vectors of a text's tokens
+KINDS = {
+    "SentenceTransformer": "feature-extraction",
+    "CrossEncoder": "sequence-classification",
+    "MultiVectorEncoder": "feature-extraction",
+    "ColBERT": "feature-extraction",  # as PyLate writes it
+}
+MULTI_VECTOR = ("MultiVectorEncoder", "ColBERT")
+PYLATE = {"pylate.models.Dense.Dense": "Dense"}  # modules of PyLate, and what they are here
+IN_MULTI_VECTOR = "in a MultiVectorEncoder, refused in others"
+ONLY_OWN = "sentence_embedding, or token_embeddings in a MultiVectorEncoder; others are refused"
+PYLATE_SETTINGS = (
+    *("query_prefix", "document_prefix", "query_length", "document_length", "query_expansion"),
+    *("do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens"),
+    "skiplist_words",
+)
 REMOTE_CODE = ({}, {"trust_remote_code": True}, {"trust_remote_code": False})  # which is ignored
 
 
@@ -44,9 +68,7 @@ TRANSFORMER_TABLE = SettingsFile(
         refused("modality_config", _text("last_hidden_state"), _text("logits"), note="text only"),
         refused("module_output_name", "token_embeddings", "scores"),
         refused("processing_kwargs", {}),
-        refused("query_length", note="another length for queries"),
-        refused("document_length", note="another length for documents"),
-        refused("query_expansion"),
+        *honored("query_length", "document_length", "query_expansion", note=IN_MULTI_VECTOR),
         *(
             refused(name, *REMOTE_CODE, note="arguments of transformers")
             for name in (
@@ -64,9 +86,9 @@ ROOT_TABLE = SettingsFile(
     (
         refused("model_type", *KINDS),
         *honored("activation_fn", note="of a CrossEncoder"),
-        *honored("default_prompt_name", note="refused where the prompt has a text"),
-        *no_effect("prompts", note="of requests: write the prompt before the text"),
+        *honored("prompts", "default_prompt_name", note="of a SentenceTransformer"),
         *no_effect("similarity_fn_name", note="of comparing vectors, not of vectors"),
+        *honored(*PYLATE_SETTINGS, note="of PyLate, in a MultiVectorEncoder"),
         refused("truncate_dim", note="remove it, and send `dimensions` in requests"),
         *no_effect("keep_in_fp32_modules", note="the head of every precision is fp32 or checked"),
         *no_effect("__version__", "requirements"),
@@ -93,10 +115,10 @@ POOLING_TABLE = SettingsFile(
     "1_Pooling/config.json",
     "sentence-transformers",
     (
-        *honored("pooling_mode", note="cls or mean; others are refused"),
+        *honored("pooling_mode", note="one, or several, which are concatenated"),
         *honored(*POOLING_MODES, note="where there is no pooling_mode; the mean where all are off"),
         *no_effect("embedding_dimension", "word_embedding_dimension", note="the width of states"),
-        *no_effect("include_prompt", note="without a prompt"),
+        *honored("include_prompt", note="false is refused where a prompt has a text"),
     ),
 )
 DENSE_TABLE = SettingsFile(
@@ -106,22 +128,27 @@ DENSE_TABLE = SettingsFile(
         *honored("in_features", "out_features"),
         *honored("bias", note="true where it is left out"),
         *honored("activation_function", note="Tanh (also where it is left out) or Identity"),
-        refused("module_input_name", SENTENCE, note="a layer for tokens"),
-        refused("module_output_name", SENTENCE, note="a layer for another output"),
+        *honored("module_input_name", "module_output_name", note=ONLY_OWN),
         refused("use_residual", False),
     ),
 )
 NORMALIZE_TABLE = SettingsFile(
     "3_Normalize/config.json",
     "sentence-transformers",
+    (*honored("module_input_name", "module_output_name", note=ONLY_OWN),),
+)
+MASK_TABLE = SettingsFile(
+    "2_MultiVectorMask/config.json",
+    "sentence-transformers",
     (
-        refused("module_input_name", SENTENCE, note="vectors of tokens"),
-        refused("module_output_name", SENTENCE, note="vectors of tokens"),
+        *honored("skiplist_words"),
+        refused("skiplist_tasks", ["document"], "document", note="words that queries lose"),
+        refused("keep_only_token_ids", [], note="parts of images"),
     ),
 )
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
-    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE),
+    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE),
 )
 
 
@@ -133,10 +160,8 @@ def encoder_folder(folder: Path) -> Path:
     """Return the folder of the Transformer that `modules.json` names; the folder itself where there is none."""
     if not is_sentence_directory(folder):
         return folder
-    for kind, place in read_module_list(folder):
-        if kind == "Transformer":
-            return place
-    return folder
+    modules = read_all_modules(folder)
+    return next((place for kind, place in modules if kind == "Transformer"), folder)
 
 
 def config_file(folder: Path) -> Path:
@@ -159,15 +184,106 @@ def read_module_list(folder: Path) -> list[tuple[str, Path]]:
         for name in ("type", "path"):
             if not isinstance(module.get(name), str):
                 raise CheckpointError(f"{path} does not say {name} of a module, as text")
-        whole, place = module["type"], module["path"]
-        if not whole.startswith(PREFIX):
-            raise CheckpointError(
-                f"{folder}: cannot serve the sentence-transformers module {whole}"
-            )
+        kind, place = _kind(folder, module["type"]), module["path"]
         if ".." in PurePosixPath(place).parts or _is_absolute(place):
             raise CheckpointError(f"{path}: path {place!r} is outside the directory")
-        modules.append((whole.rpartition(".")[2], folder / place))
+        modules.append((kind, folder / place))
     return modules
+
+
+@dataclass(frozen=True)
+class Router:
+    """A Router module, which has modules for queries and for documents.
+
+    structure: class names and folders of each route's modules, by the route's name
+    mappings: routes by task and modality; None for any
+    default: the route of texts without a task; None if there is none
+    """
+
+    path: Path
+    structure: Mapping[str, list[tuple[str, Path]]]
+    mappings: Mapping[tuple[str | None, Any], str]
+    default: str | None
+
+    def route(self, task: str | None) -> str:
+        """Return the name of the route of texts for a task, as sentence-transformers finds it.
+
+        Raises CheckpointError where there is none.
+        """
+        for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
+            if key in self.mappings:
+                return self.mappings[key]
+        chosen = next((name for name in (task, "text") if name in self.structure), None)
+        if chosen is None and task is None:
+            chosen = self.default
+        if chosen is None:
+            what = (
+                f"for {task} texts"
+                if task
+                else "for texts without a task: default_route is missing"
+            )
+            raise CheckpointError(f"{self.path}: has no route {what}")
+        return chosen
+
+
+def read_router(folder: Path) -> Router:
+    """Read the `router_config.json` of a Router module. Raises CheckpointError for what is no such file."""
+    path = folder / ROUTER_FILE
+    document = read_object(path)
+    try:
+        kinds, structure, parameters = (document[n] for n in ("types", "structure", "parameters"))
+        places = {
+            route: [_inside(path, name) for name in names] for route, names in structure.items()
+        }
+        routes = {
+            route: [(_kind(path, kinds[place.name]), place) for place in own]
+            for route, own in places.items()
+        }
+        texts = (parameters.get("route_mappings") or {}).items()
+        mappings = {ast.literal_eval(key): str(route) for key, route in texts}
+        default = parameters.get("default_route")
+        if default is None and parameters.get("allow_empty_key", True):
+            default = next(iter(routes))
+        missing = {*mappings.values(), default} - {None, *routes}
+    except CheckpointError:
+        raise
+    except (
+        AttributeError,
+        LookupError,
+        StopIteration,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(f"{path}: cannot read the routes: {error!r}") from None
+    if missing:
+        raise CheckpointError(f"{path}: has no route {', '.join(sorted(map(str, missing)))}")
+    return Router(path, routes, mappings, default)
+
+
+def read_all_modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return the modules as `read_module_list` does, with the modules of all routes instead of a Router."""
+    modules = read_module_list(folder)
+    if not modules or modules[0][0] != ROUTER:
+        return modules
+    routes = read_router(modules[0][1]).structure.values()
+    return [*dict.fromkeys(module for route in routes for module in route), *modules[1:]]
+
+
+def _inside(path: Path, name: str) -> Path:
+    if (
+        ".." in PurePosixPath(name).parts
+        or _is_absolute(name)
+        or len(PurePosixPath(name).parts) != 1
+    ):
+        raise CheckpointError(f"{path}: structure: {name!r} is no folder next to this file")
+    return path.parent / name
+
+
+def _kind(path: Path, whole: str) -> str:
+    if not whole.startswith(PREFIX):
+        raise CheckpointError(f"{path}: cannot serve the sentence-transformers module {whole}")
+    return whole.rpartition(".")[2]
 
 
 def _is_absolute(place: str) -> bool:
@@ -187,10 +303,13 @@ def read_sentence_config(folder: Path) -> Mapping[str, Any]:
     path, document = found
     TRANSFORMER_TABLE.check(path, document)
     task = document.get("transformer_task")
-    if task is not None and task != KINDS[read_kind(folder)]:
-        raise CheckpointError(
-            f"{path}: transformer_task = {task!r} is not that of a {read_kind(folder)}"
-        )
+    kind = read_kind(folder)
+    for name in ("query_length", "document_length", "query_expansion"):
+        if document.get(name) is not None and kind not in MULTI_VECTOR:
+            value = shown(document[name])
+            raise CheckpointError(f"{path}: {name} = {value} is not supported in a {kind}")
+    if task is not None and task != KINDS[kind]:
+        raise CheckpointError(f"{path}: transformer_task = {task!r} is not that of a {kind}")
     length = document.get("max_seq_length")
     if length is not None and (
         isinstance(length, bool) or not isinstance(length, int) or length < 1
@@ -217,7 +336,7 @@ def _find_sentence_config(folder: Path) -> tuple[Path, Mapping[str, Any]] | None
 def read_root_config(folder: Path) -> Mapping[str, Any]:
     """Return `config_sentence_transformers.json`; nothing without `modules.json` or the file.
 
-    Raises CheckpointError naming a setting that is refused, and a default prompt that has a text.
+    Raises CheckpointError naming a setting that is refused, and a default prompt of a CrossEncoder.
     """
     path = folder / ROOT
     if not is_sentence_directory(folder) or not path.is_file():
@@ -228,19 +347,58 @@ def read_root_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(prompts, Mapping):
         raise CheckpointError(f"{path}: prompts = {prompts!r} must be an object")
     name = document.get("default_prompt_name")
-    if name is not None and (not isinstance(name, str) or name not in {*prompts, *PROMPTS}):
+    if name is not None and (not isinstance(name, str) or name not in {*prompts, *PROMPT_NAMES}):
         raise CheckpointError(f"{path}: default_prompt_name = {name!r} is none of the prompts")
-    if name is not None and prompts.get(name):
+    for key, text in prompts.items():
+        if not isinstance(text, str | None):
+            raise CheckpointError(f"{path}: prompts: {key}: {text!r} must be a text")
+    if document.get("model_type") == "CrossEncoder" and name is not None and prompts.get(name):
         raise CheckpointError(
-            f"{path}: cannot serve a default prompt before every text: remove default_prompt_name, "
+            f"{path}: cannot serve a CrossEncoder's default prompt before every text: remove default_prompt_name, "
             f"and write {prompts[name]!r} before the texts in requests"
         )
     return document
 
 
+def read_prompts(folder: Path) -> dict[str, Any]:
+    """Return the fields `prompts` and `default_prompt` of an embedding head; only those that have an effect.
+
+    sentence-transformers always has the prompts in PROMPT_NAMES, which are empty unless the file has them.
+    """
+    document = read_root_config(folder)
+    prompts = {name: text or "" for name, text in (document.get("prompts") or {}).items()}
+    kept = {name: text for name, text in prompts.items() if text or name not in PROMPT_NAMES}
+    default = document.get("default_prompt_name")
+    fields: dict[str, Any] = {"prompts": kept} if kept else {}
+    return fields | ({"default_prompt": default} if prompts.get(default) else {})
+
+
 def read_kind(folder: Path) -> str:
-    """Return `SentenceTransformer` or `CrossEncoder`: which class of sentence-transformers wrote a directory."""
-    return str(read_root_config(folder).get("model_type") or "SentenceTransformer")
+    """Return the class that wrote a directory, one of KINDS."""
+    document = read_root_config(folder)
+    kind = document.get("model_type")
+    if kind is None and "query_prefix" in document:  # of PyLate, before it named its models
+        return "ColBERT"
+    return str(kind or "SentenceTransformer")
+
+
+def is_multi_vector(folder: Path) -> bool:
+    """Return whether a directory is one of late interaction: a MultiVectorEncoder, or a model of PyLate."""
+    return read_kind(folder) in MULTI_VECTOR
+
+
+def check_module_names(path: Path, document: Mapping[str, Any], own: str, default: str) -> None:
+    """Raise CheckpointError for a module that reads or writes other vectors than `own`.
+
+    default: what the module reads where its file does not name it
+    """
+    name = document.get("module_input_name") or default
+    for key, value in (
+        ("module_input_name", name),
+        ("module_output_name", document.get("module_output_name") or name),
+    ):
+        if value != own:
+            raise CheckpointError(f"{path}: {key} = {shown(value)} is not supported: only {own}")
 
 
 def read_pooling_mode(path: Path) -> tuple[str, ...]:
@@ -263,6 +421,11 @@ def read_pooling_mode(path: Path) -> tuple[str, ...]:
     return tuple(modes)
 
 
+def read_include_prompt(path: Path) -> bool:
+    """Return whether a Pooling module pools the tokens of a prompt, too."""
+    return bool(read_object(path).get("include_prompt", True))
+
+
 def lower_case(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Lower the case of texts before a tokenizer's own normalizer, where `do_lower_case` is set."""
     if not config.get("do_lower_case"):
@@ -279,11 +442,9 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
     if not is_sentence_directory(folder):
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
-    documents = [
-        (place / "config.json", tables[kind])
-        for kind, place in read_module_list(folder)
-        if kind in tables
-    ]
+    tables["MultiVectorMask"] = MASK_TABLE
+    modules = read_all_modules(folder)
+    documents = [(place / "config.json", tables[kind]) for kind, place in modules if kind in tables]
     documents.append((folder / ROOT, ROOT_TABLE))
     if found := _find_sentence_config(folder):
         documents.append((found[0], TRANSFORMER_TABLE))

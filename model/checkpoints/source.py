@@ -14,34 +14,63 @@ import tokenizers
 from torch import nn
 
 from model.checkpoints import tokenizer_files
-from model.checkpoints.head_config import is_cross_encoder, read_pooling
+from model.checkpoints.head_config import (
+    Pooling,
+    is_cross_encoder,
+    read_pooling,
+    read_retrieval_fields,
+    validate_head,
+)
 from model.checkpoints.hub_names import CheckpointError, from_hub
 from model.checkpoints.json_files import read_json, read_object
+from model.checkpoints.late_interaction_config import (
+    mark_prefixes,
+    read_late_interaction,
+    read_text_lengths,
+)
 from model.checkpoints.reader import load_encoder, load_model, locate, read_config, read_weights
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
+    ROUTER,
+    SENTENCE,
+    TOKENS,
+    check_module_names,
     config_file,
     encoder_folder,
+    is_multi_vector,
     lower_case,
+    read_kind,
     read_module_list,
     read_root_config,
+    read_router,
     read_sentence_config,
 )
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
-from model.heads import EncoderWithHeads, SentenceEmbedding
-from service.core.bundle import Head, Task
+from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
+from service.core.bundle import PROMPT_NAMES, Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
-MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
+MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask"}
+EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
+HeadModules = tuple[Pooling, bool, tuple[nn.Module, ...]]
 ORDER = re.compile(
     r"Transformer, Pooling(, Dense)*(, Normalize)?"
 )  # the modules that our embedding head supports
+# The modules of late interaction: of a MultiVectorEncoder, and of PyLate, which normalizes and masks always.
+MULTI_VECTOR_ORDER = re.compile(
+    r"Transformer(, Dense)*, (MultiVectorMask(, Normalize)?|Normalize, MultiVectorMask)"
+)
+PYLATE_ORDER = re.compile(r"Transformer(, Dense)+")
 TRANSFORMER_ONLY = re.compile(
     "Transformer"
 )  # a CrossEncoder, which has the architecture's own head
+
+
+# Families whose attention hides masked tokens as queries, too, in the reference implementation.
+MASKED_QUERIES = ("deberta", "deberta-v2")
 
 
 @dataclass(frozen=True)
@@ -70,11 +99,15 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
+    if is_multi_vector(folder):
+        own = "late-interaction"
     if task not in (None, own):
         raise CheckpointError(
             f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
             "leave out --task, or remove modules.json"
         )
+    if own == "late-interaction":
+        return _multi_vector_encoder(folder)
     return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
 
 
@@ -85,6 +118,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """
     tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
     lower_case(tokenizer, read_sentence_config(folder))
+    mark_prefixes(tokenizer, folder)
     return tokenizer
 
 
@@ -97,6 +131,9 @@ def read_max_length(folder: Path) -> int:
     """Return the maximum length in tokens: the declared one, at most the number of positions."""
     positions = read_config(folder).max_length
     declared = read_declared_length(folder)
+    if is_multi_vector(folder):
+        lengths = [length or declared or positions for length in read_text_lengths(folder)]
+        return min(max(lengths), positions)
     return positions if declared is None else min(declared, positions)
 
 
@@ -120,30 +157,131 @@ def _cross_encoder(folder: Path) -> EncoderWithHeads:
     return model
 
 
+def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
+    """Load an encoder, and a head of late interaction from the modules that follow it."""
+    if read_kind(folder) == "ColBERT":
+        expected = "Transformer and Dense in a model of PyLate"
+        modules = _modules(folder, PYLATE_ORDER, expected, TOKENS)
+        normalize = True
+    else:
+        expected = "Transformer, any Dense, MultiVectorMask, and Normalize or not"
+        modules = _modules(folder, MULTI_VECTOR_ORDER, expected, TOKENS)
+        normalize = any(kind == "Normalize" for kind, _ in modules)
+    dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path, TOKENS)]
+    encoder = load_encoder(folder, pooler=False)
+    outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
+    late = read_late_interaction(folder, read_tokenizer(folder))
+    if late.hides_expansion and encoder.config.model_type in MASKED_QUERIES:
+        raise CheckpointError(
+            f"{folder}: query expansion to which no token attends is not supported for"
+            f" {encoder.config.model_type}, which masks queries, too"
+        )
+    longest, declared = read_max_length(folder), read_declared_length(folder)
+    lengths = {
+        name: min(length, longest) if length else None
+        for name, length in (
+            ("query_length", late.query_length or declared),
+            ("document_length", late.document_length or declared),
+        )
+    }
+    head = validate_head(
+        folder / "modules.json",
+        task="late-interaction",
+        dimensions=[encoder.config.hidden_size, *outputs][-1],
+        normalize=normalize,
+        late_interaction={**late.model_dump(), **lengths},
+        demo=read_json(config_file(folder)).get("demo", False),
+    )
+    model = EncoderWithHeads(encoder.config, {"late-interaction": head})
+    model.encoder = encoder
+    model.heads["late-interaction"] = TokenEmbedding(nn.Sequential(*dense))
+    return model.eval()
+
+
 def _sentence_transformer(folder: Path) -> EncoderWithHeads:
-    """Load an encoder, and an embedding head from the modules that follow it."""
-    pooling, normalize, dense = read_modules(folder)
-    return _embedding_model(folder, pooling, normalize, dense)
+    """Load an encoder, and an embedding head from the modules that follow it; with a Router, one for each route."""
+    routes = _read_routes(folder)
+    modules = {name: _read_route(folder, route) for name, route in routes.items()}
+    poolings = [path for route in routes.values() for kind, path in route if kind == "Pooling"]
+    fields = read_retrieval_fields(folder, *dict.fromkeys(poolings))
+    fields["demo"] = read_json(config_file(folder)).get("demo", False)
+    encoder = load_encoder(folder, pooler=False)
+    width, heads = encoder.config.hidden_size, {}
+    for name, own in modules.items():
+        side = {"input_type": name} if name in PROMPT_NAMES else {}
+        heads[name] = _embedding_head(folder, width, *own, **fields, **side)
+    model = EncoderWithHeads(encoder.config, heads)
+    model.encoder = encoder
+    for name, (pooling, _, dense) in modules.items():
+        model.heads[name] = SentenceEmbedding(pooling, nn.Sequential(*dense))
+    return model.eval()
 
 
-def read_modules(folder: Path) -> tuple[str, bool, tuple[nn.Module, ...]]:
+def read_modules(folder: Path) -> HeadModules:
     """Return the pooling and normalization of the modules after the encoder, and the dense layers between.
 
     Raises CheckpointError naming an unsupported module.
     """
-    modules = _modules(folder, ORDER, "Transformer, Pooling, any Dense, and Normalize or not")
+    return _read_route(folder, _modules(folder, ORDER, EXPECTED))
+
+
+def _read_route(folder: Path, modules: Sequence[tuple[str, Path]]) -> HeadModules:
+    _check_modules(folder, modules, ORDER, EXPECTED)
     (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
     dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
     return pooling, modules[-1][0] == "Normalize", tuple(dense)
 
 
-def _modules(folder: Path, order: re.Pattern[str], expected: str) -> list[tuple[str, Path]]:
-    """Return each module's kind and folder. Raises CheckpointError where they are not in this order.
+def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
+    """Return the modules of each embedding head by its name: `embedding`, or `query` and `document`.
 
-    expected: the order, for the message
+    The head of texts without an input type is the first. Raises CheckpointError for routes with different encoders.
     """
     read_root_config(folder)
     modules = read_module_list(folder)
+    if not modules or modules[0][0] != ROUTER:
+        return {"embedding": modules}
+    router = read_router(modules[0][1])
+    by_task = {task: router.structure[router.route(task)] for task in (None, *PROMPT_NAMES)}
+    if by_task["query"] == by_task["document"] == by_task[None]:
+        return {"embedding": [*by_task[None], *modules[1:]]}
+    encoders = {path for route in by_task.values() for kind, path in route if kind == "Transformer"}
+    if len(encoders) > 1:
+        raise CheckpointError(
+            f"{router.path}: cannot serve routes with different encoders"
+            f" ({', '.join(sorted(path.name for path in encoders))}) in one bundle: save each route's modules as a"
+            " SentenceTransformer of its own, and export those"
+        )
+    names = sorted(PROMPT_NAMES, key=lambda name: by_task[name] != by_task[None])
+    if by_task[names[0]] != by_task[None]:
+        raise CheckpointError(
+            f"{router.path}: cannot serve a default_route for neither query nor document"
+        )
+    return {name: [*by_task[name], *modules[1:]] for name in names}
+
+
+def _modules(
+    folder: Path, order: re.Pattern[str], expected: str, vectors: str = SENTENCE
+) -> list[tuple[str, Path]]:
+    """Return each module's kind and folder. Raises CheckpointError where they are not in this order.
+
+    expected: the order, for the message
+    vectors: the name of the vectors that the modules read and write
+    """
+    read_root_config(folder)
+    modules = read_module_list(folder)
+    _check_modules(folder, modules, order, expected, vectors)
+    return modules
+
+
+def _check_modules(
+    folder: Path,
+    modules: Sequence[tuple[str, Path]],
+    order: re.Pattern[str],
+    expected: str,
+    vectors: str = SENTENCE,
+) -> None:
+    """Raise CheckpointError for a module that is not supported, and for another order."""
     for kind, _ in modules:
         if kind not in MODULES:
             raise CheckpointError(f"{folder}: cannot serve the sentence-transformers module {kind}")
@@ -154,9 +292,11 @@ def _modules(folder: Path, order: re.Pattern[str], expected: str) -> list[tuple[
             f"{path}: cannot serve {kinds or 'no modules'}: they must be {expected}"
         )
     for kind, place in modules:
-        if kind == "Normalize" and (place / "config.json").is_file():
-            NORMALIZE_TABLE.check(place / "config.json", read_object(place / "config.json"))
-    return modules
+        if kind == "Normalize":
+            path = place / "config.json"
+            document = read_object(path) if path.is_file() else {}
+            NORMALIZE_TABLE.check(path, document)
+            check_module_names(path, document, vectors, default=SENTENCE)
 
 
 def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
@@ -166,30 +306,32 @@ def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
     return [config[name] for name in names]
 
 
-def _embedding_model(
-    folder: Path, pooling: str, normalize: bool, dense: Sequence[nn.Module]
-) -> EncoderWithHeads:
-    encoder = load_encoder(folder, pooler=False)
+def _embedding_head(
+    folder: Path,
+    width: int,
+    pooling: Pooling,
+    normalize: bool,
+    dense: Sequence[nn.Module],
+    **fields: Any,
+) -> Head:
+    """Return the head of an encoder of this width and its modules. Raises CheckpointError."""
     outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
-    head = Head.model_validate(
-        {
-            "task": "embedding",
-            "pooling": pooling,
-            "dimensions": [encoder.config.hidden_size, *outputs][-1],
-            "normalize": normalize,
-            "demo": read_json(config_file(folder)).get("demo", False),
-        }
+    modes = 1 if isinstance(pooling, str) else len(pooling)
+    return validate_head(
+        config_file(folder),
+        task="embedding",
+        pooling=pooling,
+        dimensions=[modes * width, *outputs][-1],
+        normalize=normalize,
+        **fields,
     )
-    model = EncoderWithHeads(encoder.config, {"embedding": head})
-    model.encoder = encoder
-    model.heads["embedding"] = SentenceEmbedding(pooling, nn.Sequential(*dense))
-    return model.eval()
 
 
-def _dense(path: Path) -> list[nn.Module]:
+def _dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:
     file = path / "config.json"
     config = read_object(file)
     DENSE_TABLE.check(file, config)
+    check_module_names(file, config, vectors, default=vectors)
     inputs, outputs = _get(file, config, "in_features", "out_features")
     bias, activation = config.get("bias", True), config.get("activation_function", TANH)
     for name, size in (("in_features", inputs), ("out_features", outputs)):

@@ -71,20 +71,24 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_mask_token(folder: Path) -> str:
-    """Return a checkpoint's mask token, as transformers' AutoTokenizer has it.
-
-    Raises CheckpointError where the tokenizer has none.
-    """
-    path = folder / SAVED
-    settings = read_settings(folder, read_object(path) if path.is_file() else None)
-    kind = _class_of(folder, read_optional_object(folder / "config.json"), settings)
-    named = _named(settings, kind.named, kind.wrap) if kind else _named(settings, {}, _as_it_is)
-    token = named.get("mask_token")
+    """Return a checkpoint's mask token. Raises CheckpointError where the tokenizer has none."""
+    token = read_special_token(folder, "mask_token")
     if token is None:
         raise CheckpointError(
             f"{folder / TOKENIZER_CONFIG.file}: mask_token is missing: name the mask token of the model"
         )
-    return token if isinstance(token, str) else token.content
+    return token
+
+
+def read_special_token(folder: Path, name: str) -> str | None:
+    """Return the token that transformers' AutoTokenizer has as `name`, such as "mask_token"; None if it has none."""
+    path = folder / SAVED
+    settings = read_settings(folder, read_object(path) if path.is_file() else None)
+    kind = _class_of(folder, read_optional_object(folder / "config.json"), settings)
+    defaults = kind.named if kind else {}
+    named = _named(settings, defaults, kind.wrap if kind else None)  # without defaults not called
+    token = named.get(name)
+    return token.content if isinstance(token, AddedToken) else token
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, output: Path) -> Path:

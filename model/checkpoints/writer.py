@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from model.bert import Bert
-from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, POOLING, SIGMOID
+from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, SIGMOID
 from model.checkpoints.hub_names import (
     Tensors,
     encoder_names,
@@ -26,10 +26,18 @@ from model.checkpoints.hub_names import (
     to_hub,
 )
 from model.checkpoints.reader import PROVENANCE
+from model.checkpoints.sentence_config import POOLING_MODES, ROOT, SENTENCE_FILES, TOKENS
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.heads import EncoderWithHeads
 from service.core import bundle
+
+MULTI_VECTOR_CLASSES = {
+    "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
+    "Dense": "sentence_transformers.base.modules.dense.Dense",
+    "MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
+    "Normalize": "sentence_transformers.base.modules.normalize.Normalize",
+}
 
 
 @contextmanager
@@ -91,9 +99,13 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
     family = family_of(model.config)
     single = EncoderWithHeads(model.config, {name: head})
     single.encoder, single.heads[name] = model.encoder, model.heads[name]
+    if head.task == "late-interaction":
+        _save_late_interaction(Path(path), single, head, tokenizer)
+        return
     is_embedding = head.task == "embedding"
     names = joint_names(family) if is_embedding else single_names(family, head.task)
-    extra: dict[str, Any] = head.model_dump(include=HEAD_FIELDS, exclude_defaults=True)
+    kept = HEAD_FIELDS | {"matryoshka_dimensions"}
+    extra: dict[str, Any] = head.model_dump(include=kept, exclude_defaults=True)
     if head.labels:
         extra["id2label"] = {str(index): label for index, label in enumerate(head.labels)}
         extra["label2id"] = {label: index for index, label in enumerate(head.labels)}
@@ -110,8 +122,71 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
     _write(Path(path), model.config, to_hub(single, names), tokenizer, architecture, files, extra)
 
 
+def _save_late_interaction(
+    folder: Path, model: EncoderWithHeads, head: bundle.Head, tokenizer: Path
+) -> None:
+    """Write the directory of a MultiVectorEncoder. Raises ValueError for other dense layers."""
+    (module,) = model.heads.values()
+    layers = [layer for layer in module.dense if not isinstance(layer, nn.Identity)]
+    layer, late = layers[0] if len(layers) == 1 else None, head.late_interaction
+    if late is None or not isinstance(layer, nn.Linear) or layer.bias is not None:
+        raise ValueError("a head of late interaction is written with one linear layer without bias")
+    known = Tokenizer.from_file(str(tokenizer))
+    expansion = late.query_expansion and {
+        "strategy": "fixed" if late.query_length == late.query_expansion else "min",
+        "attend": late.attend_to_expansion,
+        "token": known.id_to_token(late.expansion_token_id or 0),
+        "length": late.query_expansion,
+    }
+    kinds = ["Dense", "MultiVectorMask", *(["Normalize"] if head.normalize else [])]
+    token_vectors = {"module_input_name": TOKENS, "module_output_name": TOKENS}
+    lengths = {"query_length": late.query_length, "document_length": late.document_length}
+    if expansion and expansion["strategy"] == "fixed":
+        del lengths["query_length"]
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": MULTI_VECTOR_CLASSES[kind],
+        }
+        for i, kind in enumerate(["Transformer", *kinds])
+    ]
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        ROOT: {
+            "model_type": "MultiVectorEncoder",
+            "prompts": {"query": late.query_prefix, "document": late.document_prefix},
+            "similarity_fn_name": late.similarity,
+        },
+        SENTENCE_FILES[0]: {
+            "transformer_task": "feature-extraction",
+            "query_expansion": expansion,
+            **lengths,
+        },
+        "1_Dense/config.json": {
+            "in_features": layer.in_features,
+            "out_features": layer.out_features,
+            "bias": False,
+            "activation_function": IDENTITY,
+            **token_vectors,
+        },
+        "2_MultiVectorMask/config.json": {
+            "skiplist_words": [known.id_to_token(number) for number in late.skip_token_ids],
+            "skiplist_tasks": ["document"],
+        },
+    }
+    if head.normalize:
+        files["3_Normalize/config.json"] = token_vectors
+    family = family_of(model.config)
+    state = to_hub(model.encoder, encoder_names(family))
+    architecture = family.architecture_of("embedding")
+    _write(folder, model.config, state, tokenizer, architecture, files)
+    save_file({"linear.weight": layer.weight.detach()}, folder / "1_Dense" / "model.safetensors")
+
+
 def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
-    """Return the files that sentence-transformers reads: its modules in order, and the pooling."""
+    """Return the files that sentence-transformers reads: its modules in order, the pooling and the prompts."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
     modules = [
         {
@@ -122,10 +197,14 @@ def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
         }
         for i, kind in enumerate(kinds)
     ]
-    pooling = {switch: name == head.pooling for switch, name in POOLING.items()}
+    switches = {switch: mode in head.pooling_modes for switch, mode in POOLING_MODES.items()}
+    several = {"pooling_mode": head.pooling_modes} if len(head.pooling_modes) > 1 else {}
+    pooling = {"include_prompt": head.include_prompt, **switches, **several}
+    prompts = {"prompts": head.named_prompts, "default_prompt_name": head.default_prompt}
     return {
         "modules.json": modules,
         "1_Pooling/config.json": {"word_embedding_dimension": config.hidden_size, **pooling},
+        **({ROOT: prompts} if head.prompts else {}),
     }
 
 

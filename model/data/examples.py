@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class HeadSettings:
     # Fields of the manifest.
     labels: list[str] = field(default_factory=list)  # empty: the labels in the data
     problem_type: bundle.ProblemType = SINGLE_LABEL
-    pooling: Literal["mean", "cls"] = "mean"
+    pooling: bundle.PoolingMode = "mean"
     normalize: bool = True
     max_answer_tokens: int = 30
     max_query_tokens: int = 64
@@ -78,6 +78,8 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.task == "late-interaction":
+            raise ValueError("task: heads of late-interaction are not trained here")
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
         check_choice("distance", self.distance, TRIPLET_DISTANCES)
@@ -194,7 +196,8 @@ def encode(
                 )
                 yield from zip(windows, strict=True)
             case "embedding":
-                every = iter(encoder.texts([text for row in chunk for text in row.every]))
+                prompt = head.default_prompt_text
+                every = iter(encoder.texts([prompt + text for row in chunk for text in row.every]))
                 yield from (tuple(next(every) for _ in row.every) for row in chunk)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from model.attention import PackedLayout, real_slots, to_slots
 from model.checkpoints import reader
+from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_source, read_tokenizer
 from model.data import examples
 from model.data.examples import Batch, Loss
@@ -55,6 +56,12 @@ def load(source: str, device: torch.device) -> Teacher:
     folder = reader.locate(source)
     if reader.has_heads(folder):
         whole = read_source(folder)
+        for name, head in whole.model.described.items():
+            if head.default_prompt_text:
+                raise CheckpointError(
+                    f"{folder}: head {name} has the default prompt {head.default_prompt!r}, which a teacher would not"
+                    " get: remove default_prompt_name"
+                )
         model, tokenizer = whole.model, whole.tokenizer
     else:
         model, tokenizer = EncoderWithHeads(reader.read_config(folder), {}), read_tokenizer(folder)

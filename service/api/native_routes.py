@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import numpy as np
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +21,7 @@ from service.api.analysis_schemas import (
 )
 from service.api.compression import compress
 from service.api.engine_call import json_response, receive_call, service_of
+from service.api.late_interaction_schemas import EmbedTokensRequest, EmbedTokensResponse
 from service.api.mask_schemas import FillMaskRequest, FillMaskResponse
 from service.api.ranking_schemas import (
     RerankRequest,
@@ -42,18 +42,18 @@ from service.api.schemas import (
     QaResponse,
 )
 from service.core.bundle import Task
-from service.core.decode import AnswerSpan, EntitySpan, Floats, LabelScore, TokenScore
-from service.engines.engine import Engine, Reply
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore, Vector
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
-from service.tasks.reranking import Reranking, rank
-from service.tasks.similarity import Similarity, compare
+from service.tasks.reranking import make_ranking, rank
+from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
@@ -145,48 +145,53 @@ async def embed(request: Request) -> Response:
         dimensions=body.dimensions,
         truncate=body.truncate,
         stride=body.stride,
+        prompt_name=body.prompt_name,
+        prompt=body.prompt,
+        input_type=body.input_type,
+        output_dtype=body.output_dtype,
     )
-    show = base64_of if body.encoding_format == "base64" else floats
+    show = base64_of if body.encoding_format == "base64" else numbers
+    return await call.answer(task, "embedding", show)
+
+
+@router.post("/embed-tokens", **openapi.task(EmbedTokensRequest, EmbedTokensResponse))
+async def embed_tokens(request: Request) -> Response:
+    """One vector for each token of each text, for late interaction."""
+    call = await receive_call(request, EmbedTokensRequest)
+    body = call.body
+    task = TokenEmbedding(
+        texts=body.inputs,
+        input_type=body.input_type,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    show = rows_as_base64 if body.encoding_format == "base64" else numbers
     return await call.answer(task, "embedding", show)
 
 
 @router.post("/rerank", **openapi.task(RerankRequest, RerankResponse, in_lines=False))
 async def rerank(request: Request) -> Response:
-    """The documents that are most relevant to a query, by a cross-encoder, or by the vectors of an embedding head."""
+    """The documents that are most relevant to a query, by a cross-encoder, or by vectors of texts or of tokens."""
     call = await receive_call(request, RerankRequest)
     body = call.body
-    if names_embedding(call.engine, body.head):
-        reply: Reply[Any] = await call.compute(
-            Similarity(
-                source=body.query,
-                texts=body.documents,
-                truncate=body.truncate,
-                stride=body.stride,
-            )
-        )
-        scores = compare(of_texts(reply))
-    else:
-        reply = await call.compute(
-            Reranking(
-                query=body.query,
-                documents=body.documents,
-                raw_scores=body.raw_scores,
-                truncate=body.truncate,
-                stride=body.stride,
-            )
-        )
-        scores = reply.results
+    ranking = make_ranking(
+        call.engine,
+        body.head,
+        query=body.query,
+        documents=body.documents,
+        raw_scores=body.raw_scores,
+        truncate=body.truncate,
+        stride=body.stride,
+    )
+    reply = await call.compute(ranking)
+    score = partial(ranking.scores, call.engine, reply)
+    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens))
     results = [
         {"index": place, "score": score}
         | ({"text": body.documents[place]} if body.return_text else {})
         for place, score in rank(scores, body.top_n)
     ]
     return call.respond(reply, {"results": results})
-
-
-def names_embedding(engine: Engine, head: str | None) -> bool:
-    found = engine.manifest.heads.get(head or "")
-    return found is not None and found.task == "embedding"
 
 
 @router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse, in_lines=False))
@@ -198,14 +203,7 @@ async def similarity(request: Request) -> Response:
         source=body.source, texts=body.inputs, truncate=body.truncate, stride=body.stride
     )
     reply = await call.compute(task)
-    return call.respond(reply, {"results": compare(of_texts(reply))})
-
-
-def of_texts(reply: Reply[Floats]) -> list[Floats | None]:
-    """Return the vectors of a `Similarity`. Raises the error of the source, without which nothing can be compared."""
-    if error := reply.errors.get(len(reply.results) - 1):
-        raise error
-    return reply.results
+    return call.respond(reply, {"results": task.scores(call.engine, reply)})
 
 
 @router.post("/zero-shot", **openapi.task(ZeroShotRequest, ZeroShotResponse))
@@ -291,20 +289,25 @@ def filled_masks(found: list[list[TokenScore]]) -> list[object]:
     return [*masks[0]] if len(masks) == 1 else [*masks]
 
 
-def floats(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+def numbers(vector: Vector) -> Vector:
     """Return the vector as a contiguous array, which the JSON writer requires."""
     return np.ascontiguousarray(vector)
 
 
-def base64_of(vector: NDArray[np.float32]) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+def base64_of(vector: Vector) -> str:
+    little_endian = vector.astype(vector.dtype.newbyteorder("<"))
+    return base64.b64encode(little_endian.tobytes()).decode("ascii")
+
+
+def rows_as_base64(vectors: Vector) -> list[str]:
+    return [base64_of(vector) for vector in vectors]
 
 
 # How a result of each task of `Analysis` is shown.
 SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
     "classification": each(label),
     "ner": each(partial(entity, "entity_group")),
-    "embedding": floats,
+    "embedding": numbers,
 }
 
 

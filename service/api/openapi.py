@@ -18,6 +18,7 @@ from service import errors
 from service.api.analysis_schemas import AnalyzeRequest, ZeroShotRequest
 from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
+from service.api.late_interaction_schemas import EmbedTokensRequest
 from service.api.mask_schemas import FillMaskRequest
 from service.api.ndjson import MEDIA_TYPE
 from service.api.ranking_schemas import RerankRequest, SimilarityRequest
@@ -44,6 +45,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/ner": NerRequest,
     "/qa": QaRequest,
     "/embed": EmbedRequest,
+    "/embed-tokens": EmbedTokensRequest,
     "/rerank": RerankRequest,
     "/similarity": SimilarityRequest,
     "/zero-shot": ZeroShotRequest,
@@ -141,6 +143,15 @@ EXAMPLES: dict[type[Request], Object] = {
             "dimensions": 16,
             "encoding_format": "base64",
         },
+        "a query as packed bits": {
+            "inputs": "smooth stones",
+            "input_type": "query",
+            "dimensions": 64,
+            "output_dtype": "ubinary",
+        },
+    },
+    EmbedTokensRequest: {
+        "a query": {"inputs": "How do I get a new password?", "input_type": "query"},
     },
     FillMaskRequest: {
         "one mask token": {"inputs": "The ferry to the [MASK] leaves at noon."},

@@ -33,7 +33,7 @@ class RerankRequest(HeadRequest):
     truncate: TruncateField = Field(
         "window",
         description="read a long document in windows, of which the best one counts (an embedding head pools"
-        " them), cut it (true) or refuse it (false)",
+        " them, late interaction has the tokens of all), cut it (true) or refuse it (false)",
     )
 
     stride: AtLeastZero | None = Field(None, description=STRIDE)

@@ -19,7 +19,15 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from service.core.bundle import DataSet, ProblemType, Task
+from service.core.bundle import (
+    DataSet,
+    InputType,
+    LateInteraction,
+    OutputDtype,
+    PoolingMode,
+    ProblemType,
+    Task,
+)
 from service.core.decode import OffsetUnit
 from service.errors import InvalidInput, TooLarge
 from service.settings import did_you_mean
@@ -27,6 +35,9 @@ from service.settings import did_you_mean
 SHOWN = 64  # characters of a client's own field name that a message repeats
 NAMED = 16  # largest number of unknown fields that a message names
 LONGEST_NAME = 257  # largest number of characters of a bundle's name@version
+LONGEST_PROMPT = (
+    2048  # largest number of characters of a prompt, which is repeated before each input
+)
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -204,11 +215,31 @@ class EmbedRequest(TextRequest):
         None, description="keep only the first dimensions; all of them when absent"
     )
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="numbers, or base64 of little-endian float32"
+        "float",
+        description="numbers, or base64 of the bytes: little-endian float32, or 8-bit integers",
     )
     truncate: TruncateField = Field(
         True, description="cut a long text (true), refuse it (false), or pool its windows"
     )
+    prompt_name: ServedName | None = Field(
+        None, description="the head's prompt before each text; its default prompt when absent"
+    )
+    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] | None = Field(
+        None, description="the text before each text, instead of a prompt of the head"
+    )
+    input_type: InputType | None = Field(
+        None, description="what the texts are: selects the prompt, and the head where there are two"
+    )
+    output_dtype: OutputDtype = Field(
+        "float",
+        description="the type of the numbers; binary and ubinary have a bit for each dimension",
+    )
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if self.prompt is not None and self.prompt_name is not None:
+            raise InvalidInput("give prompt or prompt_name, not both", param="prompt")
+        return self
 
 
 class QaInput(_Strict):
@@ -498,7 +529,7 @@ class QaResponse(Response):
 
 class EmbedResponse(Response):
     embeddings: list[list[float] | str | None] = Field(
-        description="one vector per input: all as numbers, or all as base64"
+        description="one vector per input: all as numbers (integers unless `output_dtype` is float), or all as base64"
     )
 
 
@@ -506,8 +537,28 @@ class ServedHead(BaseModel):
     task: Task
     labels: list[str]
     problem_type: ProblemType | None = Field(None, description="of a classification head, if known")
-    pooling: Literal["mean", "cls"] | None = Field(None, description="of an embedding head")
-    dimensions: int | None = Field(None, description="of an embedding head")
+    pooling: PoolingMode | list[PoolingMode] | None = Field(
+        None, description="of an embedding head; several ways are concatenated"
+    )
+    dimensions: int | None = Field(None, description="of an embedding or late-interaction head")
+    prompts: dict[str, str] | None = Field(
+        None, description="of an embedding head: the values of `prompt_name`, with their texts"
+    )
+    default_prompt: str | None = Field(
+        None, description="of an embedding head: the prompt of requests that set none"
+    )
+    include_prompt: bool | None = Field(
+        None, description="of an embedding head: false if it takes no `prompt`"
+    )
+    input_type: InputType | None = Field(
+        None, description="of an embedding head that is for queries or for documents only"
+    )
+    matryoshka_dimensions: list[int] | None = Field(
+        None, description="of an embedding head: the values of `dimensions`; any when empty"
+    )
+    output_dtypes: list[OutputDtype] | None = Field(
+        None, description="of an embedding head: the values of `output_dtype`"
+    )
     normalize: bool
     null_threshold: float
     max_answer_tokens: int
@@ -515,6 +566,9 @@ class ServedHead(BaseModel):
     mask_token_id: int | None = Field(None, description="of a fill-mask head")
     mask_token: str | None = Field(None, description="of a fill-mask head, as texts contain it")
     vocabulary_size: int | None = Field(None, description="of a fill-mask head")
+    late_interaction: LateInteraction | None = Field(
+        None, description="how a head of late interaction reads and compares texts"
+    )
     demo: bool
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,25 @@ from pydantic import (
 
 MANIFEST = "manifest.json"
 
-Task = Literal["classification", "ner", "qa", "embedding", "fill-mask"]
+Task = Literal["classification", "ner", "qa", "embedding", "late-interaction", "fill-mask"]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-PER_TOKEN: frozenset[str] = frozenset({"ner", "qa"})  # tasks with an output row per token
+PoolingMode = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
+InputType = Literal["query", "document"]
+OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
+Ranges = tuple[
+    tuple[float, ...], tuple[float, ...]
+]  # the smallest and the largest number of each dimension
+PROMPT_NAMES = ("query", "document")  # prompts that sentence-transformers always has
+FORMAT_4_FIELDS = (
+    *("prompts", "default_prompt", "include_prompt", "input_type"),
+    *("matryoshka_dimensions", "quantization_ranges"),
+)
+PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
+VECTORS: frozenset[str] = frozenset(
+    {"embedding", "late-interaction"}
+)  # tasks whose results are vectors
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -63,6 +77,42 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class LateInteraction(_Record):
+    """How a late-interaction head reads queries and documents, and how it compares them.
+
+    query_prefix, document_prefix: text before each query and each document
+    query_length, document_length: tokens of the longest window, special tokens included; None for the longest of all
+    query_expansion: tokens that a shorter query is filled up to, with the token `expansion_token_id`; None for none
+    attend_to_expansion: whether tokens attend to those that fill a query up
+    skip_token_ids: tokens that have no vector in a document
+    similarity: the sum of the best scores of all query tokens, or their mean
+    """
+
+    query_prefix: str = ""
+    document_prefix: str = ""
+    query_length: int | None = Field(default=None, ge=3)
+    document_length: int | None = Field(default=None, ge=3)
+    query_expansion: int | None = Field(default=None, ge=1)
+    expansion_token_id: int | None = Field(default=None, ge=0)
+    attend_to_expansion: bool = False
+    skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    similarity: Literal["maxsim", "meanmaxsim"] = "maxsim"
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        floor, ceiling = self.query_expansion, self.query_length
+        if floor is not None and self.expansion_token_id is None:
+            raise ValueError("query_expansion needs expansion_token_id")
+        if floor is not None and ceiling is not None and floor > ceiling:
+            raise ValueError(f"query_expansion {floor} exceeds query_length {ceiling}")
+        return self
+
+    @property
+    def hides_expansion(self) -> bool:
+        """Whether queries have tokens that no token attends to."""
+        return self.query_expansion is not None and not self.attend_to_expansion
+
+
 class Head(_Record):
     """The task and the decoding parameters of one output of the graph.
 
@@ -73,7 +123,7 @@ class Head(_Record):
     task: Task
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
-    pooling: Literal["mean", "cls"] | None = None
+    pooling: PoolingMode | tuple[PoolingMode, ...] | None = None
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     null_threshold: float = 0.0
@@ -81,17 +131,86 @@ class Head(_Record):
     max_query_tokens: int = Field(default=64, ge=1)
     mask_token_id: int | None = Field(default=None, ge=0)
     vocabulary_size: int | None = Field(default=None, ge=1)
+    late_interaction: LateInteraction | None = None
     demo: bool = False
+    # Of embedding heads, since format 4:
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    input_type: InputType | None = None
+    matryoshka_dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    quantization_ranges: dict[Annotated[int, Field(ge=1)], Ranges] = {}
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.task in ("classification", "ner") and not self.labels:
             raise ValueError(f"a {self.task} head needs labels")
-        if self.task == "embedding" and (self.pooling is None or self.dimensions is None):
-            raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.task == "embedding":
+            self._check_embedding()
+        elif self.format_4_fields():
+            raise ValueError(f"{self.format_4_fields()[0]} is for embedding heads only")
+        if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
+            raise ValueError("a late-interaction head needs its dimensions and late_interaction")
+        if self.late_interaction is not None and self.task != "late-interaction":
+            raise ValueError(f"late_interaction: not for a head of the task {self.task}")
         if self.per_mask and (self.mask_token_id is None or self.vocabulary_size is None):
             raise ValueError("a fill-mask head needs its mask_token_id and its vocabulary_size")
         return self
+
+    def _check_embedding(self) -> None:
+        if not self.pooling or self.dimensions is None:
+            raise ValueError("an embedding head needs its pooling and its dimensions")
+        if self.default_prompt is not None and self.default_prompt not in self.named_prompts:
+            known = ", ".join(self.named_prompts)
+            raise ValueError(f"default_prompt {self.default_prompt!r} is none of prompts: {known}")
+        if not self.include_prompt and any(self.prompts.values()):
+            raise ValueError("prompts: must have no text where include_prompt is false")
+        for field in ("matryoshka_dimensions", "quantization_ranges"):
+            largest = max(getattr(self, field), default=1)
+            if largest > self.dimensions:
+                raise ValueError(f"{field}: {largest} exceeds dimensions {self.dimensions}")
+        for count, ranges in self.quantization_ranges.items():
+            if {len(row) for row in ranges} != {count}:
+                raise ValueError(
+                    f"quantization_ranges.{count}: must have 2 lists of {count} numbers"
+                )
+            if not all(
+                math.isfinite(low) and low <= high < math.inf
+                for low, high in zip(*ranges, strict=True)
+            ):
+                raise ValueError(
+                    f"quantization_ranges.{count}: must be finite, smallest numbers first"
+                )
+
+    def format_4_fields(self) -> list[str]:
+        """Return the names of the fields whose values need format 4."""
+        changed = [
+            name
+            for name in FORMAT_4_FIELDS
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        return changed + ["pooling"] * (self.pooling not in ("mean", "cls", None))
+
+    @property
+    def pooling_modes(self) -> tuple[PoolingMode, ...]:
+        """The ways to pool, whose vectors are concatenated in this order."""
+        return (self.pooling,) if isinstance(self.pooling, str) else self.pooling or ()
+
+    @property
+    def named_prompts(self) -> dict[str, str]:
+        """The prompts by name, with those that always exist (PROMPT_NAMES), which are empty by default."""
+        return {**dict.fromkeys(PROMPT_NAMES, ""), **self.prompts}
+
+    @property
+    def default_prompt_text(self) -> str:
+        """The text before each input where a request sets no prompt; empty for none."""
+        return self.named_prompts[self.default_prompt] if self.default_prompt else ""
+
+    @property
+    def output_dtypes(self) -> list[OutputDtype]:
+        """The types of vectors that an embedding head has; the integers of 8 bits need ranges."""
+        ranged: set[OutputDtype] = {"int8", "uint8"}
+        return [t for t in get_args(OutputDtype) if self.quantization_ranges or t not in ranged]
 
     @property
     def width(self) -> int:
@@ -107,6 +226,10 @@ class Head(_Record):
     def per_mask(self) -> bool:
         """Whether the output has a row for each mask token, see `packing.mask_positions`."""
         return self.task == "fill-mask"
+
+    @property
+    def gives_vectors(self) -> bool:
+        return self.task in VECTORS
 
 
 class File(_Record):
@@ -224,7 +347,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
-    format_version: Literal[1, 2, 3]
+    format_version: Literal[1, 2, 3, 4]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -247,6 +370,11 @@ class Manifest(_Record):
                 raise ValueError(f"{graph.file}: attention_bias needs format_version 2")
             if graph.memory is not None and self.format_version < 3:
                 raise ValueError(f"{graph.file}: memory needs format_version 3")
+        for name, head in self.heads.items():
+            if head.late_interaction is not None:
+                self._check_late_interaction(name, head.late_interaction)
+            if head.format_4_fields() and self.format_version < 4:
+                raise ValueError(f"{name}: {head.format_4_fields()[0]} needs format_version 4")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -267,6 +395,19 @@ class Manifest(_Record):
     def mask_token_id(self) -> int | None:
         """The mask token's id of all fill-mask heads; None without such a head."""
         return find_mask_token_id(self.heads)
+
+    def _check_late_interaction(self, name: str, late: LateInteraction) -> None:
+        for field in ("query_length", "document_length", "query_expansion"):
+            length = getattr(late, field)
+            if length is not None and length > self.max_length:
+                raise ValueError(f"{name}: {field} {length} exceeds max_length {self.max_length}")
+        rows = self.vocabulary.size
+        if any(i >= rows for i in (late.expansion_token_id or 0, *late.skip_token_ids)):
+            raise ValueError(f"{name}: a token id is not below the size of the vocabulary, {rows}")
+        for graph in self.graphs:
+            if late.hides_expansion and graph.provider == "cuda":
+                reason = "its attention cannot hide the expansion of queries from other tokens"
+                raise ValueError(f"{name} cannot run on the graph {graph.file} for CUDA: {reason}")
 
     @property
     def id(self) -> str:
@@ -490,8 +631,13 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def format_version(graphs: Iterable[Mapping[str, Any]]) -> int:
-    """Return the oldest format version that can describe these graphs, which are given as the manifest's records."""
+def format_version(graphs: Iterable[Mapping[str, Any]], heads: Iterable[Head] = ()) -> int:
+    """Return the oldest format version that can describe these graphs and heads.
+
+    graphs: as the manifest's records
+    """
+    if any(head.format_4_fields() for head in heads):
+        return 4
     fields = {name for graph in graphs for name, value in graph.items() if value is not None}
     if "memory" in fields:
         return 3

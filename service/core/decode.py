@@ -16,11 +16,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from service.core import tags
+from service.core.bundle import OutputDtype, Ranges
 from service.core.encode import Cut, Encoded, Encoding
 from service.core.packing import Ints
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Vector = NDArray[Any]  # [D] float32, int8 or uint8; or [ceil(D / 8)] of packed bits
 OffsetUnit = Literal["code_point", "utf16"]
 Span = tuple[float, int, int]  # the sum of two logits, start, end
 
@@ -164,6 +166,29 @@ def embed(
     vector = vector[:dimensions]
     norm = math.sqrt(vector @ vector) if normalize else 0
     return (vector / norm if norm > 0 else vector).astype(np.float32)
+
+
+def quantize(vector: Floats, dtype: OutputDtype, ranges: Ranges | None = None) -> Vector:
+    """Return a vector in a smaller type, as sentence-transformers' `quantize_embeddings` does.
+
+    dtype: "float" changes nothing. "int8" and "uint8" give 256 steps between the smallest and the largest number of
+    each dimension, `[D]`. "binary" and "ubinary" give a bit for each dimension, 1 above zero, the first one highest:
+    `[ceil(D / 8)]` int8 (less 128) or uint8.
+    ranges: `[2, D]`. Raises ValueError where "int8" or "uint8" lack them, and for other sizes.
+    """
+    match dtype:
+        case "float":
+            return vector
+        case "ubinary":
+            return np.packbits(vector > 0)
+        case "binary":
+            return (np.packbits(vector > 0).astype(np.int16) - 128).astype(np.int8)
+    if ranges is None or len(ranges[0]) != len(vector):
+        raise ValueError(f"{dtype} needs the ranges of {len(vector)} dimensions")
+    low, high = np.asarray(ranges, np.float32)
+    steps = (high - low) / 255
+    levels: Floats = np.clip(np.floor((vector - low) / np.where(steps == 0, 1, steps)), 0, 255)
+    return levels.astype(np.uint8) if dtype == "uint8" else (levels - 128).astype(np.int8)
 
 
 def _weighted_mean(windows: Sequence[Floats], lengths: Sequence[int]) -> Doubles:
@@ -504,6 +529,43 @@ def cosines(query: Floats, vectors: Sequence[Floats]) -> list[float]:
         other = vector.astype(np.float64)
         norms = math.sqrt((one @ one) * (other @ other))
         found.append(float(one @ other / norms) if norms > 0 else 0.0)
+    return found
+
+
+def token_vectors(
+    windows: Sequence[Floats],
+    ids: Sequence[Ints],
+    *,
+    normalize: bool,
+    skip: Sequence[int] = (),
+) -> Floats:
+    """Return one vector for each token, `[n, D]`, of all windows one after the other.
+
+    windows: vectors `[n, D]` of the tokens of each window; with `normalize` they are scaled to length 1
+    ids: the tokens of each window, `[n]`
+    skip: ids of tokens whose vectors are left out
+    A zero vector stays zero.
+    """
+    parts = zip(windows, ids, strict=True)
+    vectors = np.concatenate([own[~np.isin(tokens, skip)] for own, tokens in parts])
+    vectors = vectors.astype(np.float32)
+    if normalize:
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = vectors / np.maximum(norms, np.float32(1e-12))
+    return vectors
+
+
+def maxsim(query: Floats, documents: Sequence[Floats], *, mean: bool) -> list[float]:
+    """Return the score of each document: for each query token the best product with a document token, and their sum.
+
+    query: `[q, D]`; documents: `[n, D]` each; a document without tokens has the score 0
+    mean: return the mean over the query's tokens
+    """
+    found = []
+    for document in documents:
+        best = (query @ document.T).max(axis=1) if len(document) else np.zeros(len(query))
+        total = float(best.sum(dtype=np.float64))
+        found.append(total / len(query) if mean else total)
     return found
 
 

@@ -7,8 +7,9 @@ and frames each window with the special tokens of the tokenizer's template.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +28,12 @@ class Window:
 
     input_ids       [n]     int64
     token_type_ids  [n]     int64
+    hidden                  number of tokens, the last ones, that no token attends to
     """
 
     input_ids: NDArray[np.int64]
     token_type_ids: NDArray[np.int64]
+    hidden: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -216,17 +219,63 @@ class Encoder:
         ]
 
     def windows(
-        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: Truncate = True,
+        stride: int = 0,
+        prompt: str = "",
     ) -> list[Cut]:
-        """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time."""
-        encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time.
+
+        prompt: stands before each text. It is a part of the text that `truncate` cuts. Later windows of a long text
+        begin with the prompt's tokens, too. Raises ValueError for a prompt of more than half a window with "window".
+        """
+        together = [prompt + text for text in texts]
+        encodings = self.tokenizer.encode_batch_fast(together, add_special_tokens=False)
         _shorten(encodings, _needed(self._capacity, truncate))
         tokens = [encoding.ids for encoding in encodings]
+        if prompt and truncate == "window":
+            return [Cut(self._prompted(ids, prompt, stride), False) for ids in tokens]
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
             Cut(tuple(_frame_ids(self._single, own[cut]) for cut in cuts), truncated)
             for own, (cuts, truncated) in zip(tokens, plans, strict=True)
         ]
+
+    def _prompted(self, ids: list[int], prompt: str, stride: int) -> tuple[Window, ...]:
+        """Return the windows of a prompt and its text, which are tokenized together.
+
+        A text that fits in a window is one window, as without a prompt. Otherwise each window begins with the tokens
+        that the prompt has when it is alone, as far as they are the same: a tokenizer may join its last characters with
+        the text.
+        """
+        if len(ids) <= self._capacity:
+            return (_frame_ids(self._single, ids),)
+        both = zip(self._prompt_ids(prompt), ids, strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        first, rest = ids[:size], ids[size:]
+        capacity = self._capacity - size
+        cuts = _cuts(len(rest), capacity, min(stride, capacity // 2), "window")
+        return tuple(_frame_ids(self._single, [*first, *rest[cut]]) for cut in cuts)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt. Raises ValueError where they fill more than half a window."""
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if len(ids) > self.longest_prompt:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens does not fit: at most {self.longest_prompt}"
+            )
+        return ids
+
+    def count_tokens(self, text: str) -> int:
+        """Return the tokens of a text, without special tokens."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def longest_prompt(self) -> int:
+        """The largest number of tokens of a prompt that each window of a long text begins with."""
+        return self._capacity // 2
 
     @property
     def _capacity(self) -> int:
@@ -306,14 +355,14 @@ class Encoder:
         """
         capacity = self.max_length - self._pair.size
         encodings = self.tokenizer.encode_batch_fast([first, *seconds], add_special_tokens=False)
+        length, *lengths = map(len, encodings)  # decide which text loses tokens: before shortening
         _shorten(encodings, _needed(capacity, truncate))
         one, *others = [encoding.ids for encoding in encodings]
         if truncate is False:
-            lengths = [len(one) + len(ids) for ids in others]
-            self._refuse([index for index, size in enumerate(lengths) if size > capacity])
+            self._refuse([i for i, other in enumerate(lengths) if length + other > capacity])
         found = []
-        for ids in others:
-            is_long = len(one) + len(ids) > capacity
+        for ids, other in zip(others, lengths, strict=True):
+            is_long = length + other > capacity
             if truncate == "window" and is_long:
                 kept = one[: capacity // 2]
                 room = capacity - len(kept)
@@ -321,12 +370,53 @@ class Encoder:
                 pairs = [(kept, ids[cut]) for cut in cuts]
                 found.append(self._cut(pairs, len(kept) < len(one)))
             else:
-                sizes = _longest_first(len(one), len(ids), capacity)
+                sizes = _longest_first(length, other, capacity)
                 found.append(self._cut([(one[: sizes[0]], ids[: sizes[1]])], is_long))
         return found
 
     def _cut(self, pairs: Iterable[tuple[list[int], list[int]]], truncated: bool) -> Cut:
         return Cut(tuple(_frame_ids(self._pair, *pair) for pair in pairs), truncated)
+
+    def prefixed(
+        self,
+        texts: Sequence[str],
+        *,
+        prefix: str = "",
+        length: int | None = None,
+        truncate: Truncate = True,
+        stride: int = 0,
+    ) -> list[Cut]:
+        """Encode single texts, each with a prefix, in windows of at most `length` tokens (None: the longest).
+
+        The prefix is tokenized with the text. If `truncate` is "window", each window of a long text begins with the
+        tokens of the prefix, cut at half a window; neighbors share `stride` tokens of the text, at most half of the
+        window's. Otherwise as `texts`.
+        """
+        longest = min(length or self.max_length, self.max_length)
+        capacity = longest - self._single.size
+        whole = [prefix + text for text in texts]
+        needs_offsets = bool(prefix) and truncate == "window"
+        encode = self.tokenizer.encode_batch if needs_offsets else self.tokenizer.encode_batch_fast
+        encodings = encode(whole, add_special_tokens=False)
+        _shorten(encodings, _needed(capacity, truncate))
+        too_long = [index for index, own in enumerate(encodings) if len(own) > capacity]
+        if truncate is False and too_long:
+            raise TextError(too_long, f"longer than {longest} tokens, and truncate is false")
+        found = []
+        for encoding in encodings:
+            ids = encoding.ids
+            if truncate == "window" and len(ids) > capacity:
+                ends = (end for _, end in encoding.offsets) if prefix else ()
+                before = sum(end <= len(prefix) for end in ends)
+                before = min(before, capacity // 2)
+                room = capacity - before
+                cuts = _cuts(len(ids) - before, room, min(stride, room // 2), truncate)
+                parts = [ids[:before] + ids[before:][cut] for cut in cuts]
+            else:
+                parts = [ids[:capacity]]
+            windows = tuple(_frame_ids(self._single, part) for part in parts)
+            found.append(Cut(windows, truncate is True and len(ids) > capacity))
+        return found
 
     def whole(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
         """Encode texts, or pairs of texts, as one window each without a limit of length.
@@ -356,6 +446,21 @@ class Encoder:
         if too_long:
             said = f"longer than {self.max_length} tokens{limits}, and truncate is false"
             raise TextError(too_long, said)
+
+
+def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Window:
+    """Return a window that is filled up to `length` tokens, if it is shorter.
+
+    attended: whether other tokens attend to the added ones
+    """
+    missing = length - len(window)
+    if missing <= 0:
+        return window
+    return Window(
+        np.append(window.input_ids, np.full(missing, token_id, np.int64)),
+        np.append(window.token_type_ids, np.zeros(missing, np.int64)),
+        hidden=0 if attended else missing,
+    )
 
 
 def _needed(capacity: int, truncate: Truncate) -> int | None:

@@ -30,6 +30,7 @@ class Layout:
     """The slots of the tokens of B packed sequences in a padded `[B, S]` rectangle.
 
     lengths       [B]     tokens of each sequence
+    attended      [B]     the first tokens of each sequence to which its tokens attend; all, unless a query is expanded
     unpack        [B, S]  packed index of each padded slot; a padding slot has the index of its own sequence's first
                           token, so that a row never contains a token of another sequence
     pack          [T]     flat padded slot (row * S + column) of each packed token
@@ -37,6 +38,7 @@ class Layout:
     """
 
     lengths: Ints
+    attended: Ints
     unpack: Ints
     pack: Ints
     cu_seqlens: Int32s
@@ -79,9 +81,13 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def make_layout(lengths: Iterable[int]) -> Layout:
-    """Return the layout of sequences of these lengths. Raises ValueError for no sequence, or an empty one."""
+def make_layout(lengths: Iterable[int], hidden: Iterable[int] | None = None) -> Layout:
+    """Return the layout of sequences of these lengths. Raises ValueError for no sequence, or an empty one.
+
+    hidden: the tokens at the end of each sequence that no token attends to; None for none
+    """
     sizes = np.asarray(list(lengths), dtype=np.int64)
+    attended = sizes if hidden is None else sizes - np.asarray(list(hidden), dtype=np.int64)
     if sizes.size == 0 or sizes.min() < 1:
         raise ValueError(
             f"a batch needs sequences of at least one token, got lengths {sizes.tolist()}"
@@ -90,7 +96,7 @@ def make_layout(lengths: Iterable[int]) -> Layout:
     columns = np.arange(sizes.max())
     real = columns < sizes[:, None]  # [B, S]
     unpack = np.where(real, cu_seqlens[:-1, None] + columns, cu_seqlens[:-1, None])
-    return Layout(sizes, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
+    return Layout(sizes, attended, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
 
 
 def positions(layout: Layout) -> Ints:
@@ -123,7 +129,7 @@ def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | In
 
 def pack(windows: Sequence[Window]) -> Packed:
     """Concatenate windows, in order, into one packed batch."""
-    layout = make_layout(len(window) for window in windows)
+    layout = make_layout(map(len, windows), (window.hidden for window in windows))
     return Packed(
         np.concatenate([window.input_ids for window in windows]),
         np.concatenate([window.token_type_ids for window in windows]),
@@ -134,13 +140,14 @@ def pack(windows: Sequence[Window]) -> Packed:
 
 def each(packed: Packed) -> Iterator[Packed]:
     """Yield each sequence as a batch of its own."""
-    for start, end in pairwise(packed.layout.cu_seqlens.tolist()):
+    hidden = packed.layout.lengths - packed.layout.attended
+    for row, (start, end) in enumerate(pairwise(packed.layout.cu_seqlens.tolist())):
         own = slice(start, end)
         yield Packed(
             packed.input_ids[own],
             packed.token_type_ids[own],
             packed.position_ids[own],
-            make_layout([end - start]),
+            make_layout([end - start], hidden[row : row + 1]),
         )
 
 

@@ -206,7 +206,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_M
         "input_ids": packed.input_ids,
         "token_type_ids": packed.token_type_ids,
         "position_ids": packed.position_ids,
-        "lengths": layout.lengths,
+        "lengths": layout.attended,
         "unpack": layout.unpack,
         "pack": layout.pack,
         "cu_seqlens": layout.cu_seqlens,
@@ -223,11 +223,10 @@ def padded_feeds(packed: Packed) -> Feeds:
     """
     layout = packed.layout
     batch, longest = layout.unpack.shape
-    mask = np.zeros(batch * longest, dtype=np.int64)
-    mask[layout.pack] = 1
+    mask = np.arange(longest) < layout.attended[:, None]  # [B, S]
     return {
         "input_ids": packed.input_ids[layout.unpack],
-        "attention_mask": mask.reshape(batch, longest),
+        "attention_mask": mask.astype(np.int64),
         "token_type_ids": packed.token_type_ids[layout.unpack],
         "position_ids": np.tile(np.arange(longest), (batch, 1)),
     }

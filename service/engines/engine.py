@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from service.core.bundle import BundleTexts, Head, Manifest, Task
+from service.core.bundle import FORMAT_4_FIELDS, BundleTexts, Head, Manifest, Task
 from service.core.encode import Cut, Encoded, Encoder, TextError
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -254,6 +254,10 @@ class Engine:
                 task.cancel()
         return outcomes
 
+    async def run(self, work: Callable[[], W], tokens: int) -> W:
+        """Run work on the results of a request, in a helper thread if they are of many tokens."""
+        return await self._in_thread(work, tokens > INLINE_TOKENS)
+
     async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
         """Run large work in a thread, so that the event loop is not blocked; run small work directly."""
         if not large:
@@ -371,10 +375,18 @@ class Engine:
         }
 
     def _describe_head(self, head: Head) -> dict[str, object]:
-        described = head.model_dump(exclude_none=True)
+        described = _describe_head(head)
         if head.mask_token_id is not None:
             described["mask_token"] = self.encoder.tokenizer.id_to_token(head.mask_token_id)
         return described
+
+
+def _describe_head(head: Head) -> dict[str, object]:
+    """Return a head's fields. Embedding heads have more, but not their ranges, which are long."""
+    if head.task != "embedding":
+        return head.model_dump(exclude_none=True, exclude={*FORMAT_4_FIELDS})
+    described = head.model_dump(exclude_none=True, exclude={"quantization_ranges"})
+    return {**described, "prompts": head.named_prompts, "output_dtypes": head.output_dtypes}
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:

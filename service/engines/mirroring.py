@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from service.core.bundle import cosine
 from service.core.decode import AnswerSpan, LabelScore, TokenScore
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 NEAR = 0.05  # two scores that differ by at most this count as the same result
+CLOSE_INTEGERS = 0.9  # the cosine of their packed bits that follows from it
 PATIENCE_S = 10.0
 BULK = CLASSES.index("bulk")
 
@@ -128,8 +130,20 @@ def same_answer(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return bool(abs(one - other) <= NEAR)
     if isinstance(one, np.ndarray):
+        if one.dtype.kind != "f":
+            return _same_integers(one, other)
         return one.shape == other.shape and cosine(one, other) >= CLOSE
     return essence(one) == essence(other)
+
+
+def _same_integers(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Return whether two quantized vectors have a high cosine around the middle of their type."""
+    if one.shape != other.shape:
+        return False
+    middle = 127.5 if one.dtype == np.uint8 else -0.5
+    return (
+        cosine(one.astype(np.float32) - middle, other.astype(np.float32) - middle) >= CLOSE_INTEGERS
+    )
 
 
 def essence(answer: Sequence[Any]) -> object:

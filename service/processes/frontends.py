@@ -166,10 +166,13 @@ def entries(asked: messages.Submit, arrays: bytes) -> list[Entry]:
     tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
     heads = tuple(asked.heads)
     ends = itertools.accumulate(asked.lengths)
+    every_hidden = asked.hidden or [0] * len(asked.lengths)
     return [
         Entry(
             bundle=asked.bundle,
-            window=Window(tokens[0, end - length : end], tokens[1, end - length : end]),
+            window=Window(
+                tokens[0, end - length : end], tokens[1, end - length : end], hidden=hidden
+            ),
             request_id=asked.request_id,
             arrival=asked.arrival,
             deadline=asked.deadline,
@@ -178,7 +181,7 @@ def entries(asked: messages.Submit, arrays: bytes) -> list[Entry]:
             heads=heads,
             unbatched=asked.unbatched,
         )
-        for length, end in zip(asked.lengths, ends, strict=True)
+        for length, end, hidden in zip(asked.lengths, ends, every_hidden, strict=True)
     ]
 
 

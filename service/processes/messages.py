@@ -21,6 +21,7 @@ from service.scheduling.load import Backlog, Flow, Load
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
+    hidden: the last tokens of each entry that no token attends to; empty for none
     each: send each entry's outcome as soon as it is computed, instead of all together
 
     `Entry` defines the other fields.
@@ -30,6 +31,7 @@ class Submit:
     bundle: str
     heads: list[str]
     lengths: list[int]
+    hidden: list[int]
     request_id: str
     arrival: float
     deadline: float

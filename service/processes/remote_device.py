@@ -299,11 +299,13 @@ def submission(
     """Return entries of a request as a message and its arrays. The entries differ only in their tokens."""
     first = entries[0]
     assert first.heads, "our bug: an entry that goes to another process names its heads"
+    hidden = [entry.window.hidden for entry in entries]
     message = messages.Submit(
         id=number,
         bundle=first.bundle,
         heads=[*first.heads],
         lengths=[entry.tokens for entry in entries],
+        hidden=hidden if any(hidden) else [],
         request_id=first.request_id,
         arrival=first.arrival,
         deadline=first.deadline,

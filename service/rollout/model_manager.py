@@ -415,7 +415,7 @@ def check_answers(model: str, compared: Counts, max_changed: float, min_compared
 
 
 def embeds(manifest: Manifest) -> bool:
-    return any(head.task == "embedding" for head in manifest.heads.values())
+    return any(head.gives_vectors for head in manifest.heads.values())
 
 
 def locate(models_dir: Path | None, path: str) -> Path:

@@ -27,7 +27,8 @@ TASKS: Mapping[bundle.Task, Callable[..., EngineTask[Any]]] = {
 class Analysis:
     """The results of several heads for each text, by head. Each equals the result of the head alone.
 
-    Without named heads, all heads that read single texts answer.
+    Without named heads, all heads that read single texts answer, except heads with a default prompt: they read other
+    tokens.
 
     offset_unit: of the positions of entities
     stride: tokens that neighboring windows share; None for the default
@@ -62,14 +63,18 @@ class Analysis:
 def select_heads(engine: Engine, wanted: Heads) -> Heads:
     """Return the wanted heads, each once, or all heads that read single texts if there are none.
 
-    Raises UnknownHead, and InvalidInput for a head that does not read single texts.
+    Raises UnknownHead, and InvalidInput for a head that does not read single texts, or reads them after a prompt.
     """
     heads = engine.manifest.heads
-    of_texts = [name for name, head in heads.items() if head.task in TASKS]
+    prompted = [name for name, head in heads.items() if head.default_prompt_text]
+    of_texts = [n for n, head in heads.items() if head.task in TASKS and n not in prompted]
     for name in wanted:
         if name not in heads:
             has = ", ".join(heads)
             raise UnknownHead(f"{engine.id} has no head {name!r}; it has: {has}", param="heads")
+        if name in prompted:
+            reason = f"{name} has the default prompt {heads[name].default_prompt!r}, so it reads other tokens"
+            raise InvalidInput(f"{reason}: leave it out, and send it to /embed", param="heads")
         if name not in of_texts:
             reason = f"{name} does not read single texts; these heads do: {', '.join(of_texts)}"
             raise InvalidInput(reason, param="heads")

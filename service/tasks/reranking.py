@@ -2,15 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from service.core import decode
 from service.core.decode import Floats
 from service.core.encode import Cut, Truncate
-from service.engines.engine import Engine
+from service.engines.engine import Engine, EngineTask, Reply
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
+from service.tasks.late_interaction import LateInteractionRanking
+from service.tasks.similarity import Similarity
+
+T = TypeVar("T")
+
+
+class Ranking(EngineTask[T], Protocol[T]):
+    """A task whose results make a score for each document of a request."""
+
+    def scores(self, engine: Engine, reply: Reply[T]) -> Sequence[float | None]:
+        """Return the score of each document; None for one that failed. Raises the error of the query."""
+        ...
 
 
 class Ranked(NamedTuple):
@@ -51,6 +63,45 @@ class Reranking:
 
         return TaskPlan((name,), characters(self.documents), encode, one_head(name, relevance))
 
+    def scores(self, engine: Engine, reply: Reply[float]) -> Sequence[float | None]:
+        return reply.results
+
+
+def make_ranking(
+    engine: Engine,
+    head: str | None,
+    *,
+    query: str,
+    documents: Sequence[str],
+    raw_scores: bool,
+    truncate: Truncate,
+    stride: int | None,
+) -> Ranking[Any]:
+    """Return the ranking by a head: by its vectors, or by a cross-encoder for a head of another task, and for None."""
+    wanted = engine.manifest.heads.get(head or "")
+    match wanted.task if wanted else None:
+        case "embedding":
+            return Similarity(
+                source=query,
+                texts=documents,
+                truncate=truncate,
+                stride=stride,
+                source_type="query",
+                texts_type="document",
+            )
+        case "late-interaction":
+            return LateInteractionRanking(
+                query=query, documents=documents, truncate=truncate, stride=stride
+            )
+        case _:
+            return Reranking(
+                query=query,
+                documents=documents,
+                raw_scores=raw_scores,
+                truncate=truncate,
+                stride=stride,
+            )
+
 
 def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
     """Return the wanted head, or the first cross-encoder if there is none. Raises UnknownHead."""
@@ -59,8 +110,8 @@ def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
     name = wanted[0] if wanted else next(iter(found), None)
     if name not in found:
         what = f"no head {name!r} that scores pairs with one label" if name else "no cross-encoder"
-        bi_encoders = [n for n, head in heads.items() if head.task == "embedding"]
-        hint = f"; to rank by the cosine of vectors, set head: {bi_encoders[0]}" * bool(bi_encoders)
+        by_vectors = [n for n, head in heads.items() if head.gives_vectors]
+        hint = f"; to rank by vectors, set head: {by_vectors[0]}" if by_vectors else ""
         has = ", ".join(found) or "none"
         raise UnknownHead(f"{engine.id} has {what}; cross-encoders: {has}{hint}", param="head")
     return name

@@ -6,6 +6,7 @@ hold for any bundle that has all four tasks, however well it was trained.
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,6 +277,38 @@ def test_boxes_of_heads_that_no_model_has_are_hidden(page: Page) -> None:
     """The tiny model has no head that was trained on entailment."""
     expect(page.locator("#zero-shot")).to_be_hidden()
     expect(page.locator("#rerank")).to_be_visible()
+
+
+def test_prompts_of_a_head_may_be_chosen(
+    browser: Browser, server_url: str, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """The box offers the prompts of a head that has one with a text, and sends the chosen name."""
+    folder = shutil.copytree(tiny_bundle, tmp_path / "prompted")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    head = manifest["heads"]["embeddings"]
+    head |= {"prompts": {"query": "find: ", "web": "sea "}, "default_prompt": "web"}
+    manifest |= {"format_version": 4}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    page = browser.new_page()
+    page.goto(server_url)
+    expect(page.locator("#model")).to_be_enabled()
+    expect(page.locator("#similarity .prompt-choice")).to_be_hidden()
+    with serving(folder) as server:
+        page.goto(server.url)
+        expect(page.locator("#similarity .prompt-choice")).to_be_visible()
+        assert ["default: web", "query (“find:”)", "document (no text)", "web (“sea”)"] == texts(
+            page, "#similarity [name=prompt_name] option"
+        )
+        default = run(page, "similarity", inputs="a\nb")["embeddings"]
+        chosen = []
+        for name in ("web", "query"):
+            page.select_option("#similarity [name=prompt_name]", name)
+            expect(page.locator("#similarity .curl code")).to_contain_text(
+                f'"prompt_name":"{name}"'
+            )
+            chosen.append(run(page, "similarity")["embeddings"])
+    page.close()
+    assert default == chosen[0] != chosen[1]
 
 
 def test_missing_question_is_answered_in_place(page: Page) -> None:

@@ -1,11 +1,18 @@
 """The export as a function: `pipeline.export` returns the manifest, and reports its steps to its caller alone."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from export import measure_memory, pipeline
+from export.goldens import run_torch
+from model.checkpoints.source import read_source
 from service.core import bundle
+from service.core.bundle import Head
+from service.core.encode import Encoder
+from tests import samples
 from tests.conftest import Traced
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -53,6 +60,8 @@ def test_export(tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[
         ({"name": "a b"}, "--name: 'a b' may have letters"),
         ({"max_length": 513}, "--max-length: from 8 to the checkpoint's own 512"),
         ({"evaluations": {"none": Path("x")}}, "--eval: the checkpoint has no head none"),
+        ({"dimensions": (65,)}, "matryoshka_dimensions: 65 exceeds dimensions 64"),
+        ({"calibration": Path("/none")}, "No such file or directory: '/none'"),
     ],
 )
 def test_refused(fields: dict[str, object], message: str, tiny_checkpoint: Path, out: Path) -> None:
@@ -102,3 +111,59 @@ def test_unmeasured_memory_is_left_out(
         f"memory was not measured: {tmp_path / 'none'} cannot be read: No such file or directory"
     )
     assert [f"fp32 packed: {reason}", f"int8 packed: {reason}"] == lines[-2:]
+
+
+TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 40)]
+
+
+def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """The manifest has the range of each number over the calibration texts, for each trained number of dimensions."""
+    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    plain = pipeline.export(make_request(tiny_checkpoint, tmp_path / "plain"), print)
+    request = make_request(
+        tiny_checkpoint, out, dimensions=(16, 8), calibration=tmp_path / "texts.txt"
+    )
+
+    manifest = pipeline.export(request, print)
+
+    assert 4 == manifest.format_version == bundle.load(out).manifest.format_version
+    head = manifest.heads["embeddings"]
+    assert (8, 16) == head.matryoshka_dimensions
+    assert [8, 16, 64] == [*head.quantization_ranges]
+    source = read_source(tiny_checkpoint)
+    windows = [item.windows[0] for item in Encoder(source.tokenizer, 64).texts(TEXTS)]
+    outputs = [own["embeddings"] for own in run_torch(source.model, windows)]
+    for count, ranges in head.quantization_ranges.items():
+        vectors = np.stack([own[:count] / np.linalg.norm(own[:count]) for own in outputs])
+        np.testing.assert_allclose(ranges[0], vectors.min(axis=0), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ranges[1], vectors.max(axis=0), rtol=0, atol=1e-5)
+    assert (1, ()) == (plain.format_version, plain.heads["embeddings"].matryoshka_dimensions)
+    assert plain.embedding_space != manifest.embedding_space
+
+
+def test_too_few_texts(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """One text has no range."""
+    (tmp_path / "texts.txt").write_text("Ada\n\n")
+    request = make_request(tiny_checkpoint, out, calibration=tmp_path / "texts.txt")
+    with pytest.raises(ValueError, match=r"--calibrate: .*texts\.txt has 1 texts, at least 2"):
+        pipeline.export(request, print)
+
+
+def test_options_without_an_embedding_head() -> None:
+    """Options of embedding heads are refused where there is none."""
+    request = make_request(Path("a"), Path("b"), dimensions=(8,))
+    with pytest.raises(ValueError, match="--dimensions: the checkpoint has no embedding head"):
+        pipeline.choose_dimensions(request, {"answers": Head(task="qa")})
+
+
+def test_embedding_space(tmp_path: Path) -> None:
+    """It depends on the prompts, and not on the trained dimensions; that of a head of older formats stays."""
+    (tmp_path / "file").write_text("weights")
+    base: dict[str, Any] = {"task": "embedding", "pooling": "mean", "dimensions": 4}
+    heads = [
+        Head.model_validate({**base, **fields})
+        for fields in ({}, {"matryoshka_dimensions": [2]}, {"prompts": {"query": "query: "}})
+    ]
+    spaces = [pipeline.embedding_space({"a": head}, tmp_path / "file") for head in heads]
+    assert "e95eae0a1da7c516" == spaces[0]
+    assert spaces[0] == spaces[1] != spaces[2]

@@ -309,16 +309,8 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
         "modules.json does not say path",
     ),
     "unknown pooling": (
-        lambda f: write_pooling(f, "max_tokens"),
-        "cannot serve pooling max",
-    ),
-    "two poolings": (
-        lambda f: write_pooling(f, "cls_token", "mean_tokens"),
-        "cannot serve pooling cls, mean",
-    ),
-    "two poolings, said today": (
-        lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}),
-        "cannot serve pooling mean, max",
+        lambda f: write_json(f / "1_Pooling/config.json", {"pooling_mode": ["mean", "median"]}),
+        "cannot serve pooling median: mean, cls, max",
     ),
     "unknown activation": (
         set_dense(activation="torch.nn.modules.activation.GELU"),
@@ -347,13 +339,6 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
     "dense without weights": (
         lambda f: (f / "2_Dense/model.safetensors").unlink(),
         "model.safetensors is missing, and so are",
-    ),
-    "prompt": (
-        lambda f: write_json(
-            f / "config_sentence_transformers.json",
-            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
-        ),
-        "cannot serve a default prompt before every text",
     ),
     "no pooling file": (
         lambda f: (f / "1_Pooling/config.json").unlink(),

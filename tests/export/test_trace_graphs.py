@@ -9,16 +9,23 @@ from onnx import numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from export import trace_graphs
+from export.cuda_emulator import emulated
+from export.goldens import torch_outputs
+from export.passes import fp16 as half
 from export.passes import mask_free_attention
+from export.passes.quantize import quantize
 from model.checkpoints.reader import load_model
 from model.config import BertConfig
 from model.families.modernbert import ModernBertConfig, rope_frequencies
 from model.heads import EncoderWithHeads
+from model.pooling import POOLINGS
 from service.core import bundle
 from service.core.bundle import Head
+from service.core.packing import each
 from service.core.session import CPU, Session, SessionOptions
 from tests.conftest import Traced
 from tests.export.helpers import (
+    SMALL,
     assert_same_as_torch,
     batch,
     copied,
@@ -64,6 +71,20 @@ def awkward() -> EncoderWithHeads:
 @pytest.fixture(scope="module")
 def awkward_packed(awkward: EncoderWithHeads) -> onnx.ModelProto:
     return trace_graphs.export_packed(awkward)
+
+
+@pytest.fixture(scope="module")
+def pooled() -> EncoderWithHeads:
+    """A head of each pooling, and one of several."""
+    config = BertConfig(**{**SMALL, "max_position_embeddings": 512})
+    modes = {name: Head(task="embedding", pooling=name, dimensions=32) for name in POOLINGS}
+    several = Head(task="embedding", pooling=("max", "cls"), dimensions=64)
+    return perturb(EncoderWithHeads(config, {**modes, "several": several}))
+
+
+@pytest.fixture(scope="module")
+def pooled_packed(pooled: EncoderWithHeads) -> onnx.ModelProto:
+    return trace_graphs.export_packed(pooled)
 
 
 def shapes(values: list) -> dict[str, list[str | int]]:
@@ -298,3 +319,42 @@ class TestSharedWeights:
         expected = run_graph(traced.portable, feeds)
         for name, value in zip(expected, session.run([*expected], feeds), strict=True):
             np.testing.assert_array_equal(value, expected[name])
+
+
+class TestPooling:
+    @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+    def test_packed(
+        self, pooled: EncoderWithHeads, pooled_packed: onnx.ModelProto, lengths: list[int]
+    ) -> None:
+        """Each pooling of the packed graph is PyTorch's."""
+        packed = batch(lengths, vocab_size=50)
+        assert_same_as_torch(pooled, run_packed(pooled_packed, packed), packed)
+
+    def test_portable(self, pooled: EncoderWithHeads) -> None:
+        """Each pooling of the portable graph is PyTorch's, with more padding than needed, too."""
+        portable = trace_graphs.export_portable(pooled)
+        assert {""} == {domain for domain, _ in operators(portable)}
+        for padding in (0, 5):
+            packed = batch([1, 30, 2, 7], vocab_size=50)
+            assert_same_as_torch(pooled, run_portable(portable, pooled, packed, padding), packed)
+
+    def test_cuda(self, pooled: EncoderWithHeads, tmp_path: Path) -> None:
+        """Each pooling of the fp16 graph for CUDA is PyTorch's but for the rounding of fp16."""
+        packed = batch([1, 30, 2, 7], vocab_size=50)
+        onnx.save(trace_graphs.export_cuda(half.halved(pooled)), tmp_path / "fp16.onnx")
+        found = emulated(tmp_path / "fp16.onnx")(packed)
+        for name, expected in torch_outputs(pooled, packed).items():
+            assert bundle.cosine(found[name], expected) > 0.9999, name
+
+    @pytest.mark.parametrize("precision", ["fp32", "int8"])
+    def test_batch_invariance(
+        self, pooled: EncoderWithHeads, pooled_packed: onnx.ModelProto, precision: str
+    ) -> None:
+        """A text's vector does not depend on the texts in its batch."""
+        graph = copied(pooled_packed)
+        graph = quantize(graph) if precision == "int8" else graph
+        packed = batch([1, 30, 2, 300, 7], vocab_size=50)
+        together = run_packed(graph, packed)
+        for row, alone in enumerate(each(packed)):
+            for name, value in run_packed(graph, alone).items():
+                np.testing.assert_allclose(value[0], together[name][row], rtol=0, atol=1e-5)

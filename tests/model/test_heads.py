@@ -14,8 +14,8 @@ from model.heads import (
     Spans,
     TokenClassification,
     make_head,
-    mean_tokens,
 )
+from model.pooling import mean_tokens
 from service.core.bundle import Head
 from service.core.packing import each
 from tests.model.helpers import (
@@ -128,8 +128,8 @@ def test_dense_layers_follow_pooling() -> None:
 
 def test_unknown_pooling() -> None:
     """A pooling that is not ours is refused."""
-    with pytest.raises(ValueError, match="'max': one of mean, cls"):
-        SentenceEmbedding("max")
+    with pytest.raises(ValueError, match="'median': one of mean, cls"):
+        SentenceEmbedding(["max", "median"])
 
 
 def test_masked_lm_is_tied() -> None:

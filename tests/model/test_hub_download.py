@@ -93,7 +93,7 @@ def test_files(server: Hub, saved: Path, tmp_path: Path) -> None:
         *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/pytorch_model.bin"),
-        "3_Normalize/config.json",
+        *("3_Normalize/config.json", "README.md"),
     }
     expected |= {path for path in ("2_Normalize/config.json",) if (saved / path).is_file()}
     assert {path for path in expected if (saved / path).is_file()} == {*server.downloads}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base import model as base_model
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from export.goldens import run_torch
@@ -22,17 +23,21 @@ from model.checkpoints import sentence_config
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
+    MASK_TABLE,
     NORMALIZE_TABLE,
+    POOLING_MODES,
     POOLING_TABLE,
     ROOT_TABLE,
     SENTENCE_FILES,
     TRANSFORMER_TABLE,
+    read_pooling_mode,
     read_sentence_config,
     unknown_sentence_settings,
 )
 from model.checkpoints.settings_table import Handling
 from model.checkpoints.source import read_source
 from service.core import decode
+from service.core.bundle import PROMPT_NAMES
 from service.core.encode import Encoder
 from tests import hub, samples
 
@@ -164,15 +169,34 @@ POOLINGS: dict[str, dict[str, Any]] = {
     "a switch and a name": {"pooling_mode": "mean", "pooling_mode_max_tokens": True},
     "a number": {"pooling_mode_cls_token": 1, "pooling_mode_mean_tokens": 0},
     "without the prompt": {"pooling_mode": "cls", "include_prompt": False},
+    "the last token": {"pooling_mode": "lasttoken"},
+    "the largest numbers": {"pooling_mode": "max"},
+    "by positions": {"pooling_mode": "weightedmean"},
+    "by the root of the length": {"pooling_mode": "mean_sqrt_len_tokens"},
+    "two in their order": {"pooling_mode": ["mean", "cls"]},
+    "two switches": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+    "all": {"pooling_mode": [*POOLING_MODES.values()]},
 }
 
 
 @pytest.mark.parametrize("word", ["embedding_dimension", "word_embedding_dimension"])
 @pytest.mark.parametrize("case", POOLINGS)
 def test_pooling(case: str, word: str, folder: Path) -> None:
-    """Every way to write the mean or the first token is read as sentence-transformers reads it."""
+    """Every way to write a pooling is read as sentence-transformers reads it."""
     write(folder / "1_Pooling/config.json", {word: 32, **POOLINGS[case]})
+    widen(folder, len(read_pooling_mode(folder / "1_Pooling/config.json")))
     assert_same_vectors(folder)
+
+
+def widen(folder: Path, modes: int) -> None:
+    """Give the dense layer the width of several concatenated poolings."""
+    edit(folder / "2_Dense/config.json", in_features=32 * modes)
+    path = folder / "2_Dense/model.safetensors"
+    layer = load_file(path)
+    layer["linear.weight"] = torch.cat(
+        [layer["linear.weight"].roll(n, dims=1) for n in range(modes)], dim=1
+    ).contiguous()
+    save_file(layer, path)
 
 
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"use_residual": False}])
@@ -239,8 +263,12 @@ REFUSED: list[tuple[str, str, Any]] = [
     (MODEL, "truncate_dim", 8),
     (MODEL, "default_prompt_name", "unknown"),
     (MODEL, "prompts", ["query: "]),
-    ("1_Pooling/config.json", "pooling_mode", "max"),
-    ("1_Pooling/config.json", "pooling_mode", ["mean", "cls"]),
+    (MODEL, "prompts", {"query": 3}),
+    ("config.json", "matryoshka_dimensions", 16),
+    ("config.json", "matryoshka_dimensions", ["16"]),
+    ("config.json", "matryoshka_dimensions", [21]),
+    ("1_Pooling/config.json", "pooling_mode", "median"),
+    ("1_Pooling/config.json", "pooling_mode", ["mean", "median"]),
     ("1_Pooling/config.json", "pooling_mode", []),
     ("1_Pooling/config.json", "pooling_mode", 3),
     ("2_Dense/config.json", "module_input_name", "token_embeddings"),
@@ -267,11 +295,173 @@ def test_refused(file: str, name: str, value: Any, folder: Path) -> None:
     assert file.split("/")[0] in str(raised.value)
 
 
-def test_default_prompt(folder: Path) -> None:
-    """A prompt before every text is refused, with what to do."""
-    edit(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
-    with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
+@pytest.mark.parametrize("default", [None, "query", "passage", "document"])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"query": "query: ", "passage": "passage: "},
+        {"query": "Find texts for: ", "document": "text: ", "passage": "passage: "},
+        {"query": None, "passage": ""},
+    ],
+)
+def test_prompts(prompts: dict[str, str | None], default: str | None, folder: Path) -> None:
+    """The head has the prompts of sentence-transformers, with the same default."""
+    edit(folder / MODEL, prompts=prompts, default_prompt_name=default)
+    peer = SentenceTransformer(str(folder), device="cpu")
+    head = read_source(folder).model.described["embedding"]
+    assert head.named_prompts == peer.prompts
+    assert head.default_prompt_text == (peer.prompts[default] if default else "")
+
+
+def test_prompts_that_are_not_pooled(folder: Path) -> None:
+    """Pooling without the prompt's tokens is refused where a prompt has a text, and recorded where none has."""
+    edit(folder / "1_Pooling/config.json", include_prompt=False)
+    assert not read_source(folder).model.described["embedding"].include_prompt
+    edit(folder / MODEL, prompts={"query": "query: "})
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json: include_prompt = False"):
         read_source(folder)
+
+
+def test_default_prompt_of_a_cross_encoder(tmp_path: Path) -> None:
+    """A prompt before every pair is refused, with what to do."""
+    hub.save_cross_encoder("bert", tmp_path, torch.nn.Sigmoid(), num_hidden_layers=1)
+    edit(tmp_path / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
+        read_source(tmp_path)
+
+
+@pytest.fixture
+def routed(folder: Path, tmp_path: Path) -> Path:
+    """Queries and documents have dense layers of their own after one encoder."""
+    shared = Transformer(str(folder))
+    routes = [[shared, Pooling(32, "mean"), Dense(32, 20)] for _ in range(2)]
+    router = Router.for_query_document(*routes)
+    SentenceTransformer(modules=[router, Normalize()], device="cpu").save(str(tmp_path / "routed"))
+    return tmp_path / "routed"
+
+
+def routes(folder: Path) -> dict[str | None, str]:
+    """The dense layer's folder of the head for each input type, and for none."""
+    source = read_source(folder)
+    first = next(iter(source.model.described))
+    names = {side: side if side in source.model.described else first for side in PROMPT_NAMES}
+    weights = {
+        place: load_file(folder / place / "model.safetensors")["linear.weight"]
+        for place in ("query_2_Dense", "document_2_Dense")
+    }
+    return {
+        side: next(
+            place
+            for place, weight in weights.items()
+            if torch.equal(weight, source.model.heads[name].dense[0].weight)
+        )
+        for side, name in {**names, None: first}.items()
+    }
+
+
+Parameters = dict[str, Any]
+ROUTES: dict[str, Parameters] = {
+    "as saved": {},
+    "queries first": {"default_route": "query"},
+    "no default": {"default_route": None},
+    "exchanged": {
+        "route_mappings": {"('query', 'text')": "document", "('document', None)": "query"}
+    },
+    "one for all": {"route_mappings": {"(None, None)": "query"}},
+    "one for texts": {"route_mappings": {"(None, 'text')": "query", "(None, 'image')": "document"}},
+}
+
+
+@pytest.mark.parametrize("case", ROUTES)
+def test_routes(case: str, routed: Path) -> None:
+    """Each input type has the route that sentence-transformers finds for a text."""
+    router = json.loads((routed / "router_config.json").read_text())
+    router["parameters"] |= ROUTES[case]
+    write(routed / "router_config.json", router)
+    peer = SentenceTransformer(str(routed), device="cpu")[0]
+    expected = {
+        task: f"{peer._resolve_route(task=task, modality='text')}_2_Dense"
+        for task in ("query", "document", None)
+    }
+    assert expected == routes(routed)
+
+
+BROKEN_ROUTES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no routes": (lambda r: r.update(structure={}), "has no route document"),
+    "no types": (lambda r: r.pop("types"), "cannot read the routes: KeyError"),
+    "a list": (lambda r: r.update(structure=[]), "cannot read the routes"),
+    "a key that is none": (
+        lambda r: r["parameters"].update(route_mappings={"query": "query"}),
+        "cannot read the routes",
+    ),
+    "a path outside": (lambda r: r["structure"].update(query=["../x"]), "'../x' is no folder"),
+    "an unknown route": (
+        lambda r: r["parameters"].update(default_route="none"),
+        "has no route none",
+    ),
+    "no route for queries": (
+        lambda r: r["structure"].update(other=r["structure"].pop("query")),
+        "has no route for query texts",
+    ),
+    "no default": (
+        lambda r: r["parameters"].update(default_route=None, allow_empty_key=False),
+        "has no route for texts without a task: default_route is missing",
+    ),
+    "a third default": (
+        lambda r: (
+            r["structure"].update(other=[*r["structure"]["query"], "query_2_Dense"]),
+            r["parameters"].update(default_route="other"),
+        ),
+        "cannot serve a default_route for neither query nor document",
+    ),
+    "another module": (
+        lambda r: r["types"].update(query_1_Pooling="sentence_transformers.models.LSTM"),
+        "cannot serve the sentence-transformers module LSTM",
+    ),
+    "another package": (
+        lambda r: r["types"].update(query_1_Pooling="own.Pooling"),
+        "cannot serve the sentence-transformers module own.Pooling",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_ROUTES)
+def test_broken_routes(case: str, routed: Path) -> None:
+    """A Router that cannot be served is refused in one line that names it."""
+    change, message = BROKEN_ROUTES[case]
+    router = json.loads((routed / "router_config.json").read_text())
+    change(router)
+    write(routed / "router_config.json", router)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read_source(routed)
+    assert "\n" not in str(raised.value)
+
+
+def test_routes_with_different_encoders(folder: Path, tmp_path: Path) -> None:
+    """Two encoders do not fit in one graph; the message names them, and what to do."""
+    sides = [[Transformer(str(folder)), Pooling(32, "mean")] for _ in range(2)]
+    made = SentenceTransformer(modules=[Router.for_query_document(*sides)], device="cpu")
+    made.save(str(tmp_path / "two"))
+    with pytest.raises(CheckpointError, match="document_0_Transformer, query_0_Transformer"):
+        read_source(tmp_path / "two")
+
+
+CARDS = {
+    "one loss": ('"matryoshka_dims": [\n 16,\n 8\n ]', [8, 16]),
+    "the same twice": ('"matryoshka_dims": [16, 8], ... "matryoshka_dims": [8, 16]', [8, 16]),
+    "two losses": ('"matryoshka_dims": [16], "matryoshka_dims": [8]', []),
+    "no list": ('"matryoshka_dims": null', []),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_trained_dimensions(case: str, folder: Path) -> None:
+    """`config.json` states them, else the model card, if it states one list only."""
+    text, expected = CARDS[case]
+    (folder / "README.md").write_text(f"# A model\n{text}\n")
+    assert tuple(expected) == read_source(folder).model.described["embedding"].matryoshka_dimensions
+    edit(folder / "config.json", matryoshka_dimensions=[20, 4])
+    assert (4, 20) == read_source(folder).model.described["embedding"].matryoshka_dimensions
 
 
 Change = Callable[[list[dict[str, Any]]], Any]
@@ -283,9 +473,13 @@ BROKEN_MODULES: dict[str, tuple[Change, str]] = {
     "a path outside": (lambda modules: [{**modules[0], "path": "../x"}], r"'\.\./x' is outside"),
     "an absolute path": (lambda modules: [{**modules[0], "path": "/x"}], "'/x' is outside"),
     "a drive": (lambda modules: [{**modules[0], "path": "C:\\x"}], "is outside"),
-    "a router": (
+    "another module": (
+        lambda modules: [{**modules[0], "type": "sentence_transformers.models.WordWeights"}],
+        "cannot serve the sentence-transformers module WordWeights",
+    ),
+    "a router without its file": (
         lambda modules: [{**modules[0], "type": "sentence_transformers.base.modules.Router"}],
-        "cannot serve the sentence-transformers module Router",
+        "router_config.json is missing",
     ),
 }
 
@@ -339,6 +533,7 @@ TABLES = [
     (POOLING_TABLE, (Pooling,), {*sentence_config.POOLING_MODES}),
     (DENSE_TABLE, (Dense,), set()),
     (NORMALIZE_TABLE, (Normalize,), set()),
+    (MASK_TABLE, (MultiVectorMask,), set()),
 ]
 
 
@@ -355,7 +550,7 @@ def test_every_setting_of_the_root_is_in_a_table() -> None:
     """Also what the model classes look up in `config_sentence_transformers.json`."""
     sources = [
         inspect.getsource(inspect.getmodule(kind))
-        for kind in (base_model.BaseModel, SentenceTransformer, CrossEncoder)
+        for kind in (base_model.BaseModel, SentenceTransformer, CrossEncoder, MultiVectorEncoder)
     ]
     names = {
         name

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from model.checkpoints import writer
-from service.core.bundle import Head
-from service.engines.engine import Engine, EngineTask, Ticket
+from service.core.bundle import Head, LateInteraction
+from service.engines.engine import Engine, EngineTask, Reply, Ticket
 from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -22,9 +22,10 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
-from service.tasks.similarity import Similarity, compare
+from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
 from tests import samples
 from tests.conftest import run_export
@@ -40,6 +41,18 @@ HEADS = {
     "entities": Head(task="ner", labels=("O", "B-PER", "I-PER", "B-LOC", "I-LOC")),
     "answers": Head(task="qa", max_answer_tokens=12, max_query_tokens=24),
     "embeddings": Head(task="embedding", pooling="mean", dimensions=64),
+    "tokens": Head(
+        task="late-interaction",
+        dimensions=32,
+        late_interaction=LateInteraction(
+            query_prefix="query: ",
+            document_prefix="doc: ",
+            query_length=20,
+            query_expansion=20,
+            expansion_token_id=4,  # [MASK]
+            skip_token_ids=(8, 9, 10, 11),
+        ),
+    ),
 }
 QUERY = "Who repaired the old engine?"
 LABELS = ["trade", "the sea", "a long story about engines"]
@@ -52,12 +65,14 @@ class Case:
     """A task of texts, and its reference: the numbers that a library computes from a checkpoint of the head alone.
 
     numbers: the same numbers of our results
+    int8: the largest difference of a number at int8
     """
 
     head: str
     task: Callable[..., EngineTask[Any]]
     reference: Callable[[Path, Sequence[str]], Any]
     numbers: Callable[[Any], Any]
+    int8: float = 0.2
 
 
 def scores(found: Sequence[Any]) -> list[float]:
@@ -79,6 +94,15 @@ def bi_encoder(folder: Path, texts: Sequence[str]) -> Any:
     model.max_seq_length = MAX_LENGTH
     vectors = model.encode([*texts, QUERY], show_progress_bar=False)
     return model.similarity(vectors[:-1], vectors[-1])[:, 0]
+
+
+def late_interaction(folder: Path, texts: Sequence[str]) -> Any:
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(str(folder))
+    model.max_seq_length = MAX_LENGTH
+    documents = model.encode_document([*texts], show_progress_bar=False)
+    return model.similarity(model.encode_query([QUERY]), documents)[0]
 
 
 def pipeline(task: str, folder: Path) -> Any:
@@ -104,6 +128,13 @@ CASES: dict[str, Case] = {
         cross_encoder,
         float,
     ),
+    "rerank by tokens": Case(
+        "tokens",
+        lambda texts, **options: LateInteractionRanking(query=QUERY, documents=texts, **options),
+        late_interaction,
+        float,
+        int8=1.0,  # a sum over 20 tokens
+    ),
     "zero-shot": Case(
         "entailment",
         lambda texts, **options: ZeroShot(texts=texts, labels=LABELS, **options),
@@ -123,6 +154,8 @@ OTHERS: tuple[tuple[str, EngineTask[Any]], ...] = (
     ("answers", QuestionAnswering(questions=[QUERY] * 2, contexts=[LONG, TEXTS[2]])),
     ("embeddings", Embedding(texts=TEXTS)),
     ("embeddings", Similarity(source=QUERY, texts=TEXTS)),
+    ("tokens", TokenEmbedding(texts=[QUERY, TEXTS[0]], input_type="query")),
+    ("tokens", TokenEmbedding(texts=[LONG, *TEXTS], truncate="window")),
 )
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -157,8 +190,13 @@ def ticket(**fields: Any) -> Ticket:
 
 
 async def results(engine: Engine, case: Case, texts: Sequence[str], **options: Any) -> list[Any]:
-    reply = await engine.answer(case.task(texts, **options), ticket(), (case.head,))
-    return reply.results
+    task = case.task(texts, **options)
+    return numbered(engine, task, await engine.answer(task, ticket(), (case.head,)))
+
+
+def numbered(engine: Engine, task: EngineTask[Any], reply: Reply[Any]) -> list[Any]:
+    """The results of a reply; of a ranking, the scores of the documents."""
+    return [*task.scores(engine, reply)] if hasattr(task, "scores") else reply.results
 
 
 @each_case
@@ -169,16 +207,16 @@ async def test_parity(case: Case, engine: Engine, folder: Path) -> None:
     found = [case.numbers(one) for one in await results(engine, case, texts, truncate=True)]
 
     expected = np.asarray(case.reference(folder / case.head, texts), np.float64)
-    limit = 1e-4 if engine.runs_on.precision == "fp32" else 0.2
+    limit = 1e-4 if engine.runs_on.precision == "fp32" else case.int8
     assert np.abs(np.asarray(found) - expected).max() <= limit
     assert np.ptp(expected) > 1e-3  # the model tells the texts apart
 
 
 async def test_similarity_parity(engine: Engine, folder: Path) -> None:
     """The cosines of sentence-transformers."""
-    reply = await engine.answer(Similarity(source=QUERY, texts=[*TEXTS, LONG]), ticket())
+    task = Similarity(source=QUERY, texts=[*TEXTS, LONG])
 
-    found = np.asarray(compare(reply.results))
+    found = np.asarray(task.scores(engine, await engine.answer(task, ticket())))
 
     expected = bi_encoder(folder / "embeddings", [*TEXTS, LONG]).numpy()
     limit = 1e-4 if engine.runs_on.precision == "fp32" else 0.1
@@ -190,12 +228,13 @@ async def test_company(case: Case, engine: Engine) -> None:
     """A result is the same alone and in batches with inputs of every other task."""
     alone = [(await results(engine, case, [text]))[0] for text in TEXTS]
 
-    requests = [engine.answer(case.task(TEXTS), ticket(), (case.head,)) for _ in range(3)]
-    requests += [engine.answer(task, ticket(), (head,)) for head, task in OTHERS for _ in range(3)]
+    task = case.task(TEXTS)
+    requests = [engine.answer(task, ticket(), (case.head,)) for _ in range(3)]
+    requests += [engine.answer(one, ticket(), (head,)) for head, one in OTHERS for _ in range(3)]
     together = await asyncio.gather(*requests)
 
     assert any(reply.timing.batch_size > len(TEXTS) for reply in together)
-    assert all(alone == reply.results for reply in together[:3])
+    assert all(alone == numbered(engine, task, reply) for reply in together[:3])
 
 
 @pytest.mark.parametrize("heads", [(), ("entities", "sentiment"), ("embeddings",)], ids=str)
@@ -233,6 +272,40 @@ async def test_windows_of_a_document(engine: Engine) -> None:
     assert max(each) == long
 
 
+async def test_token_vectors_of_windows(engine: Engine) -> None:
+    """A long document has the vectors of its windows, each of which begins with the prefix."""
+    encoding = engine.encoder.tokenizer.encode(LONG, add_special_tokens=False)
+    prefix = len(engine.encoder.tokenizer.encode("doc: ", add_special_tokens=False))
+    room = MAX_LENGTH - 2 - prefix
+    ends = [encoding.offsets[min(i + room, len(encoding)) - 1][1] for i in range(0, 999, room)]
+    starts = [encoding.offsets[i][0] for i in range(0, len(encoding), room)]
+    parts = [LONG[start:end] for start, end in zip(starts, ends, strict=False)]
+
+    long = TokenEmbedding(texts=[LONG], truncate="window", stride=0)
+    (whole,) = (await engine.answer(long, ticket())).results
+    each = (await engine.answer(TokenEmbedding(texts=parts, truncate=False), ticket())).results
+
+    assert len(parts) > 2
+    assert np.array_equal(np.concatenate(each), whole)
+
+
+async def test_queries_have_no_windows(engine: Engine) -> None:
+    """A query is truncated or refused, and is filled up with tokens that have vectors."""
+    windows = TokenEmbedding(texts=[QUERY], input_type="query", truncate="window")
+    with pytest.raises(InvalidInput, match="queries have no windows"):
+        await engine.answer(windows, ticket())
+    whole = TokenEmbedding(texts=[LONG], input_type="query", truncate=False)
+    with pytest.raises(InvalidInput, match="longer than 20 tokens"):
+        await engine.answer(whole, ticket())
+
+    task = TokenEmbedding(texts=[QUERY, LONG, "a"], input_type="query")
+    reply = await engine.answer(task, ticket())
+
+    assert [(20, 32)] * 3 == [vectors.shape for vectors in reply.results]
+    assert [1] == reply.usage.truncated
+    assert np.allclose(1, [np.linalg.norm(vectors, axis=1) for vectors in reply.results])
+
+
 @each_case
 async def test_errors(case: Case, engine: Engine) -> None:
     """A head for another task is refused; a text that is too long fails alone where errors are isolated."""
@@ -244,7 +317,7 @@ async def test_errors(case: Case, engine: Engine) -> None:
     task = case.task([LONG, TEXTS[0]], truncate=False)
     reply = await engine.answer(task, replace(ticket(), isolate_errors=True), (case.head,))
 
-    assert [None] + await results(engine, case, TEXTS[:1]) == reply.results
+    assert [None] + await results(engine, case, TEXTS[:1]) == numbered(engine, task, reply)
     assert [0] == [*reply.errors]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from service.core.bundle import Head
+from service.core.bundle import Head, LateInteraction
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore
 from service.engines.commands import Command
 from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
@@ -22,6 +22,7 @@ from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
@@ -29,6 +30,7 @@ from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
+VECTORS = np.array([[1, 0, 0], [0, 1, 0]], dtype=np.float32)  # of the tokens of a text
 TOKENS = 7  # of every request
 
 
@@ -38,6 +40,9 @@ class FakeEngine:
         heads={
             "sentiment": Head(task="classification", labels=("good", "bad")),
             "embeddings": Head(task="embedding", pooling="mean", dimensions=3),
+            "tokens": Head(
+                task="late-interaction", dimensions=3, late_interaction=LateInteraction()
+            ),
         }
     )
     fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
@@ -89,6 +94,9 @@ class FakeEngine:
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
         return Reply((head,), results, usage, timing, self.bad)
 
+    async def run(self, work: Callable[[], Any], tokens: int) -> Any:
+        return work()
+
     def describe(self) -> dict[str, object]:
         return {"id": self.id, "precision": "int8"}
 
@@ -111,6 +119,10 @@ def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
             return "embeddings", [VECTOR] * len(task.texts)
         case Similarity():
             return "embeddings", [VECTOR] * (len(task.texts) + 1)
+        case TokenEmbedding():
+            return "tokens", [VECTORS] * len(task.texts)
+        case LateInteractionRanking():
+            return "tokens", [VECTORS] * (len(task.documents) + 1)
         case Reranking():
             return "relevance", [place / 4 for place in range(len(task.documents))]
         case ZeroShot():

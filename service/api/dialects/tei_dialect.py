@@ -31,7 +31,7 @@ from service.errors import ErrorForm, InvalidInput, QuartetError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.reranking import Reranking, rank
-from service.tasks.similarity import Similarity, compare
+from service.tasks.similarity import Similarity
 
 PREFIX = "tei"
 TAG = "text-embeddings-inference"
@@ -360,7 +360,7 @@ async def compare_sentences(call: Call[TeiSimilarityRequest]) -> Response:
         truncate=call.body.cuts and parameters.get("truncate") is not False,
     )
     reply = await call.compute(task)
-    return json_response(compare(reply.results), call.headers(reply))
+    return json_response(task.scores(call.engine, reply), call.headers(reply))
 
 
 @router.post("/tokenize", **openapi.dialect(TeiTokenizeRequest, list[list[TeiToken]], TAG))

@@ -37,7 +37,7 @@ const TASKS = {
     reads: of("embedding"),
     path: "embed",
     empty: "Each sentence's closeness to the first will appear here.",
-    request: ({ inputs }) => ({ inputs: lines(inputs) }),
+    request: ({ inputs, prompt_name }) => ({ inputs: lines(inputs), prompt_name }),
     show: showSimilarity,
   },
   rerank: {
@@ -300,11 +300,27 @@ function fill(panel, values) {
 function body(panel) {
   const several = panel.heads.length > 1 || panel.named;
   const head = several && !panel.headless ? panel.head.value : undefined;
-  return { ...panel.request(fields(panel.form)), model: panel.model?.id, head };
+  const { input_type } = panel.path === "embed" ? chosenHead(panel) : {};
+  return { ...panel.request(fields(panel.form)), model: panel.model?.id, head, input_type };
 }
 
-function isDemo(panel) {
-  return Boolean(panel.heads.find(([name]) => name === panel.head.value)?.[1].demo);
+const chosenHead = (panel) => panel.heads.find(([name]) => name === panel.head.value)?.[1] ?? {};
+const isDemo = (panel) => Boolean(chosenHead(panel).demo);
+
+// A prompt may be chosen where the head has one with a text. "" is the default prompt, or none.
+function offerPrompts(panel) {
+  const choice = panel.section.querySelector(".prompt-choice");
+  if (!choice) return;
+  const { prompts = {}, default_prompt, input_type } = chosenHead(panel);
+  const usual = input_type ?? default_prompt;
+  const named = Object.entries(prompts);
+  const select = choice.querySelector("select");
+  const before = select.value;
+  const options = named.map(([value, text]) =>
+    node("option", { value, title: text }, text ? `${value} (“${text.trim()}”)` : `${value} (no text)`));
+  select.replaceChildren(node("option", { value: "" }, usual ? `default: ${usual}` : "none"), ...options);
+  select.value = before in prompts ? before : "";
+  choice.hidden = !named.some(([, text]) => text);
 }
 
 function refresh(panel) {
@@ -388,6 +404,7 @@ function wire(panel) {
   });
   panel.section.querySelector(".examples").append(...examples);
   panel.form.addEventListener("input", () => refresh(panel));
+  panel.head.addEventListener("change", () => { offerPrompts(panel); refresh(panel); });
   panel.form.addEventListener("submit", (event) => { event.preventDefault(); run(panel); });
   panel.form.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
@@ -420,6 +437,7 @@ function applyModel(panel, model) {
   panel.head.replaceChildren(...options);
   spellMask(panel, offered[0]?.[1].mask_token ?? panel.mask);
   panel.section.querySelector(".head-choice").hidden = offered.length < 2 || panel.headless;
+  offerPrompts(panel);
   const missing = Boolean(model.heads) && !offered.length;
   panel.form.querySelector("fieldset").disabled = missing;
   panel.section.classList.toggle("off", missing);

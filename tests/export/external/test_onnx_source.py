@@ -266,6 +266,44 @@ def test_pooling_of_the_first_token(folder: Path, out: Path) -> None:
     assert "cls" == made.manifest.heads["embedding"].pooling
 
 
+def weighted(rows: np.ndarray) -> np.ndarray:
+    return np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1))
+
+
+POOLED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda rows: rows.max(axis=0),
+    "lasttoken": lambda rows: rows[-1],
+    "mean_sqrt_len_tokens": lambda rows: rows.sum(axis=0) / len(rows) ** 0.5,
+    "weightedmean": weighted,
+}
+
+
+@pytest.mark.parametrize("mode", POOLED)
+def test_other_poolings(mode: str, folder: Path, out: Path) -> None:
+    """Each pooling of sentence-transformers is appended, alone and concatenated, and does not depend on the batch."""
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": [mode, "cls"]})
+    made = export(write(folder, "embedding"), out)
+    rows = per_text(made, looked_up(made, "last_hidden_state"))
+    expected = np.stack([np.concatenate([POOLED[mode](own), own[0]]) for own in rows])
+    assert_gives(made, "embedding", expected)
+    assert (mode, "cls") == made.manifest.heads["embedding"].pooling
+    assert (2 * WIDTH, "padded") == (
+        made.manifest.heads["embedding"].dimensions,
+        made.manifest.graphs[0].layout,
+    )
+
+
+def test_prompts_of_modules(folder: Path, out: Path) -> None:
+    """The prompts of sentence-transformers are in the manifest."""
+    write_modules(folder, "Pooling")
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    write_json(folder / "config_sentence_transformers.json", prompts)
+    made = export(write(folder, "embedding"), out)
+    assert "query: " == made.manifest.heads["embedding"].default_prompt_text
+    assert 4 == made.manifest.format_version
+
+
 def test_modules(folder: Path, out: Path, tmp_path: Path) -> None:
     """Dense layers of sentence-transformers are appended; Normalize says what the service does by default."""
     write_modules(folder, "Pooling", "Dense", "Dense")
@@ -563,19 +601,21 @@ def unreadable(folder: Path) -> None:
 
 
 def unpooled(folder: Path) -> None:
-    """Vectors of one token that is not the first, and no word on it."""
+    """Vectors of the second token, and no word on it."""
     proto = lookup("token_embeddings")
-    proto.graph.initializer.append(numpy_helper.from_array(np.array(-1), "last"))
-    node = helper.make_node("Gather", ["token_embeddings", "last"], ["sentence_embedding"], axis=1)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(1), "second"))
+    node = helper.make_node(
+        "Gather", ["token_embeddings", "second"], ["sentence_embedding"], axis=1
+    )
     proto.graph.node.append(node)
     kind = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, None)
     proto.graph.output.append(kind)
     write(folder, "embedding", proto)
 
 
-def max_pooled(folder: Path) -> None:
+def median_pooled(folder: Path) -> None:
     write_modules(folder, "Pooling")
-    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_max_tokens": True})
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "median"})
     write(folder, "embedding")
 
 
@@ -643,7 +683,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     "four bits": (regraph(four_bits), "cannot serve weights of 4 bits"),
     "weights in many files": (two_weight_files, "its weights lie in 2 files"),
     "unknown pooling": (unpooled, "the pooling of sentence_embedding is neither declared"),
-    "pooled another way": (max_pooled, "cannot serve pooling max"),
+    "pooled another way": (median_pooled, "cannot serve pooling median"),
 }
 
 

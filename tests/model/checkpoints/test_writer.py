@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import sentence_transformers
@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 
 from model.bert import Bert
 from model.checkpoints import reader, writer
+from model.checkpoints.source import read_source
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import packing
-from service.core.bundle import Head
+from service.core.bundle import Head, PoolingMode
 from service.core.encode import Encoder
 from tests.model.checkpoints.helpers import HEADS, PACKED, our_output, peer_output
 from tests.model.helpers import TOLERANCE, ours, perturb, real, shape, theirs
@@ -161,25 +162,33 @@ class TestWhatWeSave:
         expected = peer(**cut(firsts, seconds, padding=True, return_tensors="pt")).logits
         torch.testing.assert_close(our_output(model, "pair", packed), expected, **TOLERANCE)
 
-    @pytest.mark.parametrize("pooling", ["mean", "cls"])
+    @pytest.mark.parametrize("pooling", [*get_args(PoolingMode), ("mean", "cls")])
     def test_sentence_transformers(
-        self, pooling: str, tmp_path: Path, tokenizer_file: Path
+        self, pooling: str | tuple[str, ...], tmp_path: Path, tokenizer_file: Path
     ) -> None:
-        """sentence-transformers reads an embedding head: its pooling, and that it is normalised."""
+        """sentence-transformers reads an embedding head: pooling, prompts, and that it is normalised; and so do we."""
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
-        head = Head.model_validate({"task": "embedding", "pooling": pooling, "dimensions": 32})
+        fields = {"prompts": {"query": "find: "}, "default_prompt": "query"}
+        head = Head.model_validate(
+            {
+                **{"task": "embedding", "pooling": pooling, "matryoshka_dimensions": [16]},
+                **{"dimensions": 32 if isinstance(pooling, str) else 64, **fields},
+            }
+        )
         model = perturb(EncoderWithHeads(shape(vocab_size=vocab_size), {"vectors": head}))
         texts = ["Ada drew a comet.", "Lise painted two prime numbers, twice."]
         writer.save_head(tmp_path, model, "vectors", tokenizer_file)
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)
 
-        packed = packing.pack([item.windows[0] for item in encoder.texts(texts)])
+        prompted = encoder.texts([head.default_prompt_text + text for text in texts])
+        packed = packing.pack([item.windows[0] for item in prompted])
         vectors = our_output(model, "vectors", packed)
 
         peer = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
         expected = torch.from_numpy(peer.encode(texts))
         unit = torch.nn.functional.normalize(vectors, dim=1)
         torch.testing.assert_close(unit, expected, **TOLERANCE)
+        assert head == read_source(tmp_path).model.described["embedding"]
 
 
 class TestJoint:

@@ -421,6 +421,22 @@ def test_equal_texts_have_equal_numbers(encoder: Encoder) -> None:
     assert [(len(example.encodings), example.negatives) for example in made] == [(4, 2), (3, 0)]
 
 
+def test_embeddings_have_the_default_prompt(encoder: Encoder) -> None:
+    """Texts of an embedding head are encoded after its default prompt, as the service does."""
+    fields = {"prompts": {"query": "ab "}, "default_prompt": "query"}
+    head = Head(task="embedding", pooling="mean", dimensions=32)
+    rows = [Similar("", ("a", "b"), None)]
+    prompted = examples.encode(
+        rows, Head.model_validate({**head.model_dump(), **fields}), encoder, 0
+    )
+    expected = examples.encode([Similar("", ("ab a", "ab b"), None)], head, encoder, 0)
+    found, plain = (
+        [text.windows[0].input_ids.tolist() for text in row]
+        for row in (next(prompted), next(expected))
+    )
+    assert plain == found
+
+
 def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
     """Nothing is remembered from one step to the next."""
     lengths = [[len(e) for e in groups(5, 5, 5).batch((1, 0), 3).encodings] for _ in range(2)]
@@ -558,6 +574,12 @@ def test_settings_of_a_loss_are_checked(settings: dict[str, Any], message: str) 
     """Before anything is read."""
     with pytest.raises(ValueError, match=message):
         HeadSettings("embedding", [], **settings)
+
+
+def test_late_interaction_is_not_trained() -> None:
+    """The task is refused by name."""
+    with pytest.raises(ValueError, match="task: heads of late-interaction are not trained here"):
+        HeadSettings("late-interaction", [])
 
 
 def test_a_triplet_needs_a_negative() -> None:

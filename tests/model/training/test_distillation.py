@@ -1,5 +1,6 @@
 """What a teacher's answers, relations, states and vectors cost is what their definitions say."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from model.training.distillation import DistillationObjective, Teacher, TeacherH
 from service.core import packing
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
+from tests import hub
 from tests.model.helpers import LENGTHS, batch, shape
 from tests.model.helpers import ours as arguments
 
@@ -467,3 +469,13 @@ def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path
     (tmp_path / "heads.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"heads\.json is not JSON"):
         distillation.load(str(tmp_path), torch.device("cpu"))
+
+
+def test_a_teacher_with_a_default_prompt(tmp_path: Path) -> None:
+    """It would read the student's tokens without its prompt, so it is refused."""
+    hub.save_sentence_transformer("bert", tmp_path / "teacher", num_hidden_layers=1)
+    path = tmp_path / "teacher/config_sentence_transformers.json"
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **prompts}))
+    with pytest.raises(CheckpointError, match="head embedding has the default prompt 'query'"):
+        distillation.load(str(tmp_path / "teacher"), torch.device("cpu"))

@@ -7,19 +7,22 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from service import errors
+from service.api.native_routes import base64_of, numbers
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
 from service.tasks.zero_shot import ZeroShot
-from tests.service.fakes import VECTOR, FakeEngine
+from tests.service.fakes import VECTOR, VECTORS, FakeEngine
 
 Client = httpx.AsyncClient
 ClientWith = Callable[..., AbstractAsyncContextManager[Client]]
@@ -30,6 +33,7 @@ BODIES: dict[str, Any] = {
     "/ner": {"inputs": "a"},
     "/qa": QUESTION,
     "/embed": {"inputs": "a"},
+    "/embed-tokens": {"inputs": "a"},
     "/rerank": {"query": "a", "documents": ["b", "c"]},
     "/similarity": {"source": "a", "inputs": "b"},
     "/zero-shot": {"inputs": "a", "labels": ["good", "bad"]},
@@ -147,11 +151,66 @@ async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) ->
     assert engine.asked == Embedding(texts=["a", "b"], normalize=None, dimensions=3)
 
 
+async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> None:
+    """The prompt, the input type and the type of the numbers reach the task."""
+    options = {"prompt_name": "query", "input_type": "query", "output_dtype": "binary"}
+    assert 200 == (await client.post("/embed", json={"inputs": "a", **options})).status_code
+    assert engine.asked == Embedding(texts=["a"], **options)
+    assert 200 == (await client.post("/embed", json={"inputs": "a", "prompt": ""})).status_code
+    assert engine.asked == Embedding(texts=["a"], prompt="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "", "prompt_name": "query"}, "give prompt or prompt_name, not both"),
+        ({"prompt": "a" * 2049}, "prompt: must have at most 2048 characters"),
+        ({"input_type": "passage"}, "input_type: must be one of 'query' or 'document'"),
+        ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),
+    ],
+)
+async def test_embed_refuses_options(client: Client, fields: Any, message: str) -> None:
+    """Options that no head has are refused before the engine is asked."""
+    response = await client.post("/embed", json={"inputs": "a", **fields})
+    assert 422 == response.status_code
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_integers(dtype: Any) -> None:
+    """Integers are shown as integers, and their bytes as base64."""
+    vector = np.array([1, 127, 0], dtype)
+    assert [1, 127, 0] == orjson.loads(
+        orjson.dumps(numbers(vector), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
+    np.testing.assert_array_equal(vector, np.frombuffer(base64.b64decode(base64_of(vector)), dtype))
+
+
 async def test_embed_answers_in_base64(client: Client) -> None:
     """Base64 is of little-endian float32."""
     response = await client.post("/embed", json={"inputs": "a", "encoding_format": "base64"})
     (text,) = response.json()["embeddings"]
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), VECTOR)
+
+
+async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEngine) -> None:
+    """A list of vectors for each input, as numbers or each in base64."""
+    body = {"inputs": ["a", "b"], "input_type": "query", "truncate": False, "head": "tokens"}
+    response = await client.post("/embed-tokens", json=body)
+    assert response.json() == {
+        "model": "tiny@1",
+        "head": "tokens",
+        "embeddings": [VECTORS.tolist()] * 2,
+        "usage": USAGE,
+    }
+    assert engine.asked == TokenEmbedding(texts=["a", "b"], input_type="query", truncate=False)
+    assert engine.heads == ("tokens",)
+
+    body = {"inputs": "a", "encoding_format": "base64"}
+    ((*texts,),) = (await client.post("/embed-tokens", json=body)).json()["embeddings"]
+    vectors = [np.frombuffer(base64.b64decode(text), "<f4") for text in texts]
+    np.testing.assert_array_equal(vectors, VECTORS)
+    assert engine.asked == TokenEmbedding(texts=["a"], input_type="document")
 
 
 async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> None:
@@ -189,7 +248,18 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     found = response.json()["results"]
     assert [0, 1] == [one["index"] for one in found]
     assert [1.0, 1.0] == pytest.approx([one["score"] for one in found])
-    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False)
+    sides = {"source_type": "query", "texts_type": "document"}
+    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False, **sides)
+
+
+async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -> None:
+    """A head of late interaction ranks by the best document token for each query token."""
+    body = {"query": "q", "documents": ["a", "b"], "head": "tokens", "stride": 4}
+    response = await client.post("/rerank", json=body)
+    assert [(0, 2.0), (1, 2.0)] == [
+        (one["index"], one["score"]) for one in response.json()["results"]
+    ]
+    assert engine.asked == LateInteractionRanking(query="q", documents=["a", "b"], stride=4)
 
 
 async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
@@ -201,8 +271,9 @@ async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEn
     assert [{"index": 1, "code": "invalid", "message": "too long"}] == content["errors"]
 
     engine.bad = {3: errors.InferenceFailed("no number")}
-    response = await client.post("/rerank", json={**body, "head": "embeddings"})
-    assert error_of(response) == (500, "inference_failed", None)
+    for head in ("embeddings", "tokens"):
+        response = await client.post("/rerank", json={**body, "head": head})
+        assert error_of(response) == (500, "inference_failed", None)
 
 
 async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngine) -> None:
@@ -469,13 +540,13 @@ async def test_metrics_are_text(client: Client) -> None:
     assert "\nquartet_queue_tokens " in response.text
 
 
-@pytest.mark.parametrize("path", set(BODIES) - {"/rerank"})
+@pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank"}))
 async def test_bad_inputs_are_null_when_asked_for(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
     """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
     body = {**several(path), "on_error": "null"}
-    name = "embeddings" if path == "/embed" else "results"
+    name = "embeddings" if path.startswith("/embed") else "results"
     fine = (await client.post(path, json=body)).json()
     assert [] == fine["errors"]
     engine.bad = {2: errors.InvalidInput("too long"), 0: errors.InferenceFailed("no number")}

@@ -42,6 +42,18 @@ GRAPHS = [
 ]
 
 
+# Fields of an embedding head that need format 4.
+FORMAT_4: dict[str, dict[str, Any]] = {
+    "prompts": {"prompts": {"query": "query: "}},
+    "default_prompt": {"default_prompt": "document"},
+    "include_prompt": {"include_prompt": False},
+    "input_type": {"input_type": "query"},
+    "matryoshka_dimensions": {"matryoshka_dimensions": [2, 4]},
+    "quantization_ranges": {"quantization_ranges": {"2": [[-1.0, -0.5], [1.0, 0.25]]}},
+    "pooling": {"pooling": ["mean", "max"]},
+}
+
+
 def write(folder: Path) -> dict[str, Any]:
     """Write a bundle's files but for the manifest, which is returned."""
     folder.mkdir(exist_ok=True)
@@ -178,6 +190,36 @@ class TestLoad:
         assert 1 == bundle.format_version([graphs[1].model_dump()])
         assert graphs[2].memory.model_dump(mode="json") == manifest["graphs"][2]["memory"]
 
+    @pytest.mark.parametrize("field", FORMAT_4)
+    def test_format_4(self, tmp_path: Path, field: str) -> None:
+        """Since format 4 an embedding head may state its prompts and types; other heads keep their format."""
+        manifest = write(tmp_path)
+        manifest["heads"]["vectors"] |= FORMAT_4[field]
+        manifest["format_version"] = 4
+
+        head = bundle.load(save(tmp_path, manifest)).manifest.heads["vectors"]
+
+        written = json.loads(head.model_dump_json(exclude_defaults=True))
+        assert {**VECTORS, **FORMAT_4[field]} == written
+        assert 4 == bundle.format_version(manifest["graphs"], [head])
+        assert 1 == bundle.format_version(manifest["graphs"], [Head.model_validate(VECTORS)])
+        manifest["format_version"] = 3
+        assert f"vectors: {field} needs format_version 4" in refusal(save(tmp_path, manifest))
+
+    def test_prompts(self) -> None:
+        """A head always has the prompts of sentence-transformers, without a text unless it states one."""
+        head = Head.model_validate({**VECTORS, "prompts": {"passage": "p: ", "query": "q: "}})
+        assert {"query": "q: ", "document": "", "passage": "p: "} == head.named_prompts
+        assert "" == head.default_prompt_text
+        assert "p: " == head.model_copy(update={"default_prompt": "passage"}).default_prompt_text
+
+    def test_output_dtypes(self) -> None:
+        """8-bit numbers need ranges."""
+        plain = Head.model_validate(VECTORS)
+        ranged = Head.model_validate({**VECTORS, **FORMAT_4["quantization_ranges"]})
+        assert ["float", "binary", "ubinary"] == plain.output_dtypes
+        assert ["float", "int8", "uint8", "binary", "ubinary"] == ranged.output_dtypes
+
     @pytest.mark.parametrize(
         ("batches", "tokens", "expected"),
         [
@@ -208,6 +250,16 @@ def loaded_text(folder: Path) -> bytes:
     return (folder / "manifest.json").read_bytes()
 
 
+def stated(**fields: Any) -> Callable[[Any], Any]:
+    """State fields of the embedding head, in format 4."""
+
+    def change(manifest: Any) -> None:
+        manifest["format_version"] = 4
+        manifest["heads"]["vectors"] |= fields
+
+    return change
+
+
 MEMORY = {"opened": 1, "batches": {"1024": 2}}
 
 
@@ -223,13 +275,32 @@ def add_masks(manifest: Any, name: str = "masks", **fields: Any) -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=4), "format_version: Input should be 1, 2 or 3"),
+    ("later format", lambda m: m.update(format_version=5), "format_version: Input should be 1, 2, 3 or 4"),
+    ("field of format 4", lambda m: m["heads"]["vectors"].update(prompts={"q": ""}), "vectors: prompts needs"),
+    ("unknown prompt", stated(default_prompt="q"), "default_prompt 'q' is none of prompts: query, document"),
+    ("prompts of labels", lambda m: m["heads"]["sentiment"].update(prompts={"q": "q: "}), "for embedding heads only"),
+    ("trained for more", stated(matryoshka_dimensions=[2, 5]), "matryoshka_dimensions: 5 exceeds dimensions 4"),
+    ("prompts that are not pooled", stated(include_prompt=False, prompts={"q": "q: "}), "prompts: must have no text"),
+    ("no modes", stated(pooling=[]), "needs its pooling"),
+    ("unknown mode", stated(pooling=["mean", "median"]), "heads.vectors.pooling"),
+    ("ranges of more", stated(quantization_ranges={5: [[0] * 5, [1] * 5]}), "quantization_ranges: 5 exceeds"),
+    ("ranges of less", stated(quantization_ranges={4: [[0] * 4, [1] * 3]}), "quantization_ranges.4: must have 2 lists"),
+    ("empty range", stated(quantization_ranges={1: [[1.0], [0.5]]}), "quantization_ranges.1: must be finite"),
     ("field of format 3", lambda m: state(m, 1, MEMORY), "needs format_version 3"),
     ("field of format 3 in 2", lambda m: state(m, 2, MEMORY), "needs format_version 3"),
     ("memory of no batch", lambda m: state(m, 3, {"opened": 1, "batches": {}}), "0.memory.batches: "),
     ("memory of no tokens", lambda m: state(m, 3, {"opened": 1, "batches": {0: 1}}), "memory.batches.0"),
     ("negative memory", lambda m: state(m, 3, {**MEMORY, "opened": -1}), "0.memory.opened: "),
     ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
+    ("late interaction", lambda m: late(m, dimensions=None), "needs its dimensions and late_inter"),
+    ("not late", lambda m: m["heads"]["vectors"].update(late_interaction={}), "not for a head of"),
+    ("long query", lambda m: late(m, query_length=129), "query_length 129 exceeds max_length 128"),
+    ("long expansion", lambda m: late(m, query_length=8, query_expansion=9, expansion_token_id=4),
+     "query_expansion 9 exceeds query_length 8"),
+    ("no expansion token", lambda m: late(m, query_expansion=9), "needs expansion_token_id"),
+    ("no such token", lambda m: late(m, skip_token_ids=[100]), "is not below the size of the voca"),
+    ("hidden on CUDA", lambda m: (late(m, query_expansion=9, expansion_token_id=4),
+     m["graphs"][0].update(provider="cuda")), "packed.onnx for CUDA"),
     ("no name", lambda m: m.pop("name"), "name: Field required"),
     ("odd name", lambda m: m.update(name="a b"), "name: String should match pattern"),
     ("path as name", lambda m: m.update(name="../a"), "name: String should match pattern"),
@@ -258,6 +329,11 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("two mask tokens", lambda m: (add_masks(m), add_masks(m, "more", mask_token_id=5)), "differs from that"),
     ("tolerance", lambda m: m["goldens"]["tolerance"].pop("int8"), "golden tolerance for ['int8']"),
 ]  # fmt: skip
+
+
+def late(manifest: Any, dimensions: int | None = 4, **settings: Any) -> None:
+    head = {"task": "late-interaction", "dimensions": dimensions, "late_interaction": settings}
+    manifest["heads"]["vectors"] = head
 
 
 class TestBadManifests:

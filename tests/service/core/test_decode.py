@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from sentence_transformers.util import quantize_embeddings
 from transformers.pipelines.token_classification import (
     AggregationStrategy,
     TokenClassificationPipeline,
@@ -788,6 +789,32 @@ class TestCosines:
         assert [0.0] == decode.cosines(np.zeros(2, np.float32), others[:1])
 
 
+class TestTokenVectors:
+    WINDOWS = (np.float32([[3, 4], [0, 0], [1, 0]]), np.float32([[0, 2]]))
+    IDS = (np.array([2, 7, 8]), np.array([3]))
+
+    def test_vectors_of_all_windows(self) -> None:
+        """Vectors of length 1, one window after the other, none for skipped tokens; zero stays zero."""
+        found = decode.token_vectors(self.WINDOWS, self.IDS, normalize=True, skip=[8, 9])
+        assert [[0.6, 0.8], [0, 0], [0, 1]] == pytest.approx(found)
+        assert np.float32 == found.dtype
+
+    def test_not_normalized(self) -> None:
+        """The numbers of the graph."""
+        found = decode.token_vectors(self.WINDOWS[:1], self.IDS[:1], normalize=False)
+        assert np.array_equal(self.WINDOWS[0], found)
+
+
+class TestMaxsim:
+    QUERY = np.float32([[1, 0], [0, 2]])
+    DOCUMENTS = (np.float32([[3, 1], [1, 4]]), np.float32([[-1, -2]]), np.zeros((0, 2), np.float32))
+
+    @pytest.mark.parametrize(("mean", "scores"), [(False, [11, -5, 0]), (True, [5.5, -2.5, 0])])
+    def test_best_tokens(self, mean: bool, scores: list[float]) -> None:
+        """The sum, or the mean, over the query's tokens of the best product with a document's token."""
+        assert scores == decode.maxsim(self.QUERY, self.DOCUMENTS, mean=mean)
+
+
 class TestZeroShot:
     LOGITS = (np.float32([1, 3, 0]), np.float32([2, 1, 9]))  # contradiction, entailment, neutral
 
@@ -809,6 +836,59 @@ class TestZeroShot:
         scores = self.scores(labels, multi_label=multi_label)
         assert 1 / (1 + math.exp(-2)) == pytest.approx(scores["a"])
         assert len(labels) == 1 or 1 / (1 + math.exp(1)) == pytest.approx(scores["b"])
+
+
+class TestQuantize:
+    VECTOR = np.array([0.5, -0.25, 0.0, 1.0, -1.0, 0.1, 0.2, -0.3, 0.7], np.float32)
+
+    def test_float(self) -> None:
+        """A vector of floats is not changed."""
+        assert decode.quantize(self.VECTOR, "float") is self.VECTOR
+
+    def test_bits(self) -> None:
+        """Each bit is 1 above zero, the first one highest; the last byte is filled with zeros."""
+        np.testing.assert_array_equal(
+            [0b10010110, 0b10000000], decode.quantize(self.VECTOR, "ubinary")
+        )
+        binary = decode.quantize(self.VECTOR, "binary")
+        np.testing.assert_array_equal([0b10010110 - 128, 0], binary)
+        assert np.int8 == binary.dtype
+
+    def test_levels(self) -> None:
+        """Numbers become 256 levels of their dimension's range; a range without width has the level of its distance."""
+        vector = np.array([0, 254.5, 255, 9.5], np.float32)
+        ranges = ((0.0, 0.0, 0.0, 7.0), (255.0, 255.0, 255.0, 7.0))
+        found = decode.quantize(vector, "uint8", ranges)
+        np.testing.assert_array_equal([0, 254, 255, 2], found)
+        assert np.uint8 == found.dtype
+        signed = decode.quantize(vector, "int8", ranges)
+        np.testing.assert_array_equal([-128, 126, 127, -126], signed)
+        assert np.int8 == signed.dtype
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "binary", "ubinary"])
+    def test_sentence_transformers(self, dtype: Any) -> None:
+        """The numbers and the type equal `quantize_embeddings`."""
+        rng = np.random.default_rng(7)
+        vectors = rng.normal(size=(50, 13)).astype(np.float32)
+        ranges = np.stack([vectors[:40].min(axis=0), vectors[:40].max(axis=0)])
+        expected = quantize_embeddings(vectors, dtype, ranges=ranges)
+        low, high = ranges.tolist()
+        found = np.stack([decode.quantize(v, dtype, (tuple(low), tuple(high))) for v in vectors])
+        np.testing.assert_array_equal(expected, found)
+        assert expected.dtype == found.dtype
+
+    def test_beyond_the_range(self) -> None:
+        """Numbers beyond the range are its ends."""
+        vector = np.array([-9.0, 9.0], np.float32)
+        np.testing.assert_array_equal(
+            [0, 255], decode.quantize(vector, "uint8", ((-1.0, -1.0), (1.0, 1.0)))
+        )
+
+    @pytest.mark.parametrize("ranges", [None, ((0.0,), (1.0,))])
+    def test_missing_ranges(self, ranges: Any) -> None:
+        """8-bit numbers need a range of each dimension."""
+        with pytest.raises(ValueError, match="int8 needs the ranges of 9 dimensions"):
+            decode.quantize(self.VECTOR, "int8", ranges)
 
 
 # -- mask tokens ----------------------------------------------------------------------------------

@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from service.core.encode import Cut, Encoder, Encoding, TextError, load_tokenizer
+from service.core.encode import (
+    Cut,
+    Encoder,
+    Encoding,
+    TextError,
+    Window,
+    expand,
+    load_tokenizer,
+)
 
 compare = settings(max_examples=50)
 
@@ -267,6 +275,73 @@ class TestTexts:
         assert encoder.longest_stride == 7
 
 
+class TestPrompts:
+    """`Encoder.windows` with a prompt before each text."""
+
+    @compare
+    @given(
+        text=prose,
+        prompt=st.sampled_from(["The river, ", "un", "12: ", "   ", "cafe"]),
+        max_length=st.integers(8, 20),
+    )
+    def test_cut_as_transformers(
+        self, peer: Any, tokenizer: tokenizers.Tokenizer, text: str, prompt: str, max_length: int
+    ) -> None:
+        """Prompt and text are tokenized together, and the end of both is cut."""
+        expected = peer([prompt + text], truncation=True, max_length=max_length)
+        encoder = Encoder(tokenizer, max_length)
+        found = encoder.windows([text], prompt=prompt)
+        assert expected["input_ids"] == ids(found)
+        whole = len(peer(prompt + text)["input_ids"])
+        assert (whole > max_length) is found[0].truncated
+
+    def test_every_window_has_the_prompt(self, encoder: Encoder) -> None:
+        """Windows of a long text begin with the prompt and share `stride` tokens of the text."""
+        text = "The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1"
+        windows = encoder.windows([text], truncate="window", stride=2, prompt="cafe: ")[0].windows
+        prompt = encoder.tokenizer.encode("cafe:", add_special_tokens=False).ids
+        own = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+        rest = []
+        for number, window in enumerate(windows):
+            assert len(window) <= 16
+            tokens = window.input_ids.tolist()
+            assert [2, *prompt] == tokens[: len(prompt) + 1]
+            rest += tokens[len(prompt) + 1 + (2 if number else 0) : -1]
+        assert len(windows) > 1
+        assert own == rest
+
+    def test_first_window_is_the_cut_text(self, encoder: Encoder) -> None:
+        """The first window is what `truncate` true gives; a text that fits is one window."""
+        for text in ("The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1", "The river"):
+            (cut,) = encoder.windows([text], prompt="cafe ")
+            (windows,) = encoder.windows([text], prompt="cafe ", truncate="window")
+            assert ids([cut]) == ids([windows])[:1]
+            assert not windows.truncated
+
+    def test_a_prompt_that_joins_the_text(self, encoder: Encoder) -> None:
+        """Later windows begin with the tokens that the prompt has within the text, too."""
+        text = "afables " + "river " * 20
+        (found,) = encoder.windows([text], prompt="river un", truncate="window")
+        shared = encoder.tokenizer.encode("river", add_special_tokens=False).ids
+        joined = encoder.tokenizer.encode("river un" + text, add_special_tokens=False).ids
+        assert ids([found])[0] == [2, *joined[:14], 3]
+        assert all(window[1] == shared[0] for window in ids([found]))
+
+    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+        """The prompt counts where texts must fit."""
+        texts = ["river " * 14, "river " * 13, "river"]
+        refused = refusal(lambda: encoder.windows(texts, truncate=False, prompt="the "))
+        assert refused is not None
+        assert [0] == refused[0]
+
+    def test_long_prompts(self, encoder: Encoder) -> None:
+        """A prompt of more than half a window is no beginning of every window."""
+        assert 7 == encoder.longest_prompt == encoder.count_tokens("river " * 7)
+        encoder.windows(["river " * 20], prompt="river " * 7, truncate="window")
+        with pytest.raises(ValueError, match="a prompt of 8 tokens does not fit: at most 7"):
+            encoder.windows(["river " * 20], prompt="river " * 8, truncate="window")
+
+
 class TestPairs:
     @compare
     @given(
@@ -406,6 +481,7 @@ class TestQuestions:
 class TestOneWithEach:
     @compare
     @given(prose, st.lists(prose, min_size=1, max_size=3), st.booleans())
+    @example("the " * 20, ["the " * 16], True)  # each is longer than a window
     def test_cut_as_pairs(self, first: str, seconds: list[str], truncate: bool) -> None:
         """Tokens and types are those of each pair by itself, and so are refusals."""
         encoder = Encoder(lettered(), 16)
@@ -446,6 +522,60 @@ class TestOneWithEach:
         monkeypatch.setattr(encoder, "tokenizer", Counting())
         encoder.one_with_each("the", ["river"] * 9)
         assert 1 == counted.count("the")
+
+
+class TestPrefixed:
+    @compare
+    @given(st.lists(prose, min_size=1, max_size=3), st.booleans(), st.integers(4, 20))
+    def test_cut_as_texts(self, texts: list[str], truncate: bool, length: int) -> None:
+        """Windows and refusals equal the results for texts that begin with the prefix, at that length."""
+        whole = Encoder(lettered(), min(length, 16))
+
+        def expected() -> list[Cut]:
+            return [*whole.texts([f"the {text}" for text in texts], truncate=truncate)]
+
+        def found() -> list[Cut]:
+            encoder = Encoder(lettered(), 16)
+            return encoder.prefixed(texts, prefix="the ", length=length, truncate=truncate)
+
+        assert refusal(expected) == refusal(found)
+        if refusal(found) is None:
+            assert (ids(expected()), types(expected())) == (ids(found()), types(found()))
+            assert [a.truncated for a in expected()] == [b.truncated for b in found()]
+
+    def test_each_window_begins_with_the_prefix(self, encoder: Encoder) -> None:
+        """A long text is read in windows; neighbors share a stride, at most half of the text's tokens in a window."""
+        (the,) = encoder.prefixed(["the"])
+        (long,) = encoder.prefixed(
+            ["river " * 12], prefix="the ", length=8, truncate="window", stride=9
+        )
+        assert not long.truncated
+        assert [8] * (len(long.windows) - 1) == long.lengths[:-1]
+        assert {(2, the.windows[0].input_ids[1])} == {
+            (int(window.input_ids[0]), window.input_ids[1]) for window in long.windows
+        }
+
+    def test_a_prefix_that_fills_a_window(self, encoder: Encoder) -> None:
+        """It is cut at half a window, so that every window has a part of the text."""
+        (cut,) = encoder.prefixed(["river " * 12], prefix="the " * 20, length=8, truncate="window")
+        assert len(cut.windows) > 2
+        assert 8 == max(cut.lengths)
+
+
+class TestExpand:
+    WINDOW = Window(np.array([2, 7, 3]), np.array([0, 1, 1]))
+
+    @pytest.mark.parametrize(("attended", "hidden"), [(True, 0), (False, 2)])
+    def test_filled_up(self, attended: bool, hidden: int) -> None:
+        """Added tokens are of the first segment, and others attend to them or not."""
+        found = expand(self.WINDOW, 5, 4, attended=attended)
+        assert [2, 7, 3, 4, 4] == found.input_ids.tolist()
+        assert [0, 1, 1, 0, 0] == found.token_type_ids.tolist()
+        assert hidden == found.hidden
+
+    def test_long_enough(self) -> None:
+        """A window of that length stays as it is."""
+        assert self.WINDOW is expand(self.WINDOW, 3, 4, attended=False)
 
 
 class TestWhole:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.bundle import Head
-from service.core.encode import Encoding
+from service.core.encode import Encoding, Window
 from service.core.packing import (
     MOST_MASKS,
     each,
@@ -125,6 +125,19 @@ class TestPack:
         assert packed.token_type_ids.tolist() == [0, 0, 1, 0, 0, 0]
         assert packed.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
         assert packed.lengths.tolist() == [3, 1, 2]
+
+    def test_hidden_tokens(self) -> None:
+        """Tokens that no token attends to have slots, and are not counted as attended."""
+        ids = np.array([5, 6, 7])
+        window = Window(ids, 0 * ids, hidden=2)
+
+        packed = pack([encoding([8, 9]), window])
+
+        assert packed.input_ids.tolist() == [8, 9, 5, 6, 7]
+        assert packed.lengths.tolist() == [2, 3]
+        assert packed.layout.attended.tolist() == [2, 1]
+        assert packed.layout.pack.tolist() == [0, 1, 3, 4, 5]
+        assert [own.layout.attended.tolist() for own in each(packed)] == [[2], [1]]
 
     @pytest.mark.parametrize("encodings", [[], [encoding([])], [encoding([1]), encoding([])]])
     def test_nothing_to_pack(self, encodings: list[Encoding]) -> None:

@@ -197,6 +197,16 @@ def test_padded_feeds() -> None:
     assert {np.dtype(np.int64)} == {value.dtype for value in feeds.values()}
 
 
+def test_hidden_tokens_are_masked() -> None:
+    """Tokens that no token attends to are masked, and a packed graph gets the number of the others as lengths."""
+    layout = packing.make_layout([3, 1], [2, 0])
+    ids = np.array([5, 6, 7, 8])
+    packed = Packed(ids, 0 * ids, packing.positions(layout), layout)
+    assert [[1, 0, 0], [1, 0, 0]] == padded_feeds(packed)["attention_mask"].tolist()
+    feeds = packed_feeds(packed, ())
+    assert ([1, 1], [0, 1, 2, 3]) == (feeds["lengths"].tolist(), feeds["pack"].tolist())
+
+
 def test_shapes(opened: Bundle, packed: Packed) -> None:
     """Outputs have a row per sequence or per token."""
     outputs = open_session(opened, options=ONE_THREAD, provider="cpu").run(packed)

@@ -187,6 +187,11 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
         (np.float32([1, 0]), np.float32([2, 0.1]), True),
         (np.float32([1, 0]), np.float32([1, 0.2]), False),
         (np.float32([1, 0]), np.float32([1, 0, 0]), False),
+        (np.uint8([200]), np.uint8([200]), True),
+        (np.uint8([200]), np.uint8([55]), False),
+        (np.int8([127, -128, 5, 60]), np.int8([127, -120, 0, 64]), True),
+        (np.int8([127, -128, 5, 60]), np.int8([-128, 127, 5, 60]), False),
+        (np.int8([1, 2]), np.int8([1, 2, 3]), False),
     ],
 )
 def test_the_same_answer(one: Any, other: Any, same: bool) -> None:

@@ -16,6 +16,7 @@ SUBMIT = Submit(
     id=7,
     bundle="tiny@1",
     heads=["embeddings"],
+    hidden=[],
     lengths=[2, 1],
     request_id="r",
     arrival=0.1,

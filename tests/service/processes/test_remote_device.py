@@ -84,9 +84,10 @@ def answer(entry: Entry) -> Outcome:
     return Outcome({entry.heads[0]: rows}, 0.25, 0.5, 8, 312, 1.5)
 
 
-def text(*ids: int) -> Entry:
+def text(*ids: int, hidden: int = 0) -> Entry:
     tokens = np.array(ids, np.int64)
-    return Entry("tiny@1", Window(tokens, 0 * tokens), "r", 1.5, 30.5, 2, "t", ("entities",))
+    window = Window(tokens, 0 * tokens, hidden=hidden)
+    return Entry("tiny@1", window, "r", 1.5, 30.5, 2, "t", ("entities",))
 
 
 class FakeCurator:
@@ -197,10 +198,11 @@ async def test_outcomes_come_back_in_order() -> None:
 
 async def test_the_device_sees_what_was_submitted() -> None:
     """Tokens, head, and all that queueing needs to know, cross as they are."""
-    sent = text(1, 2, 3)
+    sent = text(1, 2, 3, hidden=1)
     async with pair() as both:
-        await both.remote.submit([sent])
-        (seen,) = both.device.seen
+        await both.remote.submit([text(7), sent])
+        first, seen = both.device.seen
+    assert (0, 1) == (first.window.hidden, seen.window.hidden)
     np.testing.assert_array_equal(sent.window.input_ids, seen.window.input_ids)
     np.testing.assert_array_equal(sent.window.token_type_ids, seen.window.token_type_ids)
     told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "heads", "tokens")

@@ -1,0 +1,349 @@
+"""Late interaction: vectors of tokens and scores equal the results of sentence-transformers' MultiVectorEncoder."""
+
+import json
+import shutil
+import string
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from tokenizers import Tokenizer
+
+from export.__main__ import main as export
+from export.external.onnx_source import read_external
+from export.goldens import run_torch
+from model.checkpoints import writer
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import MASKED_QUERIES, Source, read_source
+from model.families.registry import FAMILIES
+from service.core import decode
+from service.core.decode import Floats
+from service.core.encode import Encoder
+from service.engines.engine import Ticket
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.settings import Settings
+from service.tasks.late_interaction import LateInteractionRanking, expanded, settings_of
+from tests import hub, samples
+from tests.conftest import run_export
+
+HEAD = "late-interaction"
+DIMENSIONS = 16
+QUERIES = ["Who drew the map, and why?", samples.text(3, seed=3), samples.text(60, seed=4)]
+DOCUMENTS = [samples.text(words, seed=words) for words in (1, 9, 20, 200)] + ["Ada (again), drew!"]
+ROOT, SENTENCE = "config_sentence_transformers.json", "sentence_bert_config.json"
+EXPANSIONS: dict[str, Any] = {
+    "none": None,
+    "fixed": {"strategy": "fixed", "length": 14},
+    "attended": {"strategy": "fixed", "length": 14, "attend": True},
+    "a floor": {"strategy": "min", "length": 14},
+    "an attended floor": {"strategy": "min", "length": 14, "attend": True, "token": None},
+}
+
+
+def save(folder: Path, model_type: str = "bert", expansion: Any = None, **fields: Any) -> Path:
+    """Write a small MultiVectorEncoder of random weights as sentence-transformers does; returns the folder."""
+    plain = folder.with_name(f"{folder.name}-plain")
+    hub.save(model_type, plain, transformers.AutoModel, num_hidden_layers=2)
+    torch.manual_seed(2)
+    width = hub.SHAPE["hidden_size"]
+    dense = Dense(
+        width,
+        DIMENSIONS,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
+    )
+    torch.nn.init.normal_(dense.linear.weight)
+    lengths = {"query_length": None, "document_length": 24, **fields.pop("lengths", {})}
+    modules = [
+        Transformer(str(plain), query_expansion=expansion, **lengths),
+        dense,
+        MultiVectorMask(skiplist_words=fields.pop("skip", [*string.punctuation])),
+        Normalize(module_input_name="token_embeddings"),
+    ]
+    prompts = fields.pop("prompts", {"query": "[Q] ", "document": "[D] "})
+    model = MultiVectorEncoder(modules=modules, prompts=prompts, device="cpu", **fields)
+    model.save(str(folder))
+    return folder
+
+
+def ours(source: Source, texts: Sequence[str], *, is_query: bool) -> list[Floats]:
+    """The vectors that serving returns, from PyTorch."""
+    head = source.model.described[HEAD]
+    late = settings_of(head)
+    encoder = Encoder(source.tokenizer, source.max_length)
+    if is_query:
+        cuts = encoder.prefixed(texts, prefix=late.query_prefix, length=late.query_length)
+        cuts = [expanded(cut, late) for cut in cuts]
+    else:
+        cuts = encoder.prefixed(texts, prefix=late.document_prefix, length=late.document_length)
+    windows = [cut.windows[0] for cut in cuts]
+    outputs = [output[HEAD] for output in run_torch(source.model, windows)]
+    skip = () if is_query else late.skip_token_ids
+    return [
+        decode.token_vectors([output], [window.input_ids], normalize=head.normalize, skip=skip)
+        for output, window in zip(outputs, windows, strict=True)
+    ]
+
+
+def check(folder: Path) -> Source:
+    """Vectors and scores are the reference's; returns the source."""
+    source, reference = read_source(folder), MultiVectorEncoder(str(folder), device="cpu")
+    # One by one: beyond the floor of "min", rows of the reference's batches contain padding.
+    queries = [reference.encode_query(text, convert_to_numpy=True) for text in QUERIES]
+    documents = reference.encode_document(DOCUMENTS, convert_to_numpy=True)
+    found = ours(source, QUERIES, is_query=True), ours(source, DOCUMENTS, is_query=False)
+    for one, other in zip([*found[0], *found[1]], [*queries, *documents], strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    mean = settings_of(source.model.described[HEAD]).similarity == "meanmaxsim"
+    expected = reference.similarity(queries, documents).numpy()
+    scores = [decode.maxsim(query, found[1], mean=mean) for query in found[0]]
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-4)
+    assert np.ptp(expected) > 0.01  # the model tells the texts apart
+    return source
+
+
+@pytest.mark.parametrize("expansion", EXPANSIONS)
+def test_expansion(expansion: str, tmp_path: Path) -> None:
+    """Queries are expanded as the reference does it, with tokens that others attend to or not."""
+    source = check(save(tmp_path / "model", expansion=EXPANSIONS[expansion]))
+    assert 24 == source.model.described[HEAD].late_interaction.document_length
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families(model_type: str, tmp_path: Path) -> None:
+    """Every family; DeBERTa's attention hides masked tokens as queries, too, which is refused by name."""
+    folder = save(tmp_path / "model", model_type, EXPANSIONS["fixed"])
+    if model_type not in MASKED_QUERIES:
+        check(folder)
+        return
+    with pytest.raises(CheckpointError, match=f"not supported for {model_type}"):
+        read_source(folder)
+    shutil.rmtree(folder)
+    check(save(folder, model_type, EXPANSIONS["attended"]))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "other lengths": {"lengths": {"query_length": 9, "document_length": 17}},
+    "no lengths": {"lengths": {"document_length": None}},
+    "the mean": {"similarity_fn_name": "meanmaxsim"},
+    "no skipped words": {"skip": []},
+    "an unknown word": {"skip": ["Ada", "no such token"]},
+    "no prompts": {"prompts": {}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, tmp_path: Path) -> None:
+    """Every setting has the reference's meaning."""
+    check(save(tmp_path / "model", **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("expansion", ["fixed", "a floor", "none"])
+def test_written_again(expansion: str, tmp_path: Path) -> None:
+    """What is written here gives the reference's vectors there."""
+    fields = {"lengths": {"query_length": 20}} if expansion == "a floor" else {}
+    source = check(save(tmp_path / "theirs", expansion=EXPANSIONS[expansion], **fields))
+    (tmp_path / "ours").mkdir()
+    source.tokenizer.save(str(tmp_path / "ours" / "tokenizer.json"))
+    writer.save_head(tmp_path / "ours", source.model, HEAD, tmp_path / "ours" / "tokenizer.json")
+    assert source.model.described == check(tmp_path / "ours").model.described
+
+
+PYLATE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "attended": {"attend_to_expansion_tokens": True, "query_length": 12},
+    "no expansion": {"do_query_expansion": False, "query_length": 12},
+    "other words": {"skiplist_words": ["Ada", "."]},
+    "a prompt": {"prompts": {"query": "search: ", "document": ""}},
+    "before it named its models": {"model_type": None},
+}
+
+
+def save_pylate(folder: Path, prefixes: tuple[str, str], **fields: Any) -> Path:
+    """Write a directory as PyLate does: Transformer and Dense, and all settings in one file."""
+    hub.save("bert", folder, transformers.AutoModel, num_hidden_layers=2)
+    weight = torch.randn(DIMENSIONS, hub.SHAPE["hidden_size"], generator=torch.manual_seed(3))
+    (folder / "1_Dense").mkdir()
+    save_file({"linear.weight": weight}, folder / "1_Dense" / "model.safetensors")
+    root = {
+        "model_type": "ColBERT",
+        "query_prefix": prefixes[0],
+        "document_prefix": prefixes[1],
+        "query_length": 16,
+        "document_length": 30,
+        "attend_to_expansion_tokens": False,
+        "similarity_fn_name": "MaxSim",
+        **fields,
+    }
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    dense = {"in_features": weight.shape[1], "out_features": DIMENSIONS, "bias": False}
+    documents: dict[str, Any] = {
+        ROOT: {name: value for name, value in root.items() if value is not None},
+        SENTENCE: {"max_seq_length": 29, "do_lower_case": False},
+        "modules.json": modules,
+        "1_Dense/config.json": {**dense, "activation_function": "torch.nn.modules.linear.Identity"},
+    }
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("case", PYLATE)
+def test_pylate(case: str, tmp_path: Path) -> None:
+    """The settings of PyLate, with punctuation as the words without a vector by default."""
+    check(save_pylate(tmp_path / "model", ("[Q] ", "[D] "), **PYLATE[case]))
+
+
+@pytest.mark.parametrize("added", [(), ("[unused0]", "[unused1]"), ("[unused0] ", "[unused1] ")])
+def test_prefixes_of_the_vocabulary(added: tuple[str, ...], tmp_path: Path) -> None:
+    """A prefix that is a token is one token before a text, although the tokenizer would split it."""
+    folder = save_pylate(tmp_path / "model", ("[unused0] ", "[unused1] "))
+    path = folder / "tokenizer.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = state["model"]["vocab"]
+    if added:  # rows that exist take other names
+        replaced = [word for word, _ in sorted(vocabulary.items(), key=lambda item: -item[1])][:2]
+        for word, token in zip(replaced, added, strict=True):
+            vocabulary[token] = vocabulary.pop(word)
+        path.write_text(json.dumps(state), encoding="utf-8")
+    source = check(folder)
+    encoder = Encoder(source.tokenizer, source.max_length)
+    (cut,) = encoder.prefixed(["Ada"], prefix="[unused0] ")
+    plain = len(encoder.prefixed(["Ada"])[0].windows[0])
+    assert bool(added) == (len(cut.windows[0]) == plain + 1)
+    assert Tokenizer.from_file(str(path)).encode("[unused0] ").tokens != list(added[:1])
+
+
+def test_first_code(tmp_path: Path) -> None:
+    """A checkpoint of the first ColBERT code is refused, and read after sentence-transformers has written it again."""
+    folder = hub.save("bert", tmp_path / "first", transformers.AutoModel, num_hidden_layers=2)
+    weights = load_file(folder / "model.safetensors")
+    weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
+    weight = torch.randn(DIMENSIONS, hub.SHAPE["hidden_size"], generator=torch.manual_seed(3))
+    save_file({**weights, "linear.weight": weight}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["HF_ColBERT"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    metadata = {"query_maxlen": 16, "doc_maxlen": 30, "attend_to_mask_tokens": False}
+    (folder / "artifact.metadata").write_text(json.dumps(metadata), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="HF_ColBERT cannot be read: load it with sentence"):
+        read_source(folder)
+
+    MultiVectorEncoder(str(folder), device="cpu").save_pretrained(str(tmp_path / "again"))
+
+    late = settings_of(check(tmp_path / "again").model.described[HEAD])
+    assert (16, 30, True) == (late.query_length, late.document_length, late.hides_expansion)
+
+
+REFUSED: list[tuple[str, str, Any]] = [
+    (SENTENCE, "query_expansion", {"strategy": "other", "length": 8}),
+    (SENTENCE, "query_expansion", {"strategy": "fixed"}),
+    (SENTENCE, "query_expansion", {"strategy": "fixed", "length": 8, "token": "no such token"}),
+    (SENTENCE, "query_expansion", {"strategy": "fixed", "length": 8, "attend": "yes"}),
+    (SENTENCE, "query_expansion", {"strategy": "fixed", "length": 8, "more": 1}),
+    (SENTENCE, "query_length", "9"),
+    (SENTENCE, "document_length", 0),
+    ("2_MultiVectorMask/config.json", "skiplist_tasks", ["query", "document"]),
+    ("2_MultiVectorMask/config.json", "keep_only_token_ids", [3]),
+    ("2_MultiVectorMask/config.json", "skiplist_words", "!?"),
+    ("1_Dense/config.json", "module_input_name", "sentence_embedding"),
+    ("1_Dense/config.json", "module_output_name", "scores"),
+    ("3_Normalize/config.json", "module_input_name", "sentence_embedding"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("late") / "model")
+
+
+@pytest.mark.parametrize(("file", "name", "value"), REFUSED)
+def test_refused(file: str, name: str, value: Any, saved: Path, tmp_path: Path) -> None:
+    """A value that is not served is named in one line."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(CheckpointError, match=rf"^[^\n]*{name}[^\n]*$"):
+        read_source(folder)
+
+
+def test_precisions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CUDA's graph cannot hide the tokens that fill a query up, which is refused before anything is traced."""
+    folder = save(tmp_path / "model", expansion=EXPANSIONS["fixed"])
+    out = tmp_path / "bundle"
+    assert 1 == export([str(folder), str(out), "--precision", "fp32", "fp16"])
+    assert "--precision: fp16 cannot hide the query expansion" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_has_no_such_head(saved: Path, tmp_path: Path) -> None:
+    """The task alone makes no head, and neither does a graph."""
+    plain = saved.with_name(f"{saved.name}-plain")
+    with pytest.raises(CheckpointError, match=r"modules\.json is missing: late interaction needs"):
+        read_source(plain, "late-interaction")
+    with pytest.raises(CheckpointError, match="task late-interaction, and --task embedding"):
+        read_source(saved, "embedding")
+    folder = shutil.copytree(saved, tmp_path / "model")
+    (folder / "model.onnx").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be served from an ONNX graph"):
+        read_external(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mpnet", "modernbert"])
+def test_exported_families(model_type: str, tmp_path: Path) -> None:
+    """Graphs whose attention has a bias hide the tokens that fill a query up, as export checks."""
+    folder = save(tmp_path / "model", model_type, EXPANSIONS["fixed"])
+    run_export(folder, tmp_path / "bundle", "--no-memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expansion", ["fixed", "attended"])
+async def test_exported_minilm(expansion: str, minilm_folder: Path, tmp_path: Path) -> None:
+    """MiniLM's weights with a random projection, exported and served: the reference's vectors and scores."""
+    torch.manual_seed(2)
+    dense = Dense(384, 128, False, torch.nn.Identity(), module_input_name="token_embeddings")
+    modules = [
+        Transformer(str(minilm_folder), document_length=180, query_expansion=EXPANSIONS[expansion]),
+        dense,
+        MultiVectorMask(skiplist_words=[*string.punctuation]),
+        Normalize(module_input_name="token_embeddings"),
+    ]
+    prompts = {"query": "query: ", "document": "document: "}
+    reference = MultiVectorEncoder(modules=modules, prompts=prompts, device="cpu")
+    reference.save(str(tmp_path / "model"))
+    run_export(tmp_path / "model", tmp_path / "bundle", "--no-memory")
+    queries = reference.encode_query(QUERIES, convert_to_numpy=True)
+    documents = reference.encode_document(DOCUMENTS, convert_to_numpy=True)
+    expected = reference.similarity(queries, documents).numpy()
+    limits = {"fp32": 1e-4, "int8": 1.0}
+
+    for precision, limit in limits.items():
+        settings = Settings(
+            bundles=(tmp_path / "bundle",), provider="cpu", threads=1, precision=precision
+        )
+        async with open_local_engines(Metrics(), settings) as engines:
+            engine = engines.get(None)
+            for number, query in enumerate(QUERIES):
+                task = LateInteractionRanking(query=query, documents=DOCUMENTS, truncate=True)
+                reply = await engine.answer(task, Ticket("r", deadline=time.monotonic() + 60))
+                scores = task.scores(engine, reply)
+                np.testing.assert_allclose(scores, expected[number], rtol=0, atol=limit)
+                for one, other in zip(reply.results, [*documents, queries[number]], strict=True):
+                    assert one.shape == other.shape
+                    np.testing.assert_allclose(one, other, rtol=0, atol=limit)
