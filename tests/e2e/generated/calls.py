@@ -19,9 +19,33 @@ from quartet_client.api.administration import (
     roll_back_model,
     unload_model,
 )
+from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
-from quartet_client.api.tasks import classify, embed, fill_mask, ner, qa
+from quartet_client.api.tasks import (
+    analyze,
+    classify,
+    detokenize,
+    embed,
+    embed_tokens,
+    fill_mask,
+    ner,
+    qa,
+    rerank,
+    similarity,
+    tokenize,
+    zero_shot,
+)
+from quartet_client.api.text_embeddings_inference import (
+    tei_decode,
+    tei_embed,
+    tei_health,
+    tei_info,
+    tei_predict,
+    tei_rerank,
+    tei_similarity,
+    tei_tokenize,
+)
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -89,6 +113,54 @@ def call_tasks(client: AuthenticatedClient) -> None:
     assert 2 == len(one_mask) == len(two_masks)
 
 
+def call_more_tasks(client: AuthenticatedClient) -> None:
+    documents = models.RerankRequest(
+        query=TEXT, documents=[OTHER, TEXT], head="embeddings", top_n=1, return_text=True
+    )
+    (best,) = good(rerank.sync(client=client, body=documents)).results
+    assert (1, TEXT) == (best.index, best.text)
+    compared = models.SimilarityRequest(source=TEXT, inputs=[TEXT, OTHER])
+    assert 2 == len(good(similarity.sync(client=client, body=compared)).results)
+    analyzed = models.AnalyzeRequest(inputs=TEXT, heads=["sentiment", "entities"])
+    assert ["sentiment", "entities"] == good(analyze.sync(client=client, body=analyzed)).heads
+    texts = models.TokenizeRequest(inputs=TEXT)
+    (tokens,) = good(tokenize.sync(client=client, body=texts)).results
+    ids = models.DetokenizeRequest(ids=[token.id for token in tokens.tokens])
+    assert 1 == len(good(detokenize.sync(client=client, body=ids)).results)
+
+    # The model has no head for these.
+    labels = models.ZeroShotRequest(inputs=TEXT, labels=["a", "b"])
+    assert isinstance(zero_shot.sync(client=client, body=labels), models.ErrorResponse)
+    queries = models.EmbedTokensRequest(inputs=TEXT)
+    assert isinstance(embed_tokens.sync(client=client, body=queries), models.ErrorResponse)
+
+
+def call_dialects(client: AuthenticatedClient) -> None:
+    body = models.OpenAIEmbeddingRequest(input_=[TEXT, OTHER], model="tiny", dimensions=4)
+    found = openai_embeddings.sync(client=client, body=body)
+    assert found is not None
+    assert [0, 1] == [one.index for one in found.data]
+    listed = openai_models.sync(client=client)
+    assert listed is not None
+    assert listed.data[0] == openai_model.sync(client=client, model="tiny")
+
+    vectors = tei_embed.sync(client=client, body=models.TeiEmbedRequest(inputs=TEXT))
+    assert vectors is not None
+    assert 64 == len(vectors[0])
+    assert tei_predict.sync(client=client, body=models.TeiPredictRequest(inputs=TEXT))
+    sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
+    asked = models.TeiSimilarityRequest(inputs=sentences)
+    assert 1 == len(tei_similarity.sync(client=client, body=asked) or [])
+    tokens = tei_tokenize.sync(client=client, body=models.TeiTokenizeRequest(inputs=TEXT))
+    assert tokens is not None
+    ids = models.TeiDecodeRequest(ids=[token.id for token in tokens[0]])
+    assert tei_decode.sync(client=client, body=ids)
+    assert tei_info.sync(client=client)
+    assert tei_health.sync(client=client) is not None
+    documents = models.TeiRerankRequest(query=TEXT, texts=[OTHER])
+    assert tei_rerank.sync(client=client, body=documents) is None  # there is no cross-encoder
+
+
 def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient) -> None:
     model, masked = good(served.sync(client=client)).models
     assert ["tiny@1", "masked@1"] == [model.id, masked.id]
@@ -153,6 +225,8 @@ def main(url: str, client_key: str, admin_key: str) -> None:
     client = AuthenticatedClient(base_url=url, token=client_key)
     admin = AuthenticatedClient(base_url=url, token=admin_key)
     call_tasks(client)
+    call_more_tasks(client)
+    call_dialects(client)
     call_pages(url, client, admin)
     call_administration(admin)
     call_errors(client)
