@@ -140,7 +140,7 @@ def _vocabulary_product(
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ table.T + b for the 8-bit table that `_lookup` reads, which is stored once.
 
-    x has 7 bits: two products of a 7-bit and an 8-bit number fit in 16 bits, as those of 8-bit and 7-bit numbers do.
+    x has 7 bits: two products of a 7-bit and an 8-bit number fit in 16 bits, as in the other products.
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input

@@ -64,7 +64,7 @@ class Call(Generic[R]):
         return await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
 
     def respond(self, reply: Reply[Any], results: Mapping[str, object]) -> Response:
-        """Return a response with these fields and those of every task."""
+        """Return a response with these fields and the fields that every task has."""
         return json_response(self._content(reply, results), self.headers(reply))
 
     def _content(self, reply: Reply[Any], results: Mapping[str, object]) -> dict[str, object]:

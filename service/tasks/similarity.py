@@ -1,4 +1,4 @@
-"""Similarity: the cosines of one text's vector with those of other texts."""
+"""Similarity: the cosines of one text's vector with the vectors of other texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ def client(server: Server) -> Any:
 
 
 def test_openai_embeddings(client: Any, server: Server) -> None:
-    """The vectors are those of the native route: by the client's own base64, as numbers, and cut."""
+    """The vectors equal the native route's: by the client's own base64, as numbers, and cut."""
     expected = server.answer("/embed", {"inputs": TEXTS})
     for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
         found = client.embeddings.create(input=TEXTS, model="tiny", **options)

@@ -116,7 +116,7 @@ def test_windows(server: Server) -> None:
 
 
 def test_lines_and_errors(server: Server) -> None:
-    """NDJSON and `on_error` are those of the other tasks."""
+    """NDJSON and `on_error` work as in the other tasks."""
     body = {"inputs": ["plain", TEXTS[0], "a <mask>"], "on_error": "null"}
     whole = server.answer("/fill-mask", body)
     assert [None, None] == [whole["results"][0], whole["results"][2]]

@@ -1,4 +1,4 @@
-"""Every task on one joint model: the reference's answers, alone and in company, long inputs, and errors."""
+"""Every task on one joint model: the reference's answers, alone and in batches, long inputs, and errors."""
 
 import asyncio
 import time
@@ -239,7 +239,7 @@ async def test_company(case: Case, engine: Engine) -> None:
 
 @pytest.mark.parametrize("heads", [(), ("entities", "sentiment"), ("embeddings",)], ids=str)
 async def test_analysis_equals_each_head_alone(engine: Engine, heads: tuple[str, ...]) -> None:
-    """The results of several heads from one pass are those of each head, also of long texts in windows."""
+    """The results of several heads from one pass equal each head's, also for long texts in windows."""
     texts = [*TEXTS, LONG]
     of_texts = ("sentiment", "relevance", "entailment", "entities", "embeddings")
 

@@ -156,7 +156,7 @@ class TestVocabulary:
         assert {f"{TABLE}.int8": (50, 24)} == large
 
     def test_as_in_numpy(self) -> None:
-        """Logits are those of the 8-bit table and of rows of 7 bits, each with its own scale."""
+        """Logits are products of the 8-bit table and of rows of 7 bits, each with its own scale."""
         ids = np.arange(50)[::3]
         steps = np.abs(self.table).max(axis=1, keepdims=True) / np.float32(127)
         whole = np.rint(self.table / steps)

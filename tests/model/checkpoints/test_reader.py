@@ -301,7 +301,7 @@ class TestFillMask:
     @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
     @torch.no_grad()
     def test_logits_at_positions(self, folder: Path, kind: str) -> None:
-        """Logits at given positions are those of the masked language model, also of one with another objective."""
+        """Logits at given positions equal the masked language model's, also for one with another objective."""
         edit_config(folder, architectures=[kind])
         rows = reader.read_config(folder).vocab_size
         packed = batch([5, 1, 9], rows)

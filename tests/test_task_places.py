@@ -1,0 +1,62 @@
+"""The modules that know a task by its name: what one more task has to touch."""
+
+import ast
+from typing import get_args
+
+import pytest
+
+from service.core.bundle import Task
+from tests.rooms import MODULES
+
+# Whatever serves a head of the task. Routes of several tasks, and of other servers' APIs, name some of them.
+SERVICE = {
+    "classification": {"tasks.classification", "tasks.reranking", "tasks.zero_shot", "api.schemas"},
+    "ner": {"tasks.entity_recognition", "api.schemas"},
+    "qa": {"tasks.question_answering", "api.schemas"},
+    "embedding": {"tasks.embedding", "tasks.reranking", "api.schemas", "engines.engine"},
+    "late-interaction": {
+        "tasks.late_interaction",
+        "tasks.reranking",
+        "api.late_interaction_schemas",
+    },
+    "fill-mask": {"tasks.mask_filling", "api.mask_schemas"},
+}
+EVERY_TASK = {"core.bundle"}
+SEVERAL_TASKS = {
+    "tasks.analysis",
+    "api.native_routes",
+    "api.dialects.openai_dialect",
+    "api.dialects.tei_dialect",
+}
+# What reads, exports and describes heads that are not trained here.
+ELSEWHERE = {
+    "late-interaction": {
+        *("model.heads", "model.checkpoints.reader", "model.checkpoints.source"),
+        *("model.checkpoints.writer", "model.data.examples"),
+        *("export.model_card", "export.external.onnx_source"),
+    },
+    "fill-mask": {
+        *("model.heads", "model.families.spec", "model.checkpoints.reader"),
+        "export.external.onnx_source",
+    },
+}
+
+
+def modules_that_name(task: str) -> set[str]:
+    return {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == task
+    }
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_a_task_is_known_in_few_places(task: str) -> None:
+    """The service names a task where its heads are described, planned, decoded and documented, and nowhere else."""
+    found = modules_that_name(task)
+    served = {m.removeprefix("service.") for m in found if m.startswith("service.")}
+
+    assert SERVICE[task] | EVERY_TASK == served - SEVERAL_TASKS
+    if task in ELSEWHERE:
+        assert ELSEWHERE[task] == {m for m in found if not m.startswith("service.")}
