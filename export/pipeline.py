@@ -380,13 +380,20 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
+def unused_fields(head: Head) -> set[str]:
+    """Return the fields that heads of the first formats did not have, as far as this head does not use them."""
+    added = {"late_interaction", "mask_token_id", "vocabulary_size"}
+    unset = {name for name in added if getattr(head, name) is None}
+    return unset | {*FORMAT_4_FIELDS} - {*head.format_4_fields()}
+
+
 def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
     """Return a name that changes whenever vectors stop being comparable; None without a head that gives vectors.
 
     files: weights and tokenizer, which it is a hash of, with the descriptions of the heads that give vectors
     """
     described = [
-        head.model_dump_json(exclude={*FORMAT_4_FIELDS} - {*head.format_4_fields()} | NO_VECTORS)
+        head.model_dump_json(exclude=unused_fields(head) | NO_VECTORS)
         for head in heads.values()
         if head.gives_vectors
     ]

@@ -281,6 +281,8 @@ def _inside(path: Path, name: str) -> Path:
 
 
 def _kind(path: Path, whole: str) -> str:
+    if whole in PYLATE:
+        return PYLATE[whole]
     if not whole.startswith(PREFIX):
         raise CheckpointError(f"{path}: cannot serve the sentence-transformers module {whole}")
     return whole.rpartition(".")[2]

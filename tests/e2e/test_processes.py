@@ -100,7 +100,7 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
 @pytest.mark.promise("What is lost twice fails by name, and takes no other with it.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
     """A request has two chances; nothing hangs after them, and the service goes on."""
-    body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
+    body = {"inputs": [samples.text(300 + number % 40, seed=number) for number in range(1000)]}
     with serving(tiny_bundle) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.post, "/embed", body)
         for _ in range(2):

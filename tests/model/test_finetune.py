@@ -756,7 +756,10 @@ def test_settings_of_another_kind_are_named(settings: dict[str, Any], message: s
         ({"batch_size": 0}, "batch_size: 0 is not 1 or more"),
         ({"scored_batch_size": -1}, "scored_batch_size: -1 is not 1 or more"),
         ({"problem_type": "multi_label"}, "problem_type: 'multi_label' is none of single_label_.*"),
-        ({"pooling": "median"}, "pooling: 'median' is none of mean, cls, max"),
+        (
+            {"pooling": "median"},
+            "pooling: 'median' is none of mean, cls, max, lasttoken, weightedmean, mean_sqrt_len_tokens",
+        ),
         ({"train": []}, "no rows to train on"),
         (
             {"problem_type": "regression", "labels": ["a", "b"]},

@@ -433,7 +433,7 @@ async def test_what_is_not_http_is_refused(
         assert (400, "bad_request", True) == (answer.status, answer.code, answer.closes)
         assert await client.ended()
     assert (400, "bad_request") == (lines[-1]["status"], lines[-1]["code"])
-    assert {} == engine.asked
+    assert engine.asked is None
 
 
 async def test_a_refusal_waits_its_turn(listen: Listen, engine: FakeEngine) -> None:
