@@ -41,7 +41,7 @@ OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
 
 log = structlog.get_logger()
 
-DESCRIPTION = "Classification, named entities, answer spans and embeddings from one encoder."
+DESCRIPTION = "Classification, entities, answers, embeddings, reranking and fill-mask from one encoder."
 PAGES = Path(__file__).parent / "static"
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
