@@ -41,7 +41,9 @@ OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
 
 log = structlog.get_logger()
 
-DESCRIPTION = "Classification, entities, answers, embeddings, reranking and fill-mask from one encoder."
+DESCRIPTION = (
+    "Classification, entities, answers, embeddings, reranking and fill-mask from one encoder."
+)
 PAGES = Path(__file__).parent / "static"
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",

@@ -31,16 +31,20 @@ async def tokenize(request: Request) -> Response:
     body, engine = call.body, call.engine
     found = await call.within_deadline(engine.tokenize(body.inputs, body.text_pair, call.ticket))
     pairs = body.text_pair or [""] * len(body.inputs)
-    results = [
-        {
-            "tokens": token_list(engine, item, texts, body.offset_unit),
-            "count": item.tokens,
-            "truncated": item.truncated,
-        }
-        for item, texts in zip(found, zip(body.inputs, pairs, strict=True), strict=True)
-    ]
-    content = {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
-    return json_response(content)
+
+    def answer() -> Response:
+        results = [
+            {
+                "tokens": token_list(engine, item, texts, body.offset_unit),
+                "count": item.tokens,
+                "truncated": item.truncated,
+            }
+            for item, texts in zip(found, zip(body.inputs, pairs, strict=True), strict=True)
+        ]
+        content = {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
+        return json_response(content)
+
+    return await call.within_deadline(engine.run(answer, sum(item.tokens for item in found)))
 
 
 def token_list(

@@ -255,7 +255,7 @@ class Engine:
         return outcomes
 
     async def run(self, work: Callable[[], W], tokens: int) -> W:
-        """Run work on the results of a request, in a helper thread if they are of many tokens."""
+        """Run work on this many tokens of a request, in a helper thread if they are many."""
         return await self._in_thread(work, tokens > INLINE_TOKENS)
 
     async def _in_thread(self, work: Callable[[], W], large: bool) -> W:

@@ -369,12 +369,16 @@ async def tokenize(request: HttpRequest) -> Response:
     call = await receive_call(request, TeiTokenizeRequest)
     body, engine = call.body, call.engine
     found = await call.within_deadline(engine.tokenize(body.inputs, None, call.ticket))
-    return json_response(
-        [
-            token_list(engine, item, text, body.add_special_tokens)
-            for item, text in zip(found, body.inputs, strict=True)
-        ]
-    )
+
+    def answer() -> Response:
+        return json_response(
+            [
+                token_list(engine, item, text, body.add_special_tokens)
+                for item, text in zip(found, body.inputs, strict=True)
+            ]
+        )
+
+    return await call.within_deadline(engine.run(answer, sum(item.tokens for item in found)))
 
 
 def token_list(
