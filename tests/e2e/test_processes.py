@@ -56,6 +56,9 @@ def test_a_killed_inference_process_is_replaced(
         assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
 
 
+SLOWLY = ("--max-batch-size", 1, "--threads", 1)  # so that a test sees the queue before it is empty
+
+
 def held(server: Server) -> bool:
     """Whether anything waits in the queue."""
     return bool(re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
@@ -100,8 +103,8 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
 @pytest.mark.promise("What is lost twice fails by name, and takes no other with it.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
     """A request has two chances; nothing hangs after them, and the service goes on."""
-    body = {"inputs": [samples.text(300 + number % 40, seed=number) for number in range(1000)]}
-    with serving(tiny_bundle) as server, ThreadPoolExecutor(1) as clients:
+    body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
+    with serving(tiny_bundle, *SLOWLY) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.post, "/embed", body)
         for _ in range(2):
             until(lambda: readiness(server) == 200 and held(server), 60)
@@ -235,7 +238,7 @@ def test_children_end_with_the_main_process(tiny_bundle: Path) -> None:
 def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
     """An init system may signal every process: the children wait for the main one, and nothing is lost."""
     statuses: list[int] = []
-    with serving(tiny_bundle) as server:
+    with serving(tiny_bundle, *SLOWLY) as server:
         pids = [pid for found in children(server).values() for pid in found]
         body = {"inputs": [samples.text(200, seed=seed) for seed in range(40)]}
         with ThreadPoolExecutor(8) as clients:
