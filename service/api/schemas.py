@@ -160,6 +160,13 @@ class TextRequest(HeadRequest):
         return numbered("inputs", self.inputs)
 
 
+def check_aligned(inputs: Sequence[str], text_pair: Sequence[str] | None) -> None:
+    """Raise InvalidInput unless there is a second text for each input, or none at all."""
+    if text_pair is not None and len(text_pair) != len(inputs):
+        counts = f"{len(text_pair)} texts, inputs has {len(inputs)}"
+        raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+
+
 class ClassifyRequest(TextRequest):
     task = "classification"
 
@@ -178,9 +185,7 @@ class ClassifyRequest(TextRequest):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        if self.text_pair is not None and len(self.text_pair) != len(self.inputs):
-            counts = f"{len(self.text_pair)} texts, inputs has {len(self.inputs)}"
-            raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+        check_aligned(self.inputs, self.text_pair)
         return self
 
     def texts(self) -> Iterator[tuple[str, str]]:

@@ -6,9 +6,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.api.schemas import OFFSET_UNIT, AtLeastZero, Request, Texts, numbered
+from service.api.schemas import OFFSET_UNIT, AtLeastZero, Request, Texts, check_aligned, numbered
 from service.core.decode import OffsetUnit
-from service.errors import InvalidInput
 
 
 def check_ids(value: object) -> object:
@@ -32,9 +31,7 @@ class TokenizeRequest(Request):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        if self.text_pair is not None and len(self.text_pair) != len(self.inputs):
-            counts = f"{len(self.text_pair)} texts, inputs has {len(self.inputs)}"
-            raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+        check_aligned(self.inputs, self.text_pair)
         return self
 
     @property

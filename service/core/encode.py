@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -253,7 +252,7 @@ class Encoder:
         if len(ids) <= self._capacity:
             return (_frame_ids(self._single, ids),)
         both = zip(self._prompt_ids(prompt), ids, strict=False)
-        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
         first, rest = ids[:size], ids[size:]
         capacity = self._capacity - size
         cuts = _cuts(len(rest), capacity, min(stride, capacity // 2), "window")

@@ -23,7 +23,7 @@ from service.api.engine_call import Call, json_response, receive_call, service_o
 from service.api.native_routes import Route, label
 from service.api.schemas import AtLeastOne, NotBlank, Request, Texts, numbered
 from service.api.token_routes import check_vocabulary
-from service.api.token_schemas import Ids, check_ids
+from service.api.token_schemas import DetokenizeRequest
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
 from service.engines.engine import Engine
@@ -197,20 +197,8 @@ class TeiTokenizeRequest(Request):
         return numbered("inputs", self.inputs)
 
 
-class TeiDecodeRequest(Request):
-    task = "detokenize"
-
-    ids: Annotated[
-        list[Ids], BeforeValidator(check_ids, json_schema_input_type=Ids | list[Ids])
-    ] = Field(description="the token ids of one text, or of several")
-    skip_special_tokens: bool = Field(True, description="leave special tokens out of the texts")
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return iter(())
+class TeiDecodeRequest(DetokenizeRequest):
+    pass
 
 
 # -- responses ------------------------------------------------------------------------------------
