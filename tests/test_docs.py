@@ -162,6 +162,8 @@ def test_settings_page_is_current():
 def test_api_page_describes_every_field(heading):
     """Each endpoint has a table of exactly its request's fields, with what they default to."""
     own = presence(REQUESTS[heading])
+    if issubclass(REQUESTS[heading], schemas.InputsRequest):
+        own = {**presence(schemas.InputsRequest), **own}
     if issubclass(REQUESTS[heading], schemas.TextRequest):
         own = {**presence(schemas.TextRequest), **own}
 

@@ -13,10 +13,10 @@ from service.api.schemas import (
     AtLeastZero,
     ClassifyResponse,
     HeadRequest,
+    InputsRequest,
     ModelResponse,
     NotBlank,
     OnError,
-    Request,
     ServedName,
     Texts,
     TruncateField,
@@ -37,10 +37,9 @@ def check_names(value: object) -> object:
     return value
 
 
-class ZeroShotRequest(HeadRequest):
+class ZeroShotRequest(HeadRequest, InputsRequest):
     task = "zero-shot"
 
-    inputs: Texts = Field(description="one text, or several; results are aligned with them")
     labels: Texts = Field(description="one label, or several")
     hypothesis_template: Annotated[NotBlank, BeforeValidator(check_template)] = Field(
         "This example is {}.", description="the hypothesis about a label, which replaces {}"
@@ -51,15 +50,11 @@ class ZeroShotRequest(HeadRequest):
     truncate: bool = Field(True, description="cut a long text (true) or refuse it (false)")
 
     @property
-    def size(self) -> int:
-        return len(self.inputs)
-
-    @property
     def runs(self) -> int:
         return len(self.inputs) * len(self.labels)
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        yield from numbered("inputs", self.inputs)
+        yield from super().texts()
         yield from numbered("labels", self.labels)
         yield "hypothesis_template", self.hypothesis_template
 
@@ -68,10 +63,9 @@ class ZeroShotResponse(ClassifyResponse):
     pass
 
 
-class AnalyzeRequest(Request):
+class AnalyzeRequest(InputsRequest):
     task = "analyze"
 
-    inputs: Texts = Field(description="one text, or several; results are aligned with them")
     heads: Annotated[list[ServedName] | None, BeforeValidator(lambda v: v and check_names(v))] = (
         Field(None, description="the heads; all that read single texts when absent")
     )
@@ -93,13 +87,6 @@ class AnalyzeRequest(Request):
     @property
     def isolates_errors(self) -> bool:
         return self.on_error == "null"
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("inputs", self.inputs)
 
 
 class AnalyzeResponse(ModelResponse):

@@ -131,6 +131,19 @@ class Request(_Strict):
         raise NotImplementedError
 
 
+class InputsRequest(Request):
+    """A request whose inputs are texts."""
+
+    inputs: Texts = Field(description="one text, or several; results are aligned with them")
+
+    @property
+    def size(self) -> int:
+        return len(self.inputs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        return numbered("inputs", self.inputs)
+
+
 class HeadRequest(Request):
     """A request that one head answers."""
 
@@ -148,16 +161,8 @@ class HeadRequest(Request):
         return self.on_error == "null"
 
 
-class TextRequest(HeadRequest):
-    inputs: Texts = Field(description="one text, or several; results are aligned with them")
+class TextRequest(HeadRequest, InputsRequest):
     stride: AtLeastZero | None = Field(None, description=STRIDE)
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("inputs", self.inputs)
 
 
 def check_aligned(inputs: Sequence[str], text_pair: Sequence[str] | None) -> None:

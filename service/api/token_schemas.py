@@ -6,7 +6,15 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.api.schemas import OFFSET_UNIT, AtLeastZero, Request, Texts, check_aligned, numbered
+from service.api.schemas import (
+    OFFSET_UNIT,
+    AtLeastZero,
+    InputsRequest,
+    Request,
+    Texts,
+    check_aligned,
+    numbered,
+)
 from service.core.decode import OffsetUnit
 
 
@@ -22,10 +30,9 @@ def check_ids(value: object) -> object:
 Ids = list[AtLeastZero]
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(InputsRequest):
     task = "tokenize"
 
-    inputs: Texts = Field(description="one text, or several; results are aligned with them")
     text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
     offset_unit: OffsetUnit = Field("code_point", description=OFFSET_UNIT)
 
@@ -34,12 +41,8 @@ class TokenizeRequest(Request):
         check_aligned(self.inputs, self.text_pair)
         return self
 
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
     def texts(self) -> Iterator[tuple[str, str]]:
-        yield from numbered("inputs", self.inputs)
+        yield from super().texts()
         yield from numbered("text_pair", self.text_pair or ())
 
 

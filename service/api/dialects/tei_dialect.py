@@ -21,7 +21,7 @@ from service import __version__
 from service.api import openapi
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import Route, label
-from service.api.schemas import AtLeastOne, NotBlank, Request, Texts, numbered
+from service.api.schemas import AtLeastOne, InputsRequest, NotBlank, Request, Texts, numbered
 from service.api.token_routes import check_vocabulary
 from service.api.token_schemas import DetokenizeRequest
 from service.core.decode import LabelScore
@@ -75,19 +75,11 @@ class TeiRequest(Request):
         return self.truncate is not False
 
 
-class TeiEmbedRequest(TeiRequest):
+class TeiEmbedRequest(TeiRequest, InputsRequest):
     task = "embedding"
 
-    inputs: Texts = Field(description="one text, or several")
     normalize: bool = Field(True, description="scale vectors to length 1")
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("inputs", self.inputs)
 
 
 @dataclass(frozen=True)
@@ -183,18 +175,10 @@ class TeiSimilarityRequest(TeiRequest):
         yield from numbered("inputs.sentences", self.inputs.sentences)
 
 
-class TeiTokenizeRequest(Request):
+class TeiTokenizeRequest(InputsRequest):
     task = "tokenize"
 
-    inputs: Texts = Field(description="one text, or several")
     add_special_tokens: bool = Field(True, description="whether special tokens are in the answer")
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("inputs", self.inputs)
 
 
 class TeiDecodeRequest(DetokenizeRequest):
