@@ -61,6 +61,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
 
 
+def corpus_files(paths: list[str]) -> list[Path]:
+    """Return the named files, and of folders the readable files that are no lists of titles."""
+    files = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            files.append(path)
+            continue
+        texts = [file for file in sorted(path.iterdir()) if file.suffix in OPENERS]
+        files += [file for file in texts if ".titles." not in file.name]
+    return files
+
+
 def documents(files: Iterable[Path]) -> Iterator[list[str]]:
     """Yield the paragraphs of each document in `.txt`, `.gz` and `.xz` files. Raises DataError as `read_lines` does."""
     for path in files:
