@@ -234,7 +234,7 @@ def read_tasks(
         examples.check_contrast(rows, h)
         described[name] = head = examples.describe(h, rows, hidden_size)
         if h.dev:  # report its errors before training
-            examples.check(examples.read(h.dev, head), head)
+            examples.check(examples.read(h.dev, h), head)
         teacher = teacher_of.get(name)
         teacher_heads[name] = (
             distillation.match_teacher_head(teacher, name, head) if teacher else None

@@ -200,7 +200,7 @@ class TestRun:
         assert json.loads((again.output / "settings.json").read_text()) == vars(longer)
 
     def test_a_run_that_is_already_longer(self, settings: Settings) -> None:
-        """Fewer steps than the run already has are refused, and the settings stay those of the run."""
+        """Fewer steps than are done are refused; the old settings stay."""
         layer, optimizer = trained(1)
         with TrainingRun.open(settings.output, 5, settings) as training_run:
             training_run.resume(layer, optimizer)
