@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from model.data import sources
 from model.data.checksums import DataError
 
+MOST_CHARACTERS = 40  # of a column's name in a message
 NEGATIVES = re.compile(r"negatives?|negative_\d+")
 
 # The usual columns of a text and its pair; the first ones present are used.
@@ -117,7 +118,7 @@ def lacking(where: str, task: str, names: Sequence[str], found: Mapping[str, str
     needed = ", or ".join(" and ".join(fields) for fields in REQUIRED_FIELDS[task])
     return DataError(
         f"{where}: no {missing} (recognized names: {', '.join(accepted(missing))}): {task} needs {needed}; the columns"
-        f" are {', '.join(names)}. Say which is which: {_example(task)}"
+        f" are {', '.join(map(_short, names))}. Say which is which: {_example(task)}"
     )
 
 
@@ -137,6 +138,10 @@ def named(where: str, task: str, query: str) -> dict[str, str]:
             known = ", ".join(FIELDS[task])
             raise DataError(f"{where}: {field!r} in the place of FIELD=COLUMN; fields are {known}")
     return dict(found)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MOST_CHARACTERS else f"{name[:MOST_CHARACTERS]}..."
 
 
 def _example(task: str) -> str:

@@ -93,7 +93,8 @@ def read_table(path: Path, task: str, query: str, problem_type: str | None) -> I
     line, names, rows = tables.read_table(path, fits)
     if not names:
         return
-    chosen = columns.choose(f"{path}:{line}", task, [name for name in names if name], query)
+    header = f"{path}:{line}: the first line, which names the columns"
+    chosen = columns.choose(header, task, [name for name in names if name], query)
     places = {field: names.index(name) for field, name in chosen.items()}
     readers = {field: _cell_reader(field, problem_type) for field in chosen}
     for number, cells in rows:

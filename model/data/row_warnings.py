@@ -38,7 +38,11 @@ def find_warnings(rows: Sequence[Any]) -> Iterator[str]:
                 places[what, value.strip()].append(row.where)
     for (what, value), found in places.items():
         named = ", ".join(found[:MOST]) + (", ..." if len(found) > MOST else "")
-        yield f"{len(found)} rows have the {what} {value!r}, which looks like a missing value: {named}"
+        yield f"the {what} {value!r} looks like a missing value ({_rows(len(found))}): {named}"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _values(row: Any) -> Iterator[tuple[str, str]]:
@@ -76,7 +80,7 @@ def _near_duplicates(counts: Mapping[str, int]) -> Iterator[str]:
         groups["".join(bare.split())].append(label)
     for labels in groups.values():
         if len(labels) > 1:
-            shown = ", ".join(f"{label!r} ({counts[label]} rows)" for label in labels)
+            shown = ", ".join(f"{label!r} ({_rows(counts[label])})" for label in labels)
             first, *others = labels
             merged = ", ".join(f'"{label}" = "{first}"' for label in others)
             yield (

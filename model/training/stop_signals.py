@@ -1,11 +1,13 @@
 """Signals that end a training run after the current step: SIGINT (Ctrl-C) and SIGTERM."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
+NOTICE = b"stopping after this step, when the run is saved; another signal stops at once\n"
 
 
 class StoppedRun(SystemExit):
@@ -40,6 +42,7 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        os.write(2, NOTICE)  # print is not reentrant
         self._restore()  # a second signal has its usual effect
 
     def _restore(self) -> None:

@@ -277,11 +277,12 @@ class TrainingRun:
         step: the number of steps that are done
         """
         number = self.signals.received
+        without = " without --fresh" if getattr(self.settings, "fresh", False) else ""
         if self.is_leader:
             draw_loss(self.history, self.output / "loss.png")
         self.log(
             f"{signal.Signals(number).name}: stopped after step {step} of {self.steps} and saved to"
-            f" {self.output}; the same command resumes the run. Until then, {self.output}/checkpoint can be used"
+            f" {self.output}; the same command{without} resumes the run. Its checkpoint is {self.output}/checkpoint"
         )
         raise StoppedRun(number)
 

@@ -130,6 +130,23 @@ def interrupted(at: int) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def stopped(at: int) -> Iterator[None]:
+    """A training run within gets SIGTERM in this step, and ends when the step is saved."""
+    record = TrainingRun.step
+
+    def step(run: TrainingRun, step: int, *rest: Any) -> None:
+        record(run, step, *rest)
+        if step == at:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "step", step)
+        with pytest.raises(SystemExit) as ended:
+            yield
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 SIGNALED = """
 import os, runpy, sys
 from model.training.training_run import TrainingRun

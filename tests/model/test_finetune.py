@@ -25,9 +25,8 @@ from model.heads import EncoderWithHeads
 from model.training import optim
 from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import TrainingRun
 from service.core.bundle import Head
-from tests.model.helpers import interrupted, run_with_signal, shape, watch_steps
+from tests.model.helpers import interrupted, run_with_signal, shape, stopped, watch_steps
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -345,20 +344,11 @@ def test_a_signaled_run_is_an_uninterrupted_run(
 
 
 def test_a_run_that_is_stopped_before_its_first_evaluation(
-    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
     """Its checkpoint has the weights of the last step, and the settings and the step that made it."""
-    record = TrainingRun.step
-
-    def step(run: TrainingRun, step: int, *rest: Any) -> None:
-        record(run, step, *rest)
-        if step == 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(TrainingRun, "step", step)
-    with pytest.raises(SystemExit) as stopped:
+    with stopped(at=1):
         start({"names": heads(data)["names"]}, steps=8, lr=1e-3)
-    assert stopped.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     reader.load_model(tmp_path / "run/checkpoint")
     document = json.loads((tmp_path / "run/checkpoint/training_settings.json").read_text())
@@ -529,9 +519,9 @@ def test_the_best_on_dev_is_kept(
     kept: list[torch.Tensor] = []
     save = finetune.save_checkpoint
 
-    def spy(folder: Path, model: Any, tokenizer: Path) -> None:
+    def spy(folder: Path, model: Any, **rest: Any) -> None:
         kept.append(model.encoder.embeddings.word.weight.detach().clone())
-        save(folder, model, tokenizer)
+        save(folder, model, **rest)
 
     monkeypatch.setattr(finetune, "save_checkpoint", spy)
     result = start({"head": heads(data)["names"]}, steps=8, eval_every=2)
@@ -773,7 +763,7 @@ def test_a_wrong_dev_file_is_found_before_training(
 ) -> None:
     """Not after an hour of it."""
     table = {**heads(data)["names"], "dev": data["entities"]}
-    with pytest.raises(labelled_rows.DataError, match="not JSON"):
+    with pytest.raises(labelled_rows.DataError, match="CoNLL files are for ner"):
         start({"names": table})
     assert not (tmp_path / "run").exists()
 
@@ -908,7 +898,7 @@ def test_the_command_says_what_is_wrong_with_the_data(
 ) -> None:
     """In one line, without a traceback."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": 1}')
+    bad.write_text('{"text": 1, "label": "x"}')
     table = json.dumps({"a": {"task": "classification", "train": [str(bad)]}})
     options = [f"--heads={table}", "--output=x", f"--tokenizer={tokenizer_file}"]
     monkeypatch.setattr("sys.argv", ["finetune", *options])

@@ -288,15 +288,16 @@ def test_tags_that_are_numbers(tmp_path: Path) -> None:
         (
             "a.csv",
             b"Text,text,label\na,b,x\n",
-            "a.csv:1: several columns for text: 'Text', 'text': columns = { text",
+            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': columns =",
         ),
         (
             "a.csv",
             b"Review;Stars\na;5\n",
-            "a.csv:1: no text (recognized names: text, premise, sentence1, question1, question,"
-            " sentence): classification needs text and label, or text and labels, or text and score;"
-            ' the columns are Review, Stars. Say which is which: columns = { text = "COLUMN", label ='
-            " \"COLUMN\" } in the head's table, or ?text=COLUMN&label=COLUMN after the file's name",
+            "a.csv:1: the first line, which names the columns: no text (recognized names: text, premise,"
+            " sentence1, question1, question, sentence): classification needs text and label, or text and"
+            " labels, or text and score; the columns are Review, Stars. Say which is which: columns ="
+            ' { text = "COLUMN", label = "COLUMN" } in the head\'s table, or ?text=COLUMN&label=COLUMN '
+            "after the file's name",
         ),
         ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
         ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),

@@ -20,7 +20,7 @@ def test_labels_that_differ_in_case_or_blanks() -> None:
     labels = ["very good", "very good", "Very  Good", "bad"]
     rows = [text(number, "a", label) for number, label in enumerate(labels)]
     assert list(find_warnings(rows)) == [
-        "the labels 'very good' (2 rows), 'Very  Good' (1 rows) differ in case or blanks alone and are learned"
+        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case or blanks alone and are learned"
         ' as different ones: label_map = { "Very  Good" = "very good" } merges them'
     ]
 
@@ -28,15 +28,15 @@ def test_labels_that_differ_in_case_or_blanks() -> None:
 def test_types_of_entities_that_differ_in_case() -> None:
     rows = [Sentence("", ["Ada"], ["B-PER"]), Sentence("", ["Ada"], ["B-Per"])]
     [warning] = find_warnings(rows)
-    assert warning.startswith("the labels 'PER' (1 rows), 'Per' (1 rows) differ in case")
+    assert warning.startswith("the labels 'PER' (1 row), 'Per' (1 row) differ in case")
 
 
 def test_values_that_look_missing() -> None:
     """They are counted by value and named by their places; other words stay what they are."""
     rows = [text(2, "NaN", "x"), text(3, "a", "N/A"), text(4, " NaN ", "x"), text(5, "nano", "x")]
     assert list(find_warnings(rows)) == [
-        "2 rows have the text 'NaN', which looks like a missing value: a.csv:2, a.csv:4",
-        "1 rows have the label 'N/A', which looks like a missing value: a.csv:3",
+        "the text 'NaN' looks like a missing value (2 rows): a.csv:2, a.csv:4",
+        "the label 'N/A' looks like a missing value (1 row): a.csv:3",
     ]
 
 
@@ -49,7 +49,7 @@ def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         rows = examples.read_training(settings)
     assert [row.labels[0] for row in rows] == ["NUM", "NUM", "Num", "HUM"]
     [record] = caplog.records
-    assert record.getMessage().startswith(f"{path}: the labels 'NUM' (2 rows), 'Num' (1 rows)")
+    assert record.getMessage().startswith(f"{path}: the labels 'NUM' (2 rows), 'Num' (1 row)")
 
     caplog.clear()
     examples.read_training(HeadSettings("classification", [str(path)], label_map={"Num": "NUM"}))

@@ -1,6 +1,7 @@
 """A run reads its settings, keeps what it learnt, and goes on where it stopped."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from torch import nn
 
 from model.training import optim, training_run
 from model.training.run_record import OtherRunError
+from model.training.stop_signals import StoppedRun
 from model.training.training_run import TrainingRun, read_settings
 
 
@@ -27,6 +29,7 @@ class Settings:
     files: list[str] = field(default_factory=list)
     phases: list[list[float]] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = False
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
@@ -164,6 +167,11 @@ class TestSettings:
         assert message in reason
 
 
+def recorded(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a run writes."""
+    return {name: value for name, value in vars(settings).items() if name != "fresh"}
+
+
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A layer and its optimiser after a step."""
     torch.manual_seed(seed)
@@ -184,7 +192,9 @@ class TestRun:
         """A run that begins has its directory, and what was asked for in it."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.resume(*trained(1))
-            assert json.loads((training_run.output / "settings.json").read_text()) == vars(settings)
+            assert json.loads((training_run.output / "settings.json").read_text()) == recorded(
+                settings
+            )
 
     def test_a_longer_run(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
         """More steps continue the run, which reports both numbers and has the settings of the longer one."""
@@ -197,7 +207,7 @@ class TestRun:
             assert again.resume(layer, optimizer)["step"] == 5
 
         assert "at step 5, now to step 8 instead of 5" in capsys.readouterr().out
-        assert json.loads((again.output / "settings.json").read_text()) == vars(longer)
+        assert json.loads((again.output / "settings.json").read_text()) == recorded(longer)
 
     def test_a_run_that_is_already_longer(self, settings: Settings) -> None:
         """Fewer steps than are done are refused; the old settings stay."""
@@ -211,7 +221,7 @@ class TestRun:
         ):
             again.resume(layer, optimizer)
 
-        assert json.loads((again.output / "settings.json").read_text()) == vars(settings)
+        assert json.loads((again.output / "settings.json").read_text()) == recorded(settings)
 
     def test_first_time(self, settings: Settings) -> None:
         """A run that never saved starts at step 0."""
@@ -295,6 +305,25 @@ class TestRun:
 
         [line] = capsys.readouterr().out.splitlines()
         assert line.startswith("step 50/100  loss 2.000")
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_stop(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str], fresh: bool
+    ) -> None:
+        """A stopped run has a picture of its loss, and reports which command resumes it."""
+        settings.fresh = fresh
+        with TrainingRun.open(settings.output, 5, settings) as stopped:
+            stopped.step(0, {"loss": 1.0}, 10, lr=0.1)
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(StoppedRun):
+                stopped.stop(1)
+
+        command = "the same command without --fresh" if fresh else "the same command"
+        said = (
+            f"SIGTERM: stopped after step 1 of 5 and saved to {settings.output}; {command} resumes"
+        )
+        assert said in capsys.readouterr().out
+        assert imread(stopped.output / "loss.png").std() > 0
 
     def test_finish(self, settings: Settings) -> None:
         """A finished run has its metrics and a picture of its loss."""
