@@ -56,6 +56,28 @@ def save_masked(folder: Path) -> Path:
     return folder
 
 
+def save_tasks(folder: Path) -> Path:
+    """Write a joint checkpoint with heads for every task that clients of other servers call; returns its folder."""
+    folder.mkdir(parents=True)
+    learnt = tokenizer.train(samples.corpus(), vocab_size=600)
+    learnt.save(str(folder / "tokenizer.json"))
+    heads = {
+        **HEADS,
+        "relevance": Head(task="classification", labels=("relevance",)),
+        "entailment": Head(
+            task="classification", labels=("contradiction", "entailment", "neutral")
+        ),
+        "masks": Head(
+            task="fill-mask",
+            mask_token_id=learnt.token_to_id("[MASK]"),
+            vocabulary_size=learnt.get_vocab_size(),
+        ),
+    }
+    model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
+    writer.save_joint(folder, model, folder / "tokenizer.json")
+    return folder
+
+
 def make_tiny(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head] = HEADS) -> EncoderWithHeads:
     """The tiny model, moved away from its initial values so that answers differ from text to text."""
     # With this seed it has use for every label.
