@@ -342,7 +342,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
 
     The best checkpoint on dev, or the last without dev files, is in `<output>/checkpoint`.
     """
-    check_output(s)
+    record = check_output(s)
     device = optim.pick_device()
 
     # teachers
@@ -399,7 +399,9 @@ def distill(s: DistillSettings) -> dict[str, Any]:
     )
 
     before = reader.read_teachers(whole.name) if whole else []
-    return finetune.train(s, student, objective, encoders, tokenizer_file, before, kept)
+    return finetune.train(
+        s, student, objective, encoders, tokenizer_file, before, kept, record=record
+    )
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,13 +182,13 @@ def save_checkpoint(
     model: EncoderWithHeads,
     tokenizer: Path,
     teachers: Sequence[str],
-    record: RunRecord,
+    describe: Callable[[Path, int], None],
     step: int,
 ) -> None:
     """Write a checkpoint of one head or none, or a joint one of several, in one rename.
 
     teachers: names for the checkpoint's provenance
-    record: the settings and the data that made the model, in `step` steps
+    describe: writes into it what made the model, in `step` steps
     """
     with writer.replacing(folder) as partial:
         if not model.described:
@@ -198,7 +198,7 @@ def save_checkpoint(
         else:
             writer.save_joint(partial, model, tokenizer)
         writer.save_teachers(partial, teachers)
-        record.write_to_checkpoint(partial, step)
+        describe(partial, step)
 
 
 def check_fits(
@@ -268,7 +268,7 @@ def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertCo
 
 def finetune(s: FinetuneSettings) -> dict[str, Any]:
     """Train, and return the content of `metrics.json`. The best checkpoint on dev is in `<output>/checkpoint`."""
-    check_output(s)
+    record = check_output(s)
 
     # data
     source = reader.locate(s.init_from) if s.init_from else None
@@ -301,7 +301,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     objective = DistillationObjective(model, tasks, teacher_heads, weights, **options)
 
     before = reader.read_teachers(source) if source else []
-    return train(s, model, objective, encoders, tokenizer_file, before, kept)
+    return train(s, model, objective, encoders, tokenizer_file, before, kept, record=record)
 
 
 def train(
@@ -312,12 +312,15 @@ def train(
     tokenizer_file: Path,
     before: Sequence[str] = (),
     kept: Sequence[str] | None = None,
+    *,
+    record: RunRecord | None = None,
 ) -> dict[str, Any]:
     """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
     encoders: of texts, by head, for evaluation
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
+    record: the settings as they were given, by default these
     Raises StoppedRun after a signal, when the run is saved.
     """
     device = optim.pick_device()
@@ -348,7 +351,7 @@ def train(
     trained, shared = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
-    with TrainingRun.open(s.output, steps, s) as run:
+    with TrainingRun.open(s.output, steps, s, record=record) as run:
         for task in tasks:
             run.log(f"{task.stream.name}: {task.stream.size:,} examples")
         if kept is not None and model.described:
@@ -364,7 +367,7 @@ def train(
             run.output / "checkpoint",
             tokenizer=tokenizer_file,
             teachers=teachers,
-            record=run.record,
+            describe=run.describe_checkpoint,
         )
         for step in range(state["step"], steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)

@@ -322,7 +322,7 @@ def pretrain(s: PretrainSettings) -> None:
 
 
 def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
-    check_output(s)
+    record = check_output(s)
     phases = phases_of(s)
 
     # data
@@ -373,7 +373,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     # loop
     trainer = make()
     model, optimizer = trainer.model, trainer.optimizer
-    with TrainingRun.open(s.output, steps, s, ranks.is_leader, work=work) as run:
+    with TrainingRun.open(s.output, steps, s, ranks.is_leader, record, work=work) as run:
         run.log(
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"
@@ -386,7 +386,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
                 with writer.replacing(run.output / "checkpoint") as partial:
                     writer.save_pretraining(partial, model, Path(s.tokenizer))
                     writer.save_teachers(partial, teachers)
-                    run.record.write_to_checkpoint(partial, step)
+                    run.describe_checkpoint(partial, step)
 
         first = run.resume(model, optimizer)["step"]
         for step in range(first, steps):

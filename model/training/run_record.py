@@ -1,9 +1,10 @@
 """The settings and the data of a run, compared before a run continues in a directory.
 
-<output>/settings.json   the settings
-<output>/data.json       for each setting that names data files: the files and their SHA-256
+<output>/record.json   the settings as they were given, and for each setting that names data files the files and their
+                       SHA-256
 
-Each checkpoint of the run has both, with the step, in `training_settings.json`.
+Each checkpoint of the run has the step, the settings with the values that the run chose, and the data, in
+`training_settings.json`.
 """
 
 import dataclasses
@@ -16,14 +17,14 @@ from typing import Any
 from model.data import checksums, sources
 from model.data.corpus import corpus_files
 
-SETTINGS, DATA, STATE = "settings.json", "data.json", "last.pt"
+SETTINGS, RECORD, STATE = "settings.json", "record.json", "last.pt"
 CHECKPOINT_RECORD = "training_settings.json"
-WRITTEN = (STATE, "plan.json", SETTINGS, DATA, "metrics.json", "loss.png", "report.html")
+WRITTEN = (STATE, "plan.json", SETTINGS, RECORD, "metrics.json", "loss.png", "report.html")
 FOLDERS = ("checkpoint", "tensorboard")
 # Settings that do not change what a step learns, and settings of the length of a run.
 FREE = ("output", "cache", "save_every", "fresh")
 LENGTH = ("steps", "epochs", "minutes")
-DATA_SETTINGS = ("train", "dev", "corpus", "tokenizer")
+DATA_SETTINGS = ("data", "train", "dev", "corpus", "tokenizer")
 MOST = 8  # differences in a message
 
 
@@ -33,57 +34,67 @@ class OtherRunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings of a run, and the files of each setting that names data: `file`, and `sha256` if it is local."""
+    """The settings of a run, and the files of each setting that names data: `file`, and `sha256` if it is local.
+
+    is_complete: whether the settings include values that the run chose, and no data, as in runs of older versions
+    """
 
     settings: dict[str, Any]
     data: dict[str, list[dict[str, str]]]
+    is_complete: bool = False
 
     @classmethod
     def of(cls, settings: Any) -> "RunRecord":
         """Return the record of a dataclass of settings. Hashes the data files; raises OSError for a missing one."""
-        document = json.loads(json.dumps(dataclasses.asdict(settings)))
-        document.pop("fresh", None)
+        document = describe(settings)
         return cls(document, dict(_data_files(document)))
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord | None":
-        """Return the record of the run in a directory; None if there is none. `data` is empty in old runs."""
-        if not (folder / SETTINGS).is_file():
-            return None
-        documents = [
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            for path in (folder / SETTINGS, folder / DATA)
-        ]
-        return cls(*documents)
+        """Return the record of the run in a directory; None if there is none."""
+        if (folder / RECORD).is_file():
+            return cls(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        if (folder / SETTINGS).is_file():
+            return cls(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), {}, True)
+        return None
 
-    def write(self, folder: Path) -> None:
-        """Write both files of a run."""
-        _write(folder / SETTINGS, self.settings)
-        _write(folder / DATA, self.data)
+    def write(self, folder: Path, settings: Any) -> None:
+        """Write the record of a run, and its settings with the values that the run chose."""
+        _write(folder / RECORD, {"settings": self.settings, "data": self.data})
+        _write(folder / SETTINGS, describe(settings))
 
-    def write_to_checkpoint(self, folder: Path, step: int) -> None:
-        """Write the record of a checkpoint that the run had after `step` steps."""
-        document = {"step": step, "settings": self.settings, "data": self.data}
+    def write_to_checkpoint(self, folder: Path, step: int, settings: Any) -> None:
+        """Write the settings and the data of a checkpoint that the run had after `step` steps."""
+        document = {"step": step, "settings": describe(settings), "data": self.data}
         _write(folder / CHECKPOINT_RECORD, document)
 
 
-def check_output(settings: Any, record: RunRecord | None = None) -> None:
-    """Raise OtherRunError if `output` has a saved run with other settings or other data than these.
+def describe(settings: Any) -> dict[str, Any]:
+    """Return a dataclass of settings as JSON has it, without the setting that begins anew."""
+    document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
+    document.pop("fresh", None)
+    return document
 
-    Its length may differ, and so may the settings in FREE.
+
+def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
+    """Return the record of settings as they are given, before a run chooses values for those that are unset.
+
+    Raises OtherRunError if `output` has a saved run with other settings or other data. Its length may differ, and so
+    may the settings in FREE.
     """
     folder = Path(settings.output)
+    record = record or RunRecord.of(settings)
     if getattr(settings, "fresh", False) or not (folder / STATE).is_file():
-        return
+        return record
     if not (before := RunRecord.read(folder)):
-        return
-    found = differences(before, record or RunRecord.of(settings), settings)
-    if found:
+        return record
+    if found := differences(before, record, settings):
         more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
         raise OtherRunError(
             f"{folder} has a run that differs: {'; '.join(found[:MOST])}{more}. Choose another output,"
             " restore these settings to continue the run, or delete it and begin anew with --fresh"
         )
+    return record
 
 
 def delete_run(folder: Path) -> None:
@@ -112,7 +123,7 @@ def differences(before: RunRecord, now: RunRecord, settings: Any) -> list[str]:
             found += _file_differences(name, before.data[name], now.data[name])
             continue
         was, value = (each.get(name, _ABSENT) for each in values)
-        if was != value:
+        if was != value and not (before.is_complete and value is None):
             found.append(f"{name}: {_show(value)} (was {_show(was)})")
     return found
 
@@ -121,7 +132,7 @@ _ABSENT = object()
 
 
 def _show(value: Any) -> str:
-    return "unset" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+    return "unset" if value is _ABSENT or value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _file_differences(

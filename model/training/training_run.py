@@ -1,6 +1,7 @@
 """A training run on disk and on the terminal: settings, progress, TensorBoard, metrics, the loss, resuming.
 
-<output>/settings.json   the settings; data.json: the data files (see run_record.py)
+<output>/settings.json   the settings, with the values that the run chose
+<output>/record.json     the settings as given, and the data (see run_record.py)
 <output>/metrics.json    the results
 <output>/loss.png        the loss over the steps
 <output>/tensorboard/    scalars
@@ -145,24 +146,32 @@ class TrainingRun:
     history: list[tuple[int, float]]
     started: float
     settings: Any
+    record: RunRecord
     is_leader: bool = True  # False: another process of the run writes and logs
     work: Callable[[int], float] = lambda _: 1.0  # the duration of a step, in any unit
 
     @classmethod
     def open(
-        cls, output: str, steps: int, settings: Any, is_leader: bool = True, **more: Any
+        cls,
+        output: str,
+        steps: int,
+        settings: Any,
+        is_leader: bool = True,
+        record: RunRecord | None = None,
+        **more: Any,
     ) -> Self:
         """Return the run of a directory, which is made. Raises OtherRunError where it has another run.
 
+        record: the settings as they were given, by default these
         With the setting `fresh`, the files of the run that it has are deleted.
         """
         folder = Path(output)
-        run_record.check_output(settings)
+        record = run_record.check_output(settings, record)
         if is_leader:
             if getattr(settings, "fresh", False):
                 run_record.delete_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, steps, [], time.monotonic(), settings, is_leader, **more)
+        return cls(folder, steps, [], time.monotonic(), settings, record, is_leader, **more)
 
     def __post_init__(self) -> None:
         self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.is_leader else None
@@ -175,7 +184,6 @@ class TrainingRun:
         )
         self.bar = self.progress.add_task("training", total=self.steps, state="")
         self.work_before = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
-        self.record = RunRecord.of(self.settings)
         self.signals = StopSignals()
         self.tokens = 0
         self.steps_done = 0
@@ -269,7 +277,11 @@ class TrainingRun:
 
     def _write_settings(self) -> None:
         if self.is_leader:
-            self.record.write(self.output)
+            self.record.write(self.output, self.settings)
+
+    def describe_checkpoint(self, folder: Path, step: int) -> None:
+        """Write into a checkpoint what made it: the settings, the data and the number of steps."""
+        self.record.write_to_checkpoint(folder, step, self.settings)
 
     def stop(self, step: int) -> NoReturn:
         """End a run that a signal stopped, after its state and its checkpoint are saved. Raises StoppedRun.

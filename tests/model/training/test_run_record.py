@@ -24,7 +24,7 @@ class Settings:
     output: str
     heads: dict[str, Any]
     steps: int = 5
-    lr: float = 0.1
+    lr: float | None = 0.1
     save_every: int = 10
     fresh: bool = False
 
@@ -42,7 +42,7 @@ def settings(tmp_path: Path, data: Path) -> Settings:
     settings = Settings(str(tmp_path / "run"), {"topic": Head([str(data)])})
     folder = Path(settings.output)
     folder.mkdir()
-    RunRecord.of(settings).write(folder)
+    RunRecord.of(settings).write(folder, settings)
     (folder / "last.pt").touch()
     return settings
 
@@ -118,14 +118,34 @@ def test_an_entry_of_a_table_is_named(settings: Settings, data: Path) -> None:
 
 
 def test_settings_that_an_older_version_did_not_have(settings: Settings) -> None:
-    """They count as defaults, and settings that no longer exist are ignored; so is data without checksums."""
-    folder = Path(settings.output)
-    document = json.loads((folder / "settings.json").read_text())
-    del document["lr"], document["heads"]["topic"]["weight"]
-    (folder / "settings.json").write_text(json.dumps({**document, "gone": 1}))
-    (folder / "data.json").unlink()
+    """They count as defaults, and settings that no longer exist are ignored."""
+    path = Path(settings.output) / "record.json"
+    document = json.loads(path.read_text())
+    del document["settings"]["lr"], document["settings"]["heads"]["topic"]["weight"]
+    document["settings"]["gone"] = 1
+    path.write_text(json.dumps(document))
     check_output(settings)
     assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
+
+
+def test_a_run_of_an_older_version(settings: Settings) -> None:
+    """It has settings alone, with the values that it chose; unset ones are not compared."""
+    (Path(settings.output) / "record.json").unlink()
+    check_output(settings)
+    check_output(replace(settings, lr=None))
+    assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
+
+
+def test_settings_are_compared_as_they_are_given(settings: Settings) -> None:
+    """A value that a run chooses for an unset setting, such as one that depends on the steps, is no difference."""
+    unset = replace(settings, lr=None)
+    record = RunRecord.of(unset)
+    record.write(Path(settings.output), replace(settings, lr=0.2))
+    check_output(unset)
+    check_output(replace(settings, lr=0.3), record)
+    assert "lr: 0.2 (was unset)" in refusal(replace(settings, lr=0.2))
+    written = json.loads((Path(settings.output) / "settings.json").read_text())
+    assert written["lr"] == 0.2
 
 
 def test_nothing_is_compared_before_a_run_is_saved(settings: Settings) -> None:
@@ -147,7 +167,7 @@ def test_only_a_runs_own_files_are_deleted(settings: Settings) -> None:
 
 
 def test_a_checkpoint_has_what_made_it(settings: Settings, tmp_path: Path, data: Path) -> None:
-    RunRecord.of(settings).write_to_checkpoint(tmp_path, 3)
+    RunRecord.of(settings).write_to_checkpoint(tmp_path, 3, replace(settings, lr=0.1))
     document = json.loads((tmp_path / "training_settings.json").read_text())
     assert document["step"] == 3
     assert document["settings"]["lr"] == 0.1
