@@ -45,7 +45,7 @@ class RunRecord:
 
     @classmethod
     def of(cls, settings: Any) -> "RunRecord":
-        """Return the record of a dataclass of settings. Hashes the data files; raises OSError for a missing one."""
+        """Return the record of a dataclass of settings, with the hashes of the data files."""
         document = describe(settings)
         return cls(document, dict(_data_files(document)))
 
@@ -77,7 +77,7 @@ def describe(settings: Any) -> dict[str, Any]:
 
 
 def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
-    """Return the record of settings as they are given, before a run chooses values for those that are unset.
+    """Return the record of settings as given, before a run chooses values for those that are unset.
 
     Raises OtherRunError if `output` has a saved run with other settings or other data. Its length may differ, and so
     may the settings in FREE.
@@ -147,8 +147,8 @@ def _file_differences(
         return
     for was, entry in zip(old, new, strict=True):
         if was != entry:
-            sums = entry["sha256"][:12], was["sha256"][:12]
-            yield "{}: {} has changed: SHA-256 {}... (was {}...)".format(name, entry["file"], *sums)
+            sums = [each.get("sha256", "missing")[:12] for each in (entry, was)]
+            yield f"{name}: {entry['file']} has changed: SHA-256 {sums[0]}... (was {sums[1]}...)"
 
 
 def _content(entry: dict[str, str]) -> tuple[str, str]:
@@ -170,10 +170,10 @@ def _data_files(document: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, 
 
 
 def _describe(file: str) -> dict[str, str]:
-    path = sources.split(file)[0]
-    if sources.is_hub(file):
+    path = Path(sources.split(file)[0])
+    if sources.is_hub(file) or not path.is_file():  # the reader reports a missing file
         return {"file": file}
-    return {"file": file, "sha256": checksums.hash_file(Path(path))}
+    return {"file": file, "sha256": checksums.hash_file(path)}
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
