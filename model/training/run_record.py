@@ -19,7 +19,16 @@ from model.data.corpus import corpus_files
 
 SETTINGS, RECORD, STATE = "settings.json", "record.json", "last.pt"
 CHECKPOINT_RECORD = "training_settings.json"
-WRITTEN = (STATE, "plan.json", SETTINGS, RECORD, "metrics.json", "loss.png", "report.html")
+WRITTEN = (
+    STATE,
+    "plan.json",
+    SETTINGS,
+    RECORD,
+    "metrics.json",
+    "loss.png",
+    "held_out.json",
+    "report.html",
+)
 FOLDERS = ("checkpoint", "tensorboard")
 # Settings that do not change what a step learns, and settings of the length of a run.
 FREE = ("output", "cache", "save_every", "fresh")
