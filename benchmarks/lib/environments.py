@@ -1,10 +1,10 @@
-"""One environment per peer under `build/peers`, so that no peer's libraries meet Quartet's or another's.
+"""Python environments of their own for packages that must not meet Quartet's: peers here, clients in the tests.
 
     python -m benchmarks.lib.environments [PEER ...]
 
-builds those that are missing or out of date, from `benchmarks/peers/PEER/requirements.txt`, and says what it does.
-Pip's own settings apply. Where the default index gives a torch with CUDA, name the index of CPU builds in them:
-a peer is measured on the CPU, and CUDA takes gigabytes.
+builds the environments of peers under `build/peers` that are missing or out of date, from
+`benchmarks/peers/PEER/requirements.txt`. Pip's own settings apply. Where the default index gives a torch with CUDA,
+name the index of CPU builds in them: a peer is measured on the CPU, and CUDA takes gigabytes.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,66 +23,106 @@ STAMP = "requirements.sha256"
 
 
 class Unavailable(Exception):
-    """A peer that cannot run on this machine; the message is the reason for people."""
+    """A peer or a client that cannot run on this machine; the message is the reason for people."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment.
+
+    requirements: the file that it is built from
+    folder: where it is; pip's output is next to it
+    command: builds it; for messages
+    """
+
+    requirements: Path
+    folder: Path
+    command: str
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def python(self) -> Path:
+        """Return the interpreter of an environment that is built and up to date. Raises Unavailable."""
+        if not self.is_fresh():
+            state = "is out of date" if self.folder.is_dir() else "has not been built"
+            raise Unavailable(f"its environment {state}: run {self.command}")
+        return self.folder / "bin" / "python"
+
+    def build(self) -> Path:
+        """Build the environment if it is not up to date, and return its interpreter. Raises Unavailable."""
+        if self.is_fresh():
+            print(f"{self.name}: {self.folder} is up to date", flush=True)
+            return self.python()
+        log = self.folder.with_name(f"{self.name}.log")
+        print(f"{self.name}: building {self.folder}; the output of pip is in {log}", flush=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        python, requirements = str(self.folder / "bin" / "python"), str(self.requirements)
+        with log.open("w", encoding="utf-8") as output:
+            for command in (
+                [sys.executable, "-m", "venv", str(self.folder)],
+                [python, "-m", "pip", "install", "--no-input", "--requirement", requirements],
+            ):
+                ended = subprocess.run(
+                    command, stdout=output, stderr=subprocess.STDOUT, check=False
+                )
+                if ended.returncode:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                    raise Unavailable(f"its environment cannot be built: {reason(log)}")
+        (self.folder / STAMP).write_text(self.fingerprint())
+        return self.python()
+
+    def is_fresh(self) -> bool:
+        stamp = self.folder / STAMP
+        return stamp.is_file() and stamp.read_text() == self.fingerprint()
+
+    def fingerprint(self) -> str:
+        """Return a digest of the requirements and the version of Python."""
+        version = ".".join(map(str, sys.version_info[:3]))
+        return hashlib.sha256(self.requirements.read_bytes() + version.encode()).hexdigest()
+
+
+def reason(log: Path) -> str:
+    """Return the errors in pip's output, or its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return " ".join(errors or lines[-1:]) or f"see {log}"
+
+
+def build_all(environments: Iterable[Environment]) -> bool:
+    """Build environments, and print why one cannot be built. Returns whether all are up to date."""
+    complete = True
+    for environment in environments:
+        try:
+            environment.build()
+        except Unavailable as error:
+            print(f"{environment.name}: skipped, {error}", flush=True)
+            complete = False
+    return complete
+
+
+# -- peers ----------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
     return sorted(path.parent.name for path in PEERS.glob("*/requirements.txt"))
 
 
+def of_peer(peer: str) -> Environment:
+    command = f"python -m benchmarks.lib.environments {peer}"
+    return Environment(PEERS / peer / "requirements.txt", BUILT / peer, command)
+
+
 def python_of(peer: str) -> Path:
-    """The interpreter of an environment that is built and up to date. Raises Unavailable."""
-    folder = BUILT / peer
-    if not is_fresh(peer):
-        state = "is out of date" if folder.is_dir() else "has not been built"
-        raise Unavailable(
-            f"its environment {state}: run python -m benchmarks.lib.environments {peer}"
-        )
-    return folder / "bin" / "python"
+    """Return the interpreter of a peer's environment that is built and up to date. Raises Unavailable."""
+    return of_peer(peer).python()
 
 
 def build(peer: str) -> Path:
-    """Build the environment if need be, and return its interpreter. Raises Unavailable."""
-    folder = BUILT / peer
-    log = BUILT / f"{peer}.log"
-    if is_fresh(peer):
-        print(f"{peer}: {folder} is up to date", flush=True)
-        return python_of(peer)
-    print(f"{peer}: building {folder}, some minutes; pip's words go to {log}", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    BUILT.mkdir(parents=True, exist_ok=True)
-    python = str(folder / "bin" / "python")
-    requirements = str(PEERS / peer / "requirements.txt")
-    with log.open("w", encoding="utf-8") as words:
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [python, "-m", "pip", "install", "--no-input", "--requirement", requirements],
-        ):
-            ended = subprocess.run(command, stdout=words, stderr=subprocess.STDOUT, check=False)
-            if ended.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise Unavailable(f"its environment cannot be built: {reason(log)}")
-    (folder / STAMP).write_text(fingerprint(peer))
-    return python_of(peer)
-
-
-def is_fresh(peer: str) -> bool:
-    stamp = BUILT / peer / STAMP
-    return stamp.is_file() and stamp.read_text() == fingerprint(peer)
-
-
-def fingerprint(peer: str) -> str:
-    """What an environment is made from: its requirements and the version of Python."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    made_from = (PEERS / peer / "requirements.txt").read_bytes() + version.encode()
-    return hashlib.sha256(made_from).hexdigest()
-
-
-def reason(log: Path) -> str:
-    """The errors that pip named, else the last thing that it said."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return " ".join(errors or lines[-1:]) or f"see {log}"
+    """Build a peer's environment if it is not up to date, and return its interpreter. Raises Unavailable."""
+    return of_peer(peer).build()
 
 
 def main() -> int:
@@ -89,14 +131,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.peers) - set(names()):
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(names())}")
-    failed = 0
-    for peer in given.peers or names():
-        try:
-            build(peer)
-        except Unavailable as error:
-            print(f"{peer}: skipped, {error}", flush=True)
-            failed += 1
-    return int(failed > 0)
+    return int(not build_all(map(of_peer, given.peers or names())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A peer's environment is built once for what it is made from, and one that cannot be built says why."""
+"""An environment is built once for its requirements, and one that cannot be built has a reason."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.lib import environments
 from benchmarks.lib.environments import PEERS, Unavailable
+from tests.e2e.client_calls.environments import REQUIREMENTS
 
 
 @pytest.fixture
@@ -49,9 +50,12 @@ def test_build_fails(peer):
     assert not (environments.BUILT / "nobody").exists()
 
 
-@pytest.mark.parametrize("peer", environments.names())
-def test_requirements_are_pinned(peer):
+FILES = [*PEERS.glob("*/requirements.txt"), *REQUIREMENTS.glob("*.txt")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_requirements_are_pinned(path):
     """Every line names one version, so that a comparison can be repeated."""
-    lines = (PEERS / peer / "requirements.txt").read_text().splitlines()
+    lines = path.read_text().splitlines()
 
     assert [] == [line for line in lines if not re.fullmatch(r"[\w.-]+(\[[\w,]+\])?==[\d.]+", line)]
