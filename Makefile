@@ -17,7 +17,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve setup test test-all fuzz check chaos format audit clean
-.PHONY: clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
+.PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -33,11 +33,11 @@ test: check ## Run make check, then every test that is not slow (eight minutes o
 	@echo "Running the tests that are not slow"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" $(TEST_OPTIONS)
 
-test-all: $(VENV)/.test ## Run the slow tests, the rest of what CI runs outside of containers (ARGS="-k ..." for some)
+test-all: client-environments ## Run the slow tests, the rest of what CI runs outside of containers (ARGS="-k ..." for some)
 	@echo "Running the slow tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow $(TEST_OPTIONS)
 
-clients: $(VENV)/.test ## Call the service with unmodified clients of other servers; print each call and its result
+clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
@@ -99,6 +99,10 @@ tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and p
 clean: ## Remove the environment and everything that tools left behind
 	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Those of clients that do not fit next to the tests: a minute, 0.4 GB. What is not built is skipped.
+client-environments: $(VENV)/.test
+	@$(RUN) -m tests.e2e.client_calls.environments || true
 
 # The stamps: an environment is brought up to date when what it was made from has changed.
 

@@ -1,7 +1,8 @@
 """Unmodified clients of other servers, against a real server: answers, errors, keys and retries."""
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +10,26 @@ import numpy as np
 import pytest
 
 from service.keys import make_key, record
-from tests.e2e.client_calls.records import Call, Failure, KeyUse, error_class, modules
+from tests.e2e.client_calls.isolated import ClientError
+from tests.e2e.client_calls.records import Call, Failure, KeyUse
+from tests.e2e.client_calls.table import Client, clients, is_class
 from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
 
 OPTIONS = ("--max-inputs-per-request", 8)
-MODULES = dict(modules())
+CLIENTS = [*clients()]
 
 
 def cases(field: str) -> list[Any]:
-    """Return a parameter for each record of each client."""
+    """Return a client and a record as parameters, for each record of each client."""
     found = []
-    for client, module in MODULES.items():
-        missing = importlib.util.find_spec(client) is None
-        skip = pytest.mark.skipif(missing, reason=f"the client {client} is not installed")
-        records = getattr(module, field)
-        for one in records if isinstance(records, list) else [records]:
-            name = f"{client}: {one.name}" if hasattr(one, "name") else client
-            found.append(pytest.param(one, id=name, marks=skip))
+    for client in CLIENTS:
+        marks = [pytest.mark.skipif(bool(client.missing), reason=client.missing)]
+        marks += [pytest.mark.slow] if client.is_isolated else []
+        for one in getattr(client, field):
+            name = f"{client.name}: {one.name}" if one.name else client.name
+            found.append(pytest.param(client, one, id=name, marks=marks))
     return found
 
 
@@ -57,47 +59,63 @@ def raised(server: Server, failure: Failure) -> str:
     try:
         found = failure.run(server)
     except Exception as error:
-        if type(error) is error_class(failure.error):
+        if is_class(error, failure.error):
             return ""
-        return f"raised {type(error).__module__}.{type(error).__qualname__}: {error}"[:500]
+        kind = type(error)
+        name = (
+            error.name
+            if isinstance(error, ClientError)
+            else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        return f"raised {name}: {error}"[:500]
     return f"returned {found!r}"[:500]
 
 
 @pytest.fixture(scope="module")
-def server(tasks_bundle: Path) -> Iterator[Server]:
-    with serving(tasks_bundle, *OPTIONS) as running:
-        yield running
+def server_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
+    """A function of a client: returns a service with the root dialect of its records."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(root_dialect: str) -> Server:
+            options = (*OPTIONS, "--root-dialect", root_dialect)
+            return stack.enter_context(serving(tasks_bundle, *options))
+
+        yield lambda client: start(client.root_dialect)
 
 
-@pytest.mark.parametrize("call", cases("CALLS"))
-def test_answers(server: Server, call: Call) -> None:
+@pytest.mark.parametrize(("client", "call"), cases("calls"))
+def test_answers(server_of: Callable[[Client], Server], client: Client, call: Call) -> None:
     """A client gets the native API's answers."""
-    assert not differs(server, call)
+    assert not differs(server_of(client), call)
 
 
-@pytest.mark.parametrize("failure", cases("FAILURES"))
-def test_errors(server: Server, failure: Failure) -> None:
+@pytest.mark.parametrize(("client", "failure"), cases("failures"))
+def test_errors(server_of: Callable[[Client], Server], client: Client, failure: Failure) -> None:
     """A client raises the class that it raises against the original server."""
-    assert not raised(server, failure)
+    assert not raised(server_of(client), failure)
 
 
-def exhaust(use: KeyUse, server: Server, key: str) -> None:
-    """Call until the client raises the error of a refused request."""
+def error_of(use: KeyUse, server: Server, key: str) -> Exception:
+    """Call until the client raises, and return that error."""
     for _ in range(200):
-        use.run(server, key, False)
+        try:
+            use.run(server, key, False)
+        except Exception as error:
+            return error
+    raise AssertionError("no request was refused")
 
 
-@pytest.mark.parametrize("use", cases("KEY_USE"))
-def test_keys(tasks_bundle: Path, tmp_path: Path, use: KeyUse) -> None:
+@pytest.mark.parametrize(("client", "use"), cases("key_uses"))
+def test_keys(tasks_bundle: Path, tmp_path: Path, client: Client, use: KeyUse) -> None:
     """A client sends its key where the service reads it, and repeats a refused request after `Retry-After`."""
     free, slow, keys = make_key(), make_key(), tmp_path / "keys.toml"
     keys.write_text(record("free", free) + record("slow", slow) + "requests_per_minute = 60\n")
-    with serving(tasks_bundle, "--api-keys", keys) as server:
+    options = ("--api-keys", keys, "--root-dialect", client.root_dialect)
+    with serving(tasks_bundle, *options) as server:
         expected = use.run(server, free, False)
-        with pytest.raises(error_class(use.unauthorized)):
-            use.run(server, "wrong", False)
-        with pytest.raises(error_class(use.limited)):
-            exhaust(use, server, slow)
+        assert is_class(error_of(use, server, "wrong"), use.unauthorized)
+        assert is_class(error_of(use, server, slow), use.limited)
         if use.retries:
             for _ in range(3):
                 assert equal(use.run(server, slow, True), expected)

@@ -3,16 +3,16 @@
 `python -m tests.e2e.client_calls` makes a tiny bundle with heads for all tasks and serves it.
 """
 
-import importlib.util
 import sys
 import tempfile
-from contextlib import redirect_stdout
-from importlib.metadata import version
+from contextlib import ExitStack, redirect_stdout
+from functools import cache
 from pathlib import Path
 
 from tests.conftest import run_export
-from tests.e2e.client_calls.records import Call, Failure, modules
-from tests.e2e.conftest import serving
+from tests.e2e.client_calls.records import Call
+from tests.e2e.client_calls.table import clients
+from tests.e2e.conftest import Server, serving
 from tests.e2e.test_clients import OPTIONS, differs, raised
 from tests.tiny import save_tasks
 
@@ -23,18 +23,28 @@ def main(bundle: Path) -> bool:
     """Print the table. Returns whether all results are as expected."""
     print(HEAD)
     good = True
-    with serving(bundle, *OPTIONS) as server:
-        for client, module in modules():
-            if importlib.util.find_spec(client) is None:
-                print(f"| {client} | not installed | | |")
+    with ExitStack() as stack:
+
+        @cache
+        def server(root_dialect: str) -> Server:
+            options = (*OPTIONS, "--root-dialect", root_dialect)
+            return stack.enter_context(serving(bundle, *options))
+
+        for client in clients():
+            if client.missing:
+                print(f"| {client.name} | {client.version or '-'} | - | {client.missing} |")
                 good = False
                 continue
-            for record in (*module.CALLS, *module.FAILURES):
-                fault = (
-                    differs(server, record) if isinstance(record, Call) else raised(server, record)
+            for record in (*client.calls, *client.failures):
+                if isinstance(record, Call):
+                    fault = differs(server(client.root_dialect), record)
+                    result = fault or "equal"
+                else:
+                    fault = raised(server(client.root_dialect), record)
+                    result = fault or record.error
+                print(
+                    f"| {client.name} | {client.version} | {record.name} | {result} |", flush=True
                 )
-                result = fault or (record.error if isinstance(record, Failure) else "equal")
-                print(f"| {client} | {version(client)} | {record.name} | {result} |", flush=True)
                 good = good and not fault
     return good
 

@@ -1,19 +1,32 @@
 """What each module of this folder declares about an unmodified client: `CALLS`, `FAILURES` and `KEY_USE`.
 
 `tests/e2e/test_clients.py` runs them against a service. `python -m tests.e2e.client_calls` prints a table of them.
+
+A module of `ISOLATED` declares its `PACKAGE`, too. It is imported in the environment of its client, where neither
+pytest nor the service is installed. `ROOT_DIALECT` in a module is that of its service; native by default.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.e2e.conftest import Server
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Server
 
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
+QUERY = "Who drew a comet?"
 CLIENTS = ("openai", "huggingface_hub")  # importable packages; their modules here end with _client
+ISOLATED: Mapping[str, str] = {
+    "langchain_openai": "frameworks",
+    "langchain_huggingface": "frameworks",
+    "llama_index_openai": "frameworks",
+    "llama_index_tei": "frameworks",
+    "haystack": "frameworks",
+}  # their modules here end with _client; the environment of each, `environments/NAME.txt`
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
-Run = Callable[[Server], Any]
+TOO_LONG = "word " * 600
+Run = Callable[["Server"], Any]
 
 
 @dataclass(frozen=True)
@@ -49,18 +62,24 @@ class KeyUse:
     run: makes a call with a key, and lets the client retry or not
     unauthorized, limited: the exception classes for a wrong key, and for too many requests
     retries: whether the client can repeat a request that was refused with 429 or 503
+    name: tells it from others of the same client
     """
 
-    run: Callable[[Server, str, bool], Any]
+    run: "Callable[[Server, str, bool], Any]"
     unauthorized: str
     limited: str
     retries: bool = True
+    name: str = ""
 
 
-def modules() -> Iterator[tuple[str, Any]]:
-    """Yield the module of each client, by the client's package, whether or not the package is installed."""
-    for client in CLIENTS:
-        yield client, importlib.import_module(f"tests.e2e.client_calls.{client}_client")
+def load(client: str) -> Any:
+    """Import the module of a client, whether or not the client is installed."""
+    return importlib.import_module(f"tests.e2e.client_calls.{client}_client")
+
+
+def key_uses(module: Any) -> list[KeyUse]:
+    found: KeyUse | list[KeyUse] = module.KEY_USE
+    return found if isinstance(found, list) else [found]
 
 
 def error_class(name: str) -> type[Exception]:
@@ -73,7 +92,7 @@ def error_class(name: str) -> type[Exception]:
 def native(path: str, body: object, *keys: str | int) -> Run:
     """Return a function that gets a part of the native answer."""
 
-    def answer(server: Server) -> Any:
+    def answer(server: "Server") -> Any:
         found = server.answer(f"/native{path}", body)
         for key in keys:
             found = found[key]
