@@ -1,5 +1,6 @@
 """Requests of every kind, and whether two answers are the same."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests import samples
@@ -8,18 +9,38 @@ LONG = samples.text(700, seed=5)
 
 
 def calls() -> list[tuple[str, dict[str, Any]]]:
-    """64 requests of all tasks, short and long, some with several texts, some read in windows."""
+    """Return 64 requests of all tasks, short and long, some with several texts, some read in windows.
+
+    Every other one is in the dialect of another server.
+    """
     made: list[tuple[str, dict[str, Any]]] = []
     for index in range(16):
         text = samples.text(3 + 11 * index, seed=index)
         question = f"Who {samples.VERBS[index % 8]} it?"
-        made += [
+        own: list[tuple[str, dict[str, Any]]] = [
             ("/classify", {"inputs": [text, samples.text(index + 1)]}),
             ("/ner", {"inputs": LONG if index == 3 else text}),
             ("/qa", {"question": question, "context": LONG if index == 5 else text, "top_k": 2}),
             ("/embed", {"inputs": text, "truncate": "window" if index % 2 else True}),
         ]
+        made += [
+            in_dialect(*call) if (index + place) % 2 else call for place, call in enumerate(own)
+        ]
     return made
+
+
+def in_dialect(path: str, body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a request with the same texts in the dialect of another server."""
+    match path:
+        case "/classify":
+            return "/tei/predict", {"inputs": [[text] for text in body["inputs"]]}
+        case "/embed":
+            return "/tei/embed", {"inputs": body["inputs"], "truncate": True}
+        case "/ner":
+            return "/v1/embeddings", {"input": body["inputs"]}
+        case "/qa":
+            return "/v1/embeddings", {"input": [body["question"], body["context"]]}
+    raise AssertionError(path)
 
 
 def close(expected: Any, found: Any) -> bool:

@@ -9,12 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.e2e.calls import calls, close
 from tests.e2e.conftest import Server
 
-Expected = Mapping[str, Sequence[Any]]  # the answers to `ASKED`, by the model that gives them
+
+class LoneAnswers(NamedTuple):
+    """A model's answers to `ASKED`. fingerprint: the model's, which is in a header of each answer"""
+
+    fingerprint: str
+    answers: Sequence[Any]
+
+
+Expected = Mapping[str, LoneAnswers]  # by the model
 
 ASKED = calls()
 LEAVES = 0.1  # of all requests are given up
@@ -22,11 +30,18 @@ PAUSE_S = 0.05  # after a refusal
 LAG_S = 1.0  # who is further behind lets the rest be
 
 
-def lone_answers(server: Server, model: str, headers: dict[str, str] | None = None) -> list[Any]:
-    """What a model answers to `ASKED` one after the other."""
+def lone_answers(server: Server, model: str, headers: dict[str, str] | None = None) -> LoneAnswers:
+    """Return the answers of a model to `ASKED`, which are sent one after the other."""
     replies = [server.post(path, {**body, "model": model}, headers) for path, body in ASKED]
     assert {200} == {reply.status for reply in replies}
-    return [reply.json() for reply in replies]
+    (fingerprint,) = {reply.headers["x-quartet-model"] for reply in replies}
+    return LoneAnswers(fingerprint, [reply.json() for reply in replies])
+
+
+def error_code(error: Any) -> str:
+    """Return the code in the body of an error, or its type in TEI's form."""
+    own = error["error"]
+    return str(own["code"] if isinstance(own, dict) else error["error_type"])
 
 
 class Client(threading.Thread):
@@ -40,6 +55,7 @@ class Client(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.server, self.expected, self.headers, self.rate = server, expected, headers, rate
+        self.models = {one.fingerprint: model for model, one in expected.items()}
         self.chance = random.Random(seed)
         self.seen: Counter[str] = Counter()  # answers by model, errors by code, and who left
         self.wrong: list[object] = []
@@ -60,11 +76,12 @@ class Client(threading.Thread):
         reply = self.server.post(*ASKED[number], self.headers)
         said = reply.json()
         if reply.status != 200:
-            self.seen[said["error"]["code"]] += 1
+            self.seen[error_code(said)] += 1
             time.sleep(PAUSE_S)
             return
-        self.seen[said["model"]] += 1
-        if not close(self.expected[said["model"]][number], said):
+        model = said["model"] if "model" in said else self.models[reply.headers["x-quartet-model"]]
+        self.seen[model] += 1
+        if not close(self.expected[model].answers[number], said):
             self.wrong.append((ASKED[number], said))
 
     def leave(self, number: int) -> None:

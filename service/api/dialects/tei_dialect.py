@@ -293,7 +293,7 @@ async def label_sequences(call: Call[TeiPredictRequest]) -> Response:
             if result is not None
         }
     shown = [[*map(label, found[index])] for index in range(len(lists))]
-    return json_response(shown if body.inputs.is_batch else shown[0])
+    return json_response(shown if body.inputs.is_batch else shown[0], call.headers(reply))
 
 
 @router.post("/rerank", **openapi.dialect(TeiRerankRequest, list[TeiRank], TAG))
