@@ -1,6 +1,6 @@
-"""Performance goals beyond `benchmarks.bench`: large requests, all tasks, many bundles, start and memory.
+"""Performance goals beyond `benchmarks.bench`: large requests, all tasks, many bundles, start, memory and dialects.
 
-    python -m benchmarks.goals [--only bulk tasks rerank analyze bundles life] [--mix news] [--rounds N] [--seconds N]
+    python -m benchmarks.goals [--only bulk tasks rerank analyze bundles life dialects] [--mix news] [--rounds N]
 
 Each part starts its servers once and measures them in interleaved rounds, with the bare session as the baseline where
 a goal is relative to it. Weights are MiniLM's at fp32; for the tasks, its encoder with a random head for each.
@@ -14,7 +14,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from benchmarks import bulk, bundles, life, ranking, tasks
+from benchmarks import bulk, bundles, dialects, life, ranking, tasks
 from benchmarks.faults import overload
 from benchmarks.lib import goal_checks, machine, models, servers, traffic
 from benchmarks.lib.goal_checks import Check
@@ -26,6 +26,7 @@ PARTS = {
     "analyze": ranking.measure_analysis,
     "bundles": bundles.measure,
     "life": life.measure,
+    "dialects": dialects.measure,
     "overload": overload.measure,
 }
 BULK = 1000  # texts in one request

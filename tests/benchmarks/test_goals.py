@@ -2,10 +2,11 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
-from benchmarks import bulk, bundles, goals, life, tasks
+from benchmarks import bulk, bundles, dialects, goals, life, tasks
 from benchmarks.lib import models, onnxruntime_baseline, rounds, servers
 from model.checkpoints.source import read_source
 from service.core import bundle
@@ -110,6 +111,29 @@ def test_growing(tiny_bundle, tmp_path):
     """The memory of a server is read twice, and is that of a server."""
     early, late = life.growing(tiny_bundle, TEXTS, tmp_path, seconds=0.2, after=(5, 10))
     assert 20 < early < 2 * late < 4 * early
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exclusive
+def test_dialects(tiny_bundle, tmp_path, monkeypatch, capsys):
+    """Each route is compared with the native one, but for a route that the server does not have."""
+    absent = replace(dialects.CALLS["/tei/embed"], path="/tei/nothing")
+    calls = {route: dialects.CALLS[route] for route in ("/embed", "/embed again", "/tei/embed")}
+    monkeypatch.setattr(dialects, "CALLS", {**calls, "/tei/nothing": absent})
+    wanted, figures = dialects.measure(tiny_bundle, TEXTS, tmp_path, **SHORT)
+
+    assert "/tei/nothing: not served" in capsys.readouterr().out
+    assert {
+        "/embed again: texts/s of /embed": (2, 0.95),
+        "/embed again: processor time of /embed": (2, 1.05),
+        "/tei/embed: texts/s of /embed": (2, 0.95),
+        "/tei/embed: processor time of /embed": (2, 1.05),
+        "all dialects: import": (2, 0.2),
+        "all dialects: memory of a process": (2, 10.0),
+    } == limits(wanted)
+    assert all(rate > 100 for found in figures["rates"].values() for rate in found)
+    assert all(0 < seconds < 60 for seconds in figures["import_s"])
 
 
 def test_models(tmp_path):

@@ -1,0 +1,182 @@
+"""Embeddings through the APIs of other servers next to the native route, and what these APIs add to a start.
+
+    python -m benchmarks.dialects [--mix news] [--rounds N] [--seconds N] [--out FILE]
+
+is `python -m benchmarks.goals --only dialects`. One server answers the same texts on each route in turn. A route that
+it does not have is left out. The native route takes part twice: the ratio of its two turns is the noise of the ratios.
+"""
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import rounds, servers
+from benchmarks.lib.environments import ROOT
+from benchmarks.lib.goal_checks import Check
+from benchmarks.lib.load_generator import request_bytes
+from benchmarks.lib.rounds import Window
+from benchmarks.lib.servers import Call, Running, inputs_body, quartet_body
+from benchmarks.tasks import ratios
+from service.core import bundle
+
+CONNECTIONS = 32
+OF_NATIVE = 0.95  # of the texts per second
+CPU_OF_NATIVE = 1.05
+IMPORT_S, IMPORT_MB = 0.2, 10.0
+NATIVE, AGAIN = "/embed", "/embed again"
+WARM_TEXTS = 8  # whose vectors are compared
+NO_SUCH_ROUTE = "answered 404"
+
+# A new interpreter imports what the service imports without its dialects, then the dialects.
+IMPORT = """
+import json, time
+import service.api.admin, service.api.native_routes, service.api.token_routes
+def resident_mb():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+mb, began = resident_mb(), time.perf_counter()
+import service.api.dialects.registry
+print(json.dumps({"seconds": time.perf_counter() - began, "mb": resident_mb() - mb}))
+"""
+
+
+def cohere_body(text: str) -> dict[str, Any]:
+    kinds = {"input_type": "search_document", "embedding_types": ["float"]}
+    return {"model": "", "texts": [text], **kinds}
+
+
+def infer_body(text: str) -> dict[str, Any]:
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}
+    return {"inputs": [tensor], "outputs": [{"name": "embeddings"}]}
+
+
+def openai_vector(document: Any) -> Any:
+    found = document["data"][0]["embedding"]
+    return np.frombuffer(base64.b64decode(found), "<f4") if isinstance(found, str) else found
+
+
+# `MODEL` in a path or a body is the name of the model.
+CALLS: dict[str, Call] = {
+    NATIVE: Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
+    AGAIN: Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
+    "/v1/embeddings": Call("/v1/embeddings", lambda text: {"input": text}, openai_vector),
+    "/v1/embeddings, base64": Call(
+        "/v1/embeddings",
+        lambda text: {"input": text, "encoding_format": "base64"},
+        openai_vector,
+    ),
+    "/tei/embed": Call("/tei/embed", inputs_body, lambda document: document[0]),
+    "/cohere/v2/embed": Call(
+        "/cohere/v2/embed", cohere_body, lambda document: document["embeddings"]["float"][0]
+    ),
+    "/infinity/embeddings": Call(
+        "/infinity/embeddings", lambda text: {"input": text}, openai_vector
+    ),
+    "/hf/pipeline/feature-extraction": Call(
+        "/hf/pipeline/feature-extraction", inputs_body, lambda document: document
+    ),
+    "/v2/models/MODEL/infer": Call(
+        "/v2/models/MODEL/infer", infer_body, lambda document: document["outputs"][0]["data"]
+    ),
+}
+
+
+def measure(
+    model: Path, texts: Sequence[str], scratch: Path, *, rounds_: int, seconds: float
+) -> tuple[list[Check], dict[str, Any]]:
+    """Measure texts per second and processor time of each route, and the import of all dialects.
+
+    model: a bundle with a head for embeddings
+    """
+    name = bundle.load(model).manifest.name
+    calls = {route: for_model(call, name) for route, call in CALLS.items()}
+    weights = np.ones(len(texts))
+    with ExitStack() as stack:
+        running = rounds.start(stack, servers.quartet("fp32"), model, scratch)
+        with rounds.working(running):
+            calls = {
+                route: call
+                for route, call in calls.items()
+                if is_equal(running, call, calls[NATIVE], texts[:WARM_TEXTS])
+            }
+
+        def window(call: Call) -> Window:
+            bodies = (json.dumps(call.body(text)).encode() for text in texts)
+            requests = [request_bytes(call.path, body) for body in bodies]
+            return rounds.measure_closed(running, requests, weights, CONNECTIONS, seconds)
+
+        turns: dict[str, tuple[Running, Callable[[], Window]]] = {
+            route: (running, partial(window, call)) for route, call in calls.items()
+        }
+        windows = rounds.take_turns(turns, rounds_)
+    rates = {route: [one.rate for one in found] for route, found in windows.items()}
+    cpu_ms = {route: [one.cpu_ms for one in found] for route, found in windows.items()}
+    imports = [import_dialects() for _ in range(rounds_)]
+    seconds_, mb = ([one[key] for one in imports] for key in ("seconds", "mb"))
+    checks = [
+        check
+        for route in windows
+        if route != NATIVE
+        for check in (
+            Check(f"{route}: texts/s of /embed", ratios(rates[route], rates[NATIVE]), OF_NATIVE),
+            Check(
+                f"{route}: processor time of /embed",
+                ratios(cpu_ms[route], cpu_ms[NATIVE]),
+                CPU_OF_NATIVE,
+                at_most=True,
+            ),
+        )
+    ]
+    checks += [
+        Check("all dialects: import", seconds_, IMPORT_S, at_most=True, unit="s"),
+        Check("all dialects: memory of a process", mb, IMPORT_MB, at_most=True, unit="MB"),
+    ]
+    return checks, {"rates": rates, "cpu_ms": cpu_ms, "import_s": seconds_, "import_mb": mb}
+
+
+def for_model(call: Call, name: str) -> Call:
+    """Return a call of a model by its name."""
+
+    def body(text: str) -> dict[str, Any]:
+        own = call.body(text)
+        return {**own, "model": name} if "model" in own else own
+
+    return Call(call.path.replace("MODEL", name), body, call.answer)
+
+
+def is_equal(running: Running, call: Call, native: Call, texts: Sequence[str]) -> bool:
+    """Return whether the server has a route. Raises RuntimeError if its vectors are not the native ones."""
+    for text in texts:
+        try:
+            found = servers.ask(running.port, call, text)
+        except RuntimeError as error:
+            if NO_SUCH_ROUTE in str(error):
+                print(f"{call.path}: not served")
+                return False
+            raise
+        if not np.allclose(found, servers.ask(running.port, native, text), rtol=0, atol=1e-5):
+            raise RuntimeError(f"{call.path}: the vector of {text!r} is not that of {native.path}")
+    return True
+
+
+def import_dialects() -> dict[str, float]:
+    """Return the seconds and the megabytes of resident memory that the import of all dialects takes."""
+    command = [sys.executable, "-c", IMPORT]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(ended.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    from benchmarks import goals
+
+    sys.argv[1:1] = ["--only", "dialects"]
+    goals.main()
