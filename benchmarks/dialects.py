@@ -14,21 +14,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lib import rounds, servers
+from benchmarks.lib import onnxruntime_baseline, rounds, servers
 from benchmarks.lib.environments import ROOT
 from benchmarks.lib.goal_checks import Check
-from benchmarks.lib.load_generator import request_bytes
-from benchmarks.lib.rounds import Window
+from benchmarks.lib.load_generator import closed_loop, request_bytes
 from benchmarks.lib.servers import Call, Running, inputs_body, quartet_body
 from benchmarks.tasks import ratios
 from service.core import bundle
 
 CONNECTIONS = 32
-OF_NATIVE = 0.95  # of the texts per second
+OF_NATIVE = 0.95  # of the tokens per second
 CPU_OF_NATIVE = 1.05
 IMPORT_S, IMPORT_MB = 0.2, 10.0
 NATIVE, AGAIN = "/embed", "/embed again"
@@ -92,13 +91,14 @@ CALLS: dict[str, Call] = {
 def measure(
     model: Path, texts: Sequence[str], scratch: Path, *, rounds_: int, seconds: float
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Measure texts per second and processor time of each route, and the import of all dialects.
+    """Measure tokens per second and processor time of each route, and the import of all dialects.
 
     model: a bundle with a head for embeddings
     """
-    name = bundle.load(model).manifest.name
-    calls = {route: for_model(call, name) for route, call in CALLS.items()}
-    weights = np.ones(len(texts))
+    full = bundle.load(model)
+    calls = {route: for_model(call, full.manifest.name) for route, call in CALLS.items()}
+    encodings = onnxruntime_baseline.encode(full, "embed", texts)
+    sizes = np.array([onnxruntime_baseline.tokens(windows) for windows in encodings])
     with ExitStack() as stack:
         running = rounds.start(stack, servers.quartet("fp32"), model, scratch)
         with rounds.working(running):
@@ -108,28 +108,24 @@ def measure(
                 if is_equal(running, call, calls[NATIVE], texts[:WARM_TEXTS])
             }
 
-        def window(call: Call) -> Window:
-            bodies = (json.dumps(call.body(text)).encode() for text in texts)
-            requests = [request_bytes(call.path, body) for body in bodies]
-            return rounds.measure_closed(running, requests, weights, CONNECTIONS, seconds)
-
-        turns: dict[str, tuple[Running, Callable[[], Window]]] = {
-            route: (running, partial(window, call)) for route, call in calls.items()
+        turns: dict[str, tuple[Running, Callable[[], Speed]]] = {
+            route: (running, partial(speed, running, call, texts, sizes, seconds))
+            for route, call in calls.items()
         }
-        windows = rounds.take_turns(turns, rounds_)
-    rates = {route: [one.rate for one in found] for route, found in windows.items()}
-    cpu_ms = {route: [one.cpu_ms for one in found] for route, found in windows.items()}
+        found = rounds.take_turns(turns, rounds_)
+    rates = {route: [one.rate for one in speeds] for route, speeds in found.items()}
+    cpu_us = {route: [one.cpu_us for one in speeds] for route, speeds in found.items()}
     imports = [import_dialects() for _ in range(rounds_)]
     seconds_, mb = ([one[key] for one in imports] for key in ("seconds", "mb"))
     checks = [
         check
-        for route in windows
+        for route in found
         if route != NATIVE
         for check in (
-            Check(f"{route}: texts/s of /embed", ratios(rates[route], rates[NATIVE]), OF_NATIVE),
+            Check(f"{route}: tokens/s of /embed", ratios(rates[route], rates[NATIVE]), OF_NATIVE),
             Check(
                 f"{route}: processor time of /embed",
-                ratios(cpu_ms[route], cpu_ms[NATIVE]),
+                ratios(cpu_us[route], cpu_us[NATIVE]),
                 CPU_OF_NATIVE,
                 at_most=True,
             ),
@@ -139,7 +135,26 @@ def measure(
         Check("all dialects: import", seconds_, IMPORT_S, at_most=True, unit="s"),
         Check("all dialects: memory of a process", mb, IMPORT_MB, at_most=True, unit="MB"),
     ]
-    return checks, {"rates": rates, "cpu_ms": cpu_ms, "import_s": seconds_, "import_mb": mb}
+    return checks, {"rates": rates, "cpu_us": cpu_us, "import_s": seconds_, "import_mb": mb}
+
+
+class Speed(NamedTuple):
+    """rate: tokens per second; cpu_us: microseconds of the server's processor time per token"""
+
+    rate: float
+    cpu_us: float
+
+
+def speed(
+    running: Running, call: Call, texts: Sequence[str], sizes: np.ndarray, seconds: float
+) -> Speed:
+    """Measure a closed loop. sizes: tokens of each text, since windows contain different texts"""
+    requests = [request_bytes(call.path, json.dumps(call.body(text)).encode()) for text in texts]
+    load = closed_loop(running.port, requests, CONNECTIONS, seconds, warm_s=rounds.WARM_S)
+    found, spent = rounds.run_load(running, load)
+    assert found.numbers is not None
+    tokens = float(sizes[found.numbers].sum())
+    return Speed(tokens / seconds, 1e6 * spent / tokens)
 
 
 def for_model(call: Call, name: str) -> Call:

@@ -125,9 +125,9 @@ def test_dialects(tiny_bundle, tmp_path, monkeypatch, capsys):
 
     assert "/tei/nothing: not served" in capsys.readouterr().out
     assert {
-        "/embed again: texts/s of /embed": (2, 0.95),
+        "/embed again: tokens/s of /embed": (2, 0.95),
         "/embed again: processor time of /embed": (2, 1.05),
-        "/tei/embed: texts/s of /embed": (2, 0.95),
+        "/tei/embed: tokens/s of /embed": (2, 0.95),
         "/tei/embed: processor time of /embed": (2, 1.05),
         "all dialects: import": (2, 0.2),
         "all dialects: memory of a process": (2, 10.0),
