@@ -385,6 +385,12 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of settings that are secret, for a child process."""
+    secret = {variable(name) for name in NOT_FLAGS}
+    return {name: value for name, value in environ.items() if name.upper() not in secret}
+
+
 def is_ours(variable: str) -> bool:
     return variable.upper().startswith(PREFIX)
 
