@@ -1,0 +1,39 @@
+"""The API of text-embeddings-inference where its clients do not reach."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+import pytest
+
+from service.tasks.embedding import Embedding
+from service.tasks.late_interaction import TokenEmbedding
+from tests.service.fakes import VECTORS, FakeEngine
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "input_type"),
+    [({}, "document"), ({"prompt_name": "query"}, "query"), ({"truncate": False}, "document")],
+)
+async def test_embed_all(
+    client: httpx.AsyncClient, engine: FakeEngine, asked: dict[str, object], input_type: str
+) -> None:
+    """The vectors of all tokens of each text, by the head of late interaction."""
+    response = await client.post("/tei/embed_all", json={"inputs": ["a", "b"], **asked})
+    assert [VECTORS.tolist()] * 2 == response.json()
+    task = engine.asked
+    assert isinstance(task, TokenEmbedding)
+    assert (input_type, asked.get("truncate", True)) == (task.input_type, task.truncate)
+
+
+async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """A request may name a prompt of the head."""
+    response = await client.post("/tei/embed", json={"inputs": "a", "prompt_name": "query"})
+    assert 200 == response.status_code
+    assert isinstance(engine.asked, Embedding)
+    assert "query" == engine.asked.prompt_name
+    refused = await client.post("/tei/embed_all", json={"inputs": "a", "prompt_name": "passage"})
+    assert (422, "Validation") == (refused.status_code, refused.json()["error_type"])
+    assert "prompt_name" in refused.json()["error"]
