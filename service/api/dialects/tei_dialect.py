@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from service import __version__
 from service.api import openapi
-from service.api.dialects.common import allowed, filled
+from service.api.dialects.common import REFUSED, allowed, filled, refused
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import Route, label, numbers
 from service.api.schemas import (
@@ -42,6 +42,7 @@ from service.tasks.embedding import Embedding
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.reranking import Reranking, rank
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding
 
 PREFIX = "tei"
 TAG = "text-embeddings-inference"
@@ -98,6 +99,14 @@ class TeiEmbedAllRequest(TeiRequest, InputsRequest):
         InputType | None,
         allowed(None, "query", "document", reason="how late interaction reads texts"),
     ] = Field(None, description="query or document, which is the default")
+
+
+class TeiEmbedSparseRequest(TeiRequest, InputsRequest):
+    task = "sparse-embedding"
+
+    prompt_name: Annotated[None, refused("sparse heads have no prompts")] = Field(
+        None, description=REFUSED
+    )
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,11 @@ class TeiDecodeRequest(DetokenizeRequest):
 # -- responses ------------------------------------------------------------------------------------
 
 
+class TeiWeight(BaseModel):
+    index: int = Field(description="id of a token")
+    value: float
+
+
 class TeiLabel(BaseModel):
     score: float
     label: str
@@ -292,6 +306,22 @@ async def embed_all(request: HttpRequest) -> Response:
     )
     reply = await call.compute(task)
     return json_response([*map(numbers, filled(reply.results))], call.headers(reply))
+
+
+@router.post("/embed_sparse", **openapi.dialect(TeiEmbedSparseRequest, list[list[TeiWeight]], TAG))
+async def embed_sparse(request: HttpRequest) -> Response:
+    """The weights of tokens for each text, by the model's sparse head."""
+    call = await receive_call(request, TeiEmbedSparseRequest)
+    reply = await call.compute(SparseEmbedding(texts=call.body.inputs, truncate=call.body.cuts))
+    shown = [
+        [*map(weight, found.indices.tolist(), found.values.tolist())]
+        for found in filled(reply.results)
+    ]
+    return json_response(shown, call.headers(reply))
+
+
+def weight(index: int, value: float) -> dict[str, object]:
+    return {"index": index, "value": value}
 
 
 @router.post(

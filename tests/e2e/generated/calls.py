@@ -59,6 +59,7 @@ from quartet_client.api.text_embeddings_inference import (
     tei_decode,
     tei_embed,
     tei_embed_all,
+    tei_embed_sparse,
     tei_health,
     tei_info,
     tei_predict,
@@ -183,6 +184,8 @@ def call_dialects(client: AuthenticatedClient) -> None:
     documents = models.TeiRerankRequest(query=TEXT, texts=[OTHER])
     assert tei_rerank.sync(client=client, body=documents) is None  # there is no cross-encoder
     assert tei_embed_all.sync(client=client, body=models.TeiEmbedAllRequest(inputs=TEXT)) is None
+    sparse = models.TeiEmbedSparseRequest(inputs=TEXT)
+    assert tei_embed_sparse.sync(client=client, body=sparse) is None
 
 
 def call_cohere(client: AuthenticatedClient) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from service.tasks.embedding import Embedding
 from service.tasks.late_interaction import TokenEmbedding
+from service.tasks.sparse_embedding import SparseEmbedding
 from tests.service.fakes import VECTORS, FakeEngine
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -26,6 +27,15 @@ async def test_embed_all(
     task = engine.asked
     assert isinstance(task, TokenEmbedding)
     assert (input_type, asked.get("truncate", True)) == (task.input_type, task.truncate)
+
+
+async def test_embed_sparse(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """The weights of tokens of each text, by the sparse head."""
+    body = {"inputs": ["a", "b"], "truncate": False, "prompt_name": None}
+    response = await client.post("/tei/embed_sparse", json=body)
+    expected = [{"index": 2, "value": 0.5}, {"index": 5, "value": 1.25}]
+    assert [expected] * 2 == response.json()
+    assert SparseEmbedding(texts=["a", "b"], truncate=False) == engine.asked
 
 
 async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
