@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import httpx
+import numpy as np
 import pytest
 
 from service.tasks.embedding import Embedding
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.sparse_embedding import SparseEmbedding
+from tests.service.api.dialects.conftest import Requests
 from tests.service.fakes import VECTORS, FakeEngine
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -47,3 +49,16 @@ async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     refused = await client.post("/tei/embed_all", json={"inputs": "a", "prompt_name": "passage"})
     assert (422, "Validation") == (refused.status_code, refused.json()["error_type"])
     assert "prompt_name" in refused.json()["error"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_vectors_and_weights_of_tokens(requests: Requests) -> None:
+    """They are those of the native routes."""
+    body = {"inputs": ["Ada drew a comet.", "It rained in Turin."]}
+    vectors = (await requests.post("/embed-tokens", body))["embeddings"]
+    for expected, found in zip(vectors, await requests.post("/tei/embed_all", body), strict=True):
+        np.testing.assert_allclose(expected, found, atol=1e-6)
+    weights = (await requests.post("/embed-sparse", body))["embeddings"]
+    for one, found in zip(weights, await requests.post("/tei/embed_sparse", body), strict=True):
+        assert one["indices"] == [each["index"] for each in found]
+        np.testing.assert_allclose(one["values"], [each["value"] for each in found], atol=1e-6)
