@@ -53,7 +53,7 @@ async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_vectors_and_weights_of_tokens(requests: Requests) -> None:
-    """They are those of the native routes."""
+    """They equal the answers of the native routes."""
     body = {"inputs": ["Ada drew a comet.", "It rained in Turin."]}
     vectors = (await requests.post("/embed-tokens", body))["embeddings"]
     for expected, found in zip(vectors, await requests.post("/tei/embed_all", body), strict=True):
