@@ -15,7 +15,11 @@ from tests.e2e.client_calls.records import Call, Failure, KeyUse
 from tests.e2e.client_calls.table import Client, clients, is_class
 from tests.e2e.conftest import Server, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    # cohere calls what pydantic will remove.
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
+]
 
 OPTIONS = ("--max-inputs-per-request", 8)
 CLIENTS = [*clients()]

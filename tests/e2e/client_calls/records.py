@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 QUERY = "Who drew a comet?"
-CLIENTS = ("openai", "huggingface_hub")  # importable packages; their modules here end with _client
+# Importable packages; their modules here end with _client.
+CLIENTS = ("openai", "huggingface_hub", "cohere")
+# Clients in environments of their own, `environments/NAME.txt`; their modules here end with _client, too.
 ISOLATED: Mapping[str, str] = {
     "langchain_openai": "frameworks",
     "langchain_huggingface": "frameworks",
     "llama_index_openai": "frameworks",
     "llama_index_tei": "frameworks",
     "haystack": "frameworks",
-}  # their modules here end with _client; the environment of each, `environments/NAME.txt`
+    "infinity": "frameworks",
+}
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
 TOO_LONG = "word " * 600
 Run = Callable[["Server"], Any]
