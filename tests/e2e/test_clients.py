@@ -77,15 +77,14 @@ def raised(server: Server, failure: Failure) -> str:
 
 @pytest.fixture(scope="module")
 def server_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
-    """A function of a client: returns a service with the root dialect of its records."""
+    """A function of a client: returns a service with the options of its records."""
     with ExitStack() as stack:
 
         @cache
-        def start(root_dialect: str) -> Server:
-            options = (*OPTIONS, "--root-dialect", root_dialect)
-            return stack.enter_context(serving(tasks_bundle, *options))
+        def start(options: tuple[str, ...]) -> Server:
+            return stack.enter_context(serving(tasks_bundle, *OPTIONS, *options))
 
-        yield lambda client: start(client.root_dialect)
+        yield lambda client: start(client.options)
 
 
 @pytest.mark.parametrize(("client", "call"), cases("calls"))
@@ -115,8 +114,7 @@ def test_keys(tasks_bundle: Path, tmp_path: Path, client: Client, use: KeyUse) -
     """A client sends its key where the service reads it, and repeats a refused request after `Retry-After`."""
     free, slow, keys = make_key(), make_key(), tmp_path / "keys.toml"
     keys.write_text(record("free", free) + record("slow", slow) + "requests_per_minute = 60\n")
-    options = ("--api-keys", keys, "--root-dialect", client.root_dialect)
-    with serving(tasks_bundle, *options) as server:
+    with serving(tasks_bundle, "--api-keys", keys, *client.options) as server:
         expected = use.run(server, free, False)
         assert is_class(error_of(use, server, "wrong"), use.unauthorized)
         assert is_class(error_of(use, server, slow), use.limited)

@@ -26,9 +26,8 @@ def main(bundle: Path) -> bool:
     with ExitStack() as stack:
 
         @cache
-        def server(root_dialect: str) -> Server:
-            options = (*OPTIONS, "--root-dialect", root_dialect)
-            return stack.enter_context(serving(bundle, *options))
+        def server(options: tuple[str, ...]) -> Server:
+            return stack.enter_context(serving(bundle, *OPTIONS, *options))
 
         for client in clients():
             if client.missing:
@@ -37,10 +36,10 @@ def main(bundle: Path) -> bool:
                 continue
             for record in (*client.calls, *client.failures):
                 if isinstance(record, Call):
-                    fault = differs(server(client.root_dialect), record)
+                    fault = differs(server(client.options), record)
                     result = fault or "equal"
                 else:
-                    fault = raised(server(client.root_dialect), record)
+                    fault = raised(server(client.options), record)
                     result = fault or record.error
                 print(
                     f"| {client.name} | {client.version} | {record.name} | {result} |", flush=True

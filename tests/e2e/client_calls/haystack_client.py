@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Server
 
 PACKAGE = "huggingface-api-haystack"
-ROOT_DIALECT = "tei"
+OPTIONS = ("--root-dialect", "tei")
 HUB_ERROR = "huggingface_hub.errors.HfHubHTTPError"
 RANKER_ERROR = "builtins.RuntimeError"
 
@@ -68,6 +68,30 @@ def embed_documents(texts: list[str], *, is_async: bool = False, **options: Any)
     return run
 
 
+def embed_sparse(component: str, argument: Any) -> Run:
+    """Return a function that runs a component, and returns the indices and values of the first vector."""
+
+    def run(server: "Server") -> Any:
+        from haystack_integrations.components.embedders import huggingface_api
+
+        embedder = getattr(huggingface_api, component)(api_base_url=server.url, token=None)
+        if isinstance(argument, str):
+            found = embedder.run(argument)["sparse_embedding"]
+        else:
+            found = embedder.run(documents(argument))["documents"][0].sparse_embedding
+        return [found.indices, found.values]
+
+    return run
+
+
+def native_sparse(text: str) -> Run:
+    def run(server: "Server") -> Any:
+        found = native("/embed-sparse", {"inputs": text}, "embeddings", 0)(server)
+        return [found["indices"], found["values"]]
+
+    return run
+
+
 def rerank(
     texts: list[str],
     key: str | None = None,
@@ -104,6 +128,16 @@ CALLS = [
     Call("HuggingFaceAPIDocumentEmbedder.run", embed_documents(TEXTS), VECTORS),
     Call(
         "HuggingFaceAPIDocumentEmbedder.run_async", embed_documents(TEXTS, is_async=True), VECTORS
+    ),
+    Call(
+        "HuggingFaceTEISparseTextEmbedder.run",
+        embed_sparse("HuggingFaceTEISparseTextEmbedder", QUERY),
+        native_sparse(QUERY),
+    ),
+    Call(
+        "HuggingFaceTEISparseDocumentEmbedder.run",
+        embed_sparse("HuggingFaceTEISparseDocumentEmbedder", TEXTS),
+        native_sparse(TEXTS[0]),
     ),
     Call("HuggingFaceTEIRanker.run", rerank(TEXTS), RANKED),
     Call("HuggingFaceTEIRanker.run_async", rerank(TEXTS, is_async=True), RANKED),

@@ -76,7 +76,7 @@ def isolated(client: str) -> SimpleNamespace:
         return lambda server, *arguments: worker(client).call(server, field, index, *arguments)
 
     return SimpleNamespace(
-        ROOT_DIALECT=getattr(module, "ROOT_DIALECT", "native"),
+        OPTIONS=getattr(module, "OPTIONS", ()),
         **{
             field: [replace(one, run=run_of(field, index)) for index, one in enumerate(records)]
             for field, records in (

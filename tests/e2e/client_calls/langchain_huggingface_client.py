@@ -4,7 +4,6 @@ Source: https://docs.langchain.com/oss/python/integrations/text_embedding/huggin
 Its `model` cannot be a URL, so that of the server is in its `client` and its `async_client`.
 """
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.client_calls.records import (
@@ -16,6 +15,7 @@ from tests.e2e.client_calls.records import (
     Failure,
     KeyUse,
     Run,
+    calling,
     native,
 )
 
@@ -37,13 +37,7 @@ def connect(server: "Server", key: str | None = None, **options: Any) -> Any:
 
 
 def embed(method: str, texts: object, **options: Any) -> Run:
-    """Return a function that calls a method of the client, whose coroutine is run if it is one."""
-
-    def run(server: "Server") -> Any:
-        found = getattr(connect(server, **options), method)(texts)
-        return asyncio.run(found) if asyncio.iscoroutine(found) else found
-
-    return run
+    return calling(lambda server: connect(server, **options), method, texts)
 
 
 VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")

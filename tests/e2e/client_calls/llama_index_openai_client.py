@@ -1,6 +1,5 @@
 """LlamaIndex's client of servers like OpenAI's: https://pypi.org/project/llama-index-embeddings-openai-like"""
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.client_calls.records import (
@@ -11,6 +10,7 @@ from tests.e2e.client_calls.records import (
     Failure,
     KeyUse,
     Run,
+    calling,
     native,
 )
 
@@ -29,13 +29,7 @@ def connect(server: "Server", **options: Any) -> Any:
 
 
 def embed(method: str, texts: object, **options: Any) -> Run:
-    """Return a function that calls a method of the client, whose coroutine is run if it is one."""
-
-    def run(server: "Server") -> Any:
-        found = getattr(connect(server, **options), method)(texts)
-        return asyncio.run(found) if asyncio.iscoroutine(found) else found
-
-    return run
+    return calling(lambda server: connect(server, **options), method, texts)
 
 
 VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")

@@ -5,7 +5,6 @@ https://pypi.org/project/llama-index-postprocessor-tei-rerank
 They do not check the status of a response, so an error of the service is one of reading the response.
 """
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.client_calls.records import (
@@ -17,6 +16,7 @@ from tests.e2e.client_calls.records import (
     Failure,
     KeyUse,
     Run,
+    calling,
     native,
 )
 
@@ -27,16 +27,12 @@ PACKAGE = "llama-index-embeddings-text-embeddings-inference"
 
 
 def embed(method: str, texts: object, **options: Any) -> Run:
-    """Return a function that calls a method of the client, whose coroutine is run if it is one."""
-
-    def run(server: "Server") -> Any:
+    def connect(server: "Server") -> Any:
         from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
 
-        client = TextEmbeddingsInference("tasks", base_url=f"{server.url}/tei", **options)
-        found = getattr(client, method)(texts)
-        return asyncio.run(found) if asyncio.iscoroutine(found) else found
+        return TextEmbeddingsInference("tasks", base_url=f"{server.url}/tei", **options)
 
-    return run
+    return calling(connect, method, texts)
 
 
 def rerank(texts: list[str], **options: Any) -> Run:

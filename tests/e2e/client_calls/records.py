@@ -3,9 +3,10 @@
 `tests/e2e/test_clients.py` runs them against a service. `python -m tests.e2e.client_calls` prints a table of them.
 
 A module of `ISOLATED` declares its `PACKAGE`, too. It is imported in the environment of its client, where neither
-pytest nor the service is installed. `ROOT_DIALECT` in a module is that of its service; native by default.
+pytest nor the service is installed. `OPTIONS` in a module are further flags of its service.
 """
 
+import asyncio
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ CLIENTS = ("openai", "huggingface_hub", "cohere")
 # Clients in environments of their own, `environments/NAME.txt`; their modules here end with _client, too.
 ISOLATED: Mapping[str, str] = {
     "langchain_openai": "frameworks",
+    "langchain_openai_tokens": "frameworks",
     "langchain_huggingface": "frameworks",
     "llama_index_openai": "frameworks",
     "llama_index_tei": "frameworks",
@@ -90,6 +92,16 @@ def error_class(name: str) -> type[Exception]:
     module, _, attribute = name.rpartition(".")
     found: type[Exception] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def calling(connect: "Callable[[Server], Any]", method: str, argument: object) -> Run:
+    """Return a function that calls a method of a client, and runs its coroutine if it is one."""
+
+    def run(server: "Server") -> Any:
+        found = getattr(connect(server), method)(argument)
+        return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+    return run
 
 
 def native(path: str, body: object, *keys: str | int) -> Run:

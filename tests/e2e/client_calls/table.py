@@ -23,7 +23,11 @@ from tests.e2e.client_calls.records import (
 
 @dataclass(frozen=True)
 class Client:
-    """An unmodified client. missing: why it cannot run here; empty if it can"""
+    """An unmodified client.
+
+    missing: why it cannot run here; empty if it can
+    options: further flags of its service
+    """
 
     name: str
     version: str
@@ -31,7 +35,7 @@ class Client:
     calls: list[Call]
     failures: list[Failure]
     key_uses: list[KeyUse]
-    root_dialect: str = "native"
+    options: tuple[str, ...] = ()
     is_isolated: bool = False
 
 
@@ -53,9 +57,9 @@ def clients() -> Iterator[Client]:
 def client(
     name: str, module: Any, missing: str, found: str, *, is_isolated: bool = False
 ) -> Client:
-    root = getattr(module, "ROOT_DIALECT", "native")
+    options = getattr(module, "OPTIONS", ())
     records = (module.CALLS, module.FAILURES, key_uses(module))
-    return Client(name, found, missing, *records, root_dialect=root, is_isolated=is_isolated)
+    return Client(name, found, missing, *records, options=options, is_isolated=is_isolated)
 
 
 def is_class(error: Exception, name: str) -> bool:
