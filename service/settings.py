@@ -36,7 +36,7 @@ MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
-RootDialect = Literal["native", "openai", "tei"]
+RootDialect = Literal["native", "hf", "openai", "tei"]
 
 
 class Slots(NamedTuple):

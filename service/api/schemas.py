@@ -451,7 +451,7 @@ PHRASES: Mapping[str, str] = {
     "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
     "missing": "required",
-    "model_type": "must be an object with question and context",
+    "model_type": "must be an object",
     "string_too_long": "must have at most {max_length} characters",
     "string_type": "must be a string",
     "too_short": "must not be empty",
