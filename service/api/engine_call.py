@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
-from service.api.request_body import answer_in_time, read_json
+from service.api.request_body import answer_in_time, read_body, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import Engine, EngineTask, Reply, Ticket
 from service.errors import InvalidInput, QuartetError
@@ -225,18 +225,36 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises the errors of `read_json`."""
-    service, context = service_of(request), context_of(request.scope)
-    settings, reservation = service.settings, MemoryReservation(service.body_memory)
-    context.on_finish.append(lambda _: reservation.release())
+    settings = service_of(request).settings
     return await read_json(
-        context.headers,
+        context_of(request.scope).headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
-        take=reservation.take,
+        take=reserve_memory(request),
     )
+
+
+async def receive_body(request: HttpRequest, deadline: float = math.inf) -> bytes:
+    """Read a request's body of any type within the limits of the service. Raises the errors of `read_body`."""
+    settings = service_of(request).settings
+    return await read_body(
+        context_of(request.scope).headers,
+        request.receive,
+        max_bytes=settings.max_body_bytes,
+        timeout_s=settings.body_timeout_s,
+        deadline=deadline,
+        take=reserve_memory(request),
+    )
+
+
+def reserve_memory(request: HttpRequest) -> Callable[[int], None]:
+    """Return a function that reserves bytes for the body until the request is finished."""
+    reservation = MemoryReservation(service_of(request).body_memory)
+    context_of(request.scope).on_finish.append(lambda _: reservation.release())
+    return reservation.take
 
 
 def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:

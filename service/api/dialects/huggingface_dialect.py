@@ -12,14 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from fastapi import APIRouter
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -43,6 +36,7 @@ from service.api.schemas import (
     QaInput,
     Request,
     ServedName,
+    Strict,
     Texts,
     numbered,
     whole,
@@ -137,10 +131,6 @@ HfTexts = Annotated[
     ),
 ]
 Count = Annotated[int, Field(ge=1, le=MOST_RESULTS), BeforeValidator(whole)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class HfOptions(Strict):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fastapi import APIRouter
 
-from service.api.dialects import huggingface_dialect, openai_dialect, tei_dialect
+from service.api.dialects import huggingface_dialect, inference_dialect, openai_dialect, tei_dialect
 from service.errors import ErrorForm, QuartetError, native_form
 from service.settings import RootDialect
 
@@ -33,7 +33,7 @@ class Dialect(NamedTuple):
 
 DIALECTS: Sequence[Dialect] = tuple(
     Dialect(module.PREFIX, module.router, module.error_form)
-    for module in (huggingface_dialect, openai_dialect, tei_dialect)
+    for module in (huggingface_dialect, inference_dialect, openai_dialect, tei_dialect)
 )
 ROOTS: Mapping[RootDialect, str] = {
     "hf": huggingface_dialect.PREFIX,
