@@ -99,6 +99,12 @@ class Settings(BaseSettings):
         le=65535,
         description="port of their own for metrics, and health checks, without keys; unset, they share the other",
     )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the Open Inference Protocol over gRPC; unset, not served; it needs the extra grpc",
+    )
     http_workers: int | None = Field(
         None,
         ge=0,
@@ -278,6 +284,13 @@ class Settings(BaseSettings):
     def _apart(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and value == info.data.get("port"):
             raise ValueError("must not be the other port")
+        return value
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _alone(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and value in (info.data.get("port"), info.data.get("metrics_port")):
+            raise ValueError("must not be another port of the service")
         return value
 
     @field_validator("api_key")

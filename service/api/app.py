@@ -138,6 +138,8 @@ async def lifespan(
             log.info("opened", model=engine.id, runs=engine.fingerprint)
         yield
         service.draining = True
+        if service.closing is not None:
+            await service.closing
     service.engines = None
 
 

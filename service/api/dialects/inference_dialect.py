@@ -17,6 +17,7 @@ from service.api.dialects.inference_protocol import (
     InferRequest,
     OutputTensor,
     TensorMetadata,
+    check_sizes,
     describe_inputs,
     describe_outputs,
     make_task,
@@ -166,9 +167,11 @@ async def receive_infer(request: HttpRequest, deadline: float) -> object:
     data = await receive_body(request, deadline)
     size = header_length(headers, len(data))
     text = data[:size]
-    check_parts(text, most_parts(service_of(request).settings.max_inputs_per_request))
+    most = service_of(request).settings.max_inputs_per_request
+    check_parts(text, most_parts(most))
     body = parse_json(text)
     add_binary(body, data[size:])
+    check_sizes(body, most)
     return body
 
 

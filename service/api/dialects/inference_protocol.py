@@ -30,7 +30,7 @@ from service.core.bundle import Head, Task
 from service.core.decode import LabelScore
 from service.core.packing import Ints
 from service.engines.engine import Engine, EngineTask, Reply
-from service.errors import InvalidInput, UnknownHead
+from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -148,6 +148,19 @@ class InferRequest(Request):
                 yield from numbered(name, column)
 
 
+def check_sizes(body: object, most: int) -> None:
+    """Check how many inputs a body claims, before these are read. Raises TooLarge. most: inputs of a request"""
+    inputs = body.get("inputs") if isinstance(body, dict) else None
+    for tensor in inputs if isinstance(inputs, list) else ():
+        name, shape = (
+            (tensor.get("name"), tensor.get("shape")) if isinstance(tensor, dict) else (0, 0)
+        )
+        size = shape[0] if isinstance(shape, list) and shape else 0
+        if name != IDS and type(size) is int and size > most + (name == BOUNDS):
+            reason = f"has {size} elements; a request may have {most}"
+            raise TooLarge(f"{str(name)[:64]}: {reason}", param=str(name)[:64])
+
+
 def read_columns(inputs: Sequence[InferInput]) -> dict[str, Any]:
     """Return the inputs by name, in the order of `COMBINATIONS`. Raises InvalidInput."""
     tensors = {tensor.name: tensor for tensor in inputs}
@@ -212,13 +225,14 @@ def read_integers(data: object, tensor: InferInput) -> Ints:
 def read_texts(data: object, tensor: InferInput) -> list[str]:
     if isinstance(data, bytes):
         try:
-            return [element.decode() for element in split_bytes(data)]
+            found = itertools.islice(split_bytes(data), tensor.shape[0] + 1)
+            return [element.decode() for element in found]
         except ValueError as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             raise InvalidInput(f"{tensor.name}: {reason}", param=tensor.name) from None
-    found = flatten(data)
+    elements = flatten(data)
     try:
-        return [one.decode() if isinstance(one, bytes) else check_text(one) for one in found]
+        return [one.decode() if isinstance(one, bytes) else check_text(one) for one in elements]
     except (UnicodeDecodeError, TypeError):
         raise InvalidInput(f"{tensor.name}: the data must be texts", param=tensor.name) from None
 
