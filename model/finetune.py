@@ -2,15 +2,15 @@
 
 One head or several on one shared encoder. A step adds up the gradients of one micro-batch of each head,
 so that every update includes all tasks (MUPPET, Aghajanyan et al. 2021). A head may learn from its own
-teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time: the same command
-resumes it, with the losses of an uninterrupted run.
+teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time (Ctrl-C, SIGTERM): it saves
+its state, and the same command resumes it, with the losses of an uninterrupted run.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from model.data import examples
 from model.heads import EncoderWithHeads
 from model.training import distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
+from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script
 from service.core import bundle
@@ -71,6 +72,7 @@ class FinetuneSettings:
     eval_every: int = 500
     dev_limit: int = 0  # rows of each dev file that are evaluated while training (0: all)
     save_every: int = 500
+    fresh: bool = False  # delete the run that `output` has, and begin anew
 
     def __post_init__(self) -> None:
         settings_checks.check_types(self)
@@ -175,10 +177,18 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *teachers: str) -> None:
+def save_checkpoint(
+    folder: Path,
+    model: EncoderWithHeads,
+    tokenizer: Path,
+    teachers: Sequence[str],
+    describe: Callable[[Path, int], None],
+    step: int,
+) -> None:
     """Write a checkpoint of one head or none, or a joint one of several, in one rename.
 
     teachers: names for the checkpoint's provenance
+    describe: writes into it what made the model, in `step` steps
     """
     with writer.replacing(folder) as partial:
         if not model.described:
@@ -188,6 +198,7 @@ def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *tea
         else:
             writer.save_joint(partial, model, tokenizer)
         writer.save_teachers(partial, teachers)
+        describe(partial, step)
 
 
 def check_fits(
@@ -223,7 +234,7 @@ def read_tasks(
         examples.check_contrast(rows, h)
         described[name] = head = examples.describe(h, rows, hidden_size)
         if h.dev:  # report its errors before training
-            examples.check(examples.read(h.dev, head), head)
+            examples.check(examples.read(h.dev, h), head)
         teacher = teacher_of.get(name)
         teacher_heads[name] = (
             distillation.match_teacher_head(teacher, name, head) if teacher else None
@@ -257,6 +268,8 @@ def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertCo
 
 def finetune(s: FinetuneSettings) -> dict[str, Any]:
     """Train, and return the content of `metrics.json`. The best checkpoint on dev is in `<output>/checkpoint`."""
+    record = check_output(s)
+
     # data
     source = reader.locate(s.init_from) if s.init_from else None
     tokenizer_file = own_tokenizer(source, Path(s.output)) if source else Path(s.tokenizer)
@@ -288,7 +301,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     objective = DistillationObjective(model, tasks, teacher_heads, weights, **options)
 
     before = reader.read_teachers(source) if source else []
-    return train(s, model, objective, encoders, tokenizer_file, before, kept)
+    return train(s, model, objective, encoders, tokenizer_file, before, kept, record=record)
 
 
 def train(
@@ -299,12 +312,16 @@ def train(
     tokenizer_file: Path,
     before: Sequence[str] = (),
     kept: Sequence[str] | None = None,
+    *,
+    record: RunRecord | None = None,
 ) -> dict[str, Any]:
     """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
     encoders: of texts, by head, for evaluation
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
+    record: the settings as they were given, by default these
+    Raises StoppedRun after a signal, when the run is saved.
     """
     device = optim.pick_device()
     dtype = optim.precision(s.precision, device)
@@ -334,7 +351,7 @@ def train(
     trained, shared = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
-    with TrainingRun.open(s.output, steps, s) as run:
+    with TrainingRun.open(s.output, steps, s, record=record) as run:
         for task in tasks:
             run.log(f"{task.stream.name}: {task.stream.size:,} examples")
         if kept is not None and model.described:
@@ -345,6 +362,13 @@ def train(
         writer.put_back(run.output / "checkpoint")
         objective.load_state_dict(state.get("maps", objective.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
+        save = functools.partial(
+            save_checkpoint,
+            run.output / "checkpoint",
+            tokenizer=tokenizer_file,
+            teachers=teachers,
+            describe=run.describe_checkpoint,
+        )
         for step in range(state["step"], steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
@@ -385,16 +409,21 @@ def train(
                 score = float(np.mean(list(main.values()))) if main else 0.0
                 if score >= best:
                     best, best_step = score, step + 1
-                    save_checkpoint(run.output / "checkpoint", model, tokenizer_file, *teachers)
-            if (step + 1) % s.save_every == 0 or last:
+                    save(model, step=best_step)
+            is_stopped = run.signals.received and not last
+            if (step + 1) % s.save_every == 0 or last or is_stopped:
                 maps = objective.state_dict()
                 run.save(step + 1, model, optimizer, best=best, best_step=best_step, maps=maps)
+            if is_stopped:
+                if not best_step or not any(h.dev for h in s.heads.values()):
+                    save(model, step=step + 1)
+                run.stop(step + 1)
 
         metrics = {}
         if s.heads:
             kept = reader.load_model(run.output / "checkpoint").to(device)
             metrics = evaluate_heads(kept, s, encoders, torch.float32)
-            save_checkpoint(run.output / "checkpoint", kept, tokenizer_file, *teachers)
+            save(kept, step=best_step)
         result = {
             "heads": metrics,
             "parameters": count_parameters(model),

@@ -12,7 +12,7 @@ from model import tokenizer
 from model.checkpoints import writer
 from model.config import BertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.bundle import Head, LateInteraction, Sparse
 from tests import samples
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,6 +72,12 @@ def save_tasks(folder: Path) -> Path:
             mask_token_id=learnt.token_to_id("[MASK]"),
             vocabulary_size=learnt.get_vocab_size(),
         ),
+        "weights": Head(
+            task="sparse-embedding",
+            sparse=Sparse(activation="relu"),
+            vocabulary_size=learnt.get_vocab_size(),
+        ),
+        "tokens": Head(task="late-interaction", dimensions=32, late_interaction=LateInteraction()),
     }
     model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
     writer.save_joint(folder, model, folder / "tokenizer.json")
