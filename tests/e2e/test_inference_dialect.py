@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_long_texts(server: Server) -> None:
     refused = server.post(INFER, body)
     assert 400 == refused.status
     assert "text[0]" in refused.json()["error"]
+
+
+def test_large_tensors(server: Server) -> None:
+    """A tensor with far more elements than a request may have is refused before they are read."""
+    data = elements(b"") * 2_000_000
+    for shape in ([1], [2_000_000]):
+        began = time.perf_counter()
+        refused = post_binary(server, raw(data, shape=shape), data)
+        assert refused.status in (400, 413)
+        assert time.perf_counter() - began < 10
 
 
 def test_timeout(server: Server) -> None:
@@ -190,6 +201,8 @@ LENGTHS = {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [2, 2]}
         ),
         ({"inputs": [text()], "parameters": {"sequence_id": 1}}, 400, "sequence_id"),
         ({"inputs": [text()], "parameters": {"timeout": -1}}, 400, "timeout"),
+        ({"inputs": [text()], "parameters": {"top_k": 2}}, 400, "top_k"),
+        ({"inputs": [IDS, LENGTHS], "parameters": {"truncate": True}}, 400, "truncate"),
         ({"inputs": [text()], "model": "other"}, 400, "model"),
         ({"inputs": [IDS]}, 400, "input_ids with lengths"),
         ({"inputs": [IDS, LENGTHS | {"data": [2, 3]}]}, 400, "lengths"),

@@ -7,7 +7,7 @@ with contexts, or token ids as its inputs. One pass of the encoder answers all o
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
@@ -15,7 +15,14 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
-from service.api.native_routes import answer, each, entity, filled_masks
+from service.api.native_routes import (
+    answer,
+    each,
+    entity,
+    filled_masks,
+    numbers,
+    sparse_vector,
+)
 from service.api.schemas import (
     AtLeastOne,
     AtLeastZero,
@@ -34,8 +41,10 @@ from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
+from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.token_sequences import TokenSequences
 
 BYTES, FLOATS = "BYTES", "FP32"
@@ -51,10 +60,9 @@ COMBINATIONS: Sequence[tuple[str, ...]] = (
     (IDS, BOUNDS),
 )
 NUMERIC = (IDS, LENGTHS, BOUNDS)
-SEPARATE: Mapping[Task, str] = {
-    "fill-mask": TEXT,
-    "qa": QUESTION,
-}  # tasks whose head answers alone
+SEPARATE = frozenset(
+    {"qa", "fill-mask", "sparse-embedding", "late-interaction"}
+)  # tasks whose head is the only output of its request
 LENGTH = struct.Struct("<I")  # before each element of BYTES in binary data
 MOST_RESULTS = 100
 
@@ -284,6 +292,7 @@ def make_task(engine: Engine, body: InferRequest) -> EngineTask[Any]:
     heads = engine.manifest.heads
     check_outputs(engine, body)
     if IDS in columns:
+        refuse_unused(given, "truncate", "top_k")
         return TokenSequences(sequences=columns[IDS])
     truncate = "window" if given.truncate is None else given.truncate
     if QUESTION in columns:
@@ -294,14 +303,30 @@ def make_task(engine: Engine, body: InferRequest) -> EngineTask[Any]:
             truncate=truncate,
         )
     if PAIR in columns:
+        refuse_unused(given, "top_k")
         cuts = True if given.truncate is None else given.truncate
         return Classification(texts=columns[TEXT], pairs=columns[PAIR], truncate=cuts)
+    texts = columns[TEXT]
     alone = heads[wanted[0]] if len(wanted) == 1 else None
-    if alone is not None and alone.task == "fill-mask":
-        return MaskFilling(texts=columns[TEXT], top_k=given.top_k or 5, truncate=truncate)
+    match alone.task if alone else None:
+        case "fill-mask":
+            return MaskFilling(texts=texts, top_k=given.top_k or 5, truncate=truncate)
+        case "sparse-embedding":
+            return SparseEmbedding(texts=texts, top_k=given.top_k, truncate=truncate)
+    refuse_unused(given, "top_k")
+    if alone is not None and alone.task == "late-interaction":
+        return TokenEmbedding(texts=texts, truncate=truncate)
     if alone is not None and alone.default_prompt_text:
-        return Embedding(texts=columns[TEXT], truncate=truncate)
-    return Analysis(texts=columns[TEXT], truncate=truncate)
+        return Embedding(texts=texts, truncate=truncate)
+    return Analysis(texts=texts, truncate=truncate)
+
+
+def refuse_unused(given: InferParameters, *names: str) -> None:
+    """Raise InvalidInput for a parameter that the outputs of a request do not depend on."""
+    for name in names:
+        if getattr(given, name) is not None:
+            reason = "the outputs of this request do not use it; leave it out"
+            raise InvalidInput(f"{name}: {reason}", param=name)
 
 
 def check_outputs(engine: Engine, body: InferRequest) -> None:
@@ -393,7 +418,8 @@ def json_of(show: Callable[[Any], object]) -> Callable[[str, Head, Sequence[Any]
     """Return a function that makes a BYTES tensor `[B]` of JSON."""
 
     def tensor(name: str, head: Head, column: Sequence[Any]) -> OutputTensor:
-        return OutputTensor(name, [len(column)], [orjson.dumps(show(one)) for one in column])
+        values = [orjson.dumps(show(one), option=orjson.OPT_SERIALIZE_NUMPY) for one in column]
+        return OutputTensor(name, [len(column)], values)
 
     return tensor
 
@@ -404,6 +430,8 @@ TENSORS: Mapping[Task, Callable[[str, Head, Sequence[Any]], OutputTensor]] = {
     "ner": json_of(each(lambda found: entity("entity_group", found))),
     "qa": json_of(each(answer)),
     "fill-mask": json_of(filled_masks),
+    "sparse-embedding": json_of(partial(sparse_vector, None)),
+    "late-interaction": json_of(numbers),
 }
 
 
@@ -432,7 +460,7 @@ def describe_inputs(engine: Engine) -> list[TensorMetadata]:
 
 
 def describe_outputs(engine: Engine) -> list[TensorMetadata]:
-    """Return the outputs of a model: its heads, except those of late interaction, whose vectors have no fixed shape."""
+    """Return the outputs of a model: its heads. Results without a fixed shape are JSON."""
     found = []
     for name, head in engine.manifest.heads.items():
         parameters: dict[str, object] = {}
@@ -441,8 +469,6 @@ def describe_outputs(engine: Engine) -> list[TensorMetadata]:
                 shape, parameters = [-1, len(head.labels)], {"labels": [*head.labels]}
             case "embedding":
                 shape = [-1, head.dimensions or -1]
-            case "late-interaction":
-                continue
             case _:
                 shape, parameters = [-1], {"content_type": "application/json"}
         datatype = FLOATS if len(shape) > 1 else BYTES

@@ -193,6 +193,16 @@ def calls(over: str) -> list[Call]:
             one(native("/fill-mask", {"inputs": MASKED}, "results")),
         ),
         (
+            "infer(text, outputs=[weights], parameters={'top_k': 3})",
+            infer(over, both_texts, "weights", show=from_json, parameters={"top_k": 3}),
+            one(native("/embed-sparse", {"inputs": TEXTS, "top_k": 3}, "embeddings")),
+        ),
+        (
+            "infer(text, outputs=[tokens])",
+            infer(over, both_texts, "tokens", show=from_json),
+            one(native("/embed-tokens", {"inputs": TEXTS}, "embeddings")),
+        ),
+        (
             "infer(input_ids, lengths)",
             infer_ids(over, lambda sizes: integers("lengths", sizes, "int32")),
             both(native_scores("topics"), VECTORS),
