@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from service.core.bundle import PER_TOKEN
 from service.core.encode import Cut, TextError, Window
 from service.core.packing import Ints
 from service.engines.engine import Engine
@@ -12,14 +13,15 @@ from service.errors import InvalidInput
 from service.scheduling.entries import Heads, Outputs
 from service.tasks.analysis import TASKS
 
-OF_IDS = ("classification", "embedding")  # tasks whose heads have one output for a sequence
+# Tasks whose heads have one output for a sequence.
+OF_IDS = frozenset(TASKS.keys() - PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequences:
     """The results of several heads for each sequence, by head, as `Analysis` has them.
 
-    Without named heads, all heads of classification and embedding answer.
+    Without named heads, all heads that have one output for a sequence answer.
 
     sequences: ids `[n]` int64 of the model's vocabulary, special tokens included
     """

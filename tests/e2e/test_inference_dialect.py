@@ -233,6 +233,9 @@ def test_pages(server: Server) -> None:
     for path in ("/v2/models/huge", "/v2/models/tasks/versions/2/ready", "/v2/models/tasks/stats"):
         refused = server.get(path)
         assert (404, ["error"]) == (refused.status, [*refused.json()]), path
+    for body in (b"{", b"[]", b'{"ready": 1}', b'{"other": true}', b"\xff"):
+        refused = server.post("/v2/repository/index", body)
+        assert (400, ["error"]) == (refused.status, [*refused.json()]), body
     refused = server.send("POST", INFER, b"{}", {"Content-Type": "text/plain"})
     assert (415, ["error"]) == (refused.status, [*refused.json()])
 

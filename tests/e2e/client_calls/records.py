@@ -15,6 +15,7 @@ CLIENTS = (
     "openai",
     "huggingface_hub",
     "tritonclient",
+    "cohere",
 )  # importable packages; their modules here end with _client
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
 Run = Callable[[Server], Any]
