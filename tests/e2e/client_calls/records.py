@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 QUERY = "Who drew a comet?"
 # Importable packages; their modules here end with _client.
-CLIENTS = ("openai", "huggingface_hub", "cohere")
+CLIENTS = ("openai", "huggingface_hub", "cohere", "tritonclient")
 # Clients in environments of their own, `environments/NAME.txt`; their modules here end with _client, too.
 ISOLATED: Mapping[str, str] = {
     "langchain_openai": "frameworks",
