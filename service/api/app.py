@@ -124,7 +124,8 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     # `include_router` would match and wrap the routes twice.
     app.router.routes.extend([RouteIndex(served), *served])
     add_pages(app)
-    app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
+    error_models = {dialect.tag: dialect.error_model for dialect in DIALECTS}
+    app.openapi = cache(partial(openapi.document, app, error_models))  # type: ignore[method-assign]
     return app
 
 

@@ -413,8 +413,11 @@ def error_response(codes: Iterable[str]) -> Object:
     }
 
 
-def document(app: FastAPI) -> Object:
-    """Return the whole document, including the bodies that the routes read themselves."""
+def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]]) -> Object:
+    """Return the whole document, including the bodies that the routes read themselves.
+
+    error_models: the body of an error in other servers' APIs, by the tag of their routes
+    """
     described = get_openapi(
         title=app.title,
         version=app.version,
@@ -422,7 +425,15 @@ def document(app: FastAPI) -> Object:
         routes=app.routes,
     )
     _, definitions = models_json_schema(
-        [(model, "validation") for model in (*REQUESTS.values(), *DIALECT_REQUESTS, *ORDERS)],
+        [
+            (model, "validation")
+            for model in (
+                *REQUESTS.values(),
+                *DIALECT_REQUESTS,
+                *ORDERS,
+                *error_models.values(),
+            )
+        ],
         ref_template=REFERENCE,
     )
     for path, answers in ANSWERS.items():  # a declaration next to the routes would lose each null
@@ -430,6 +441,9 @@ def document(app: FastAPI) -> Object:
         operation["responses"]["200"]["content"]["application/json"]["examples"] = {
             name: {"summary": name, "value": value} for name, value in answers.items()
         }
+    for operation in (one for path in described["paths"].values() for one in path.values()):
+        if model := error_models.get(operation["tags"][0]):
+            declare_errors(operation["responses"], model)
     schemas = {**described["components"]["schemas"], **definitions["$defs"]}
     described["components"]["schemas"] = {
         **for_generators(schemas),
@@ -443,3 +457,10 @@ def document(app: FastAPI) -> Object:
         }
     }
     return described
+
+
+def declare_errors(responses: Object, model: type[BaseModel]) -> None:
+    """Add the body of an error to the responses of an operation."""
+    for status, response in responses.items():
+        if int(status) >= errors.BadRequest.status:
+            response["content"] = {"application/json": {"schema": reference(model.__name__)}}

@@ -17,6 +17,7 @@ from service.api.dialects.common import (
     REFUSED,
     TEXTS_ONLY,
     DocumentsRequest,
+    ErrorBody,
     Part,
     abilities,
     allowed,
@@ -55,6 +56,13 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"cohere_{route.name}",
 )
+
+
+class CohereErrorResponse(ErrorBody):
+    message: str
+
+
+ERROR_MODEL = CohereErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

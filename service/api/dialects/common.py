@@ -233,6 +233,25 @@ class OpenAIEmbedding(BaseModel):
     embedding: list[float] | str
 
 
+class ErrorBody(BaseModel):
+    """The body of an error, or a part of it; it has no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenAIError(ErrorBody):
+    """An error of OpenAI's API, and of servers that have taken over its form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int
+
+
+class OpenAIErrorResponse(ErrorBody):
+    error: OpenAIError
+
+
 class OpenAIUsage(BaseModel):
     prompt_tokens: int
     total_tokens: int

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from service.api import openapi
 from service.api.analysis_schemas import check_template
 from service.api.dialects import tei_dialect
+from service.api.dialects.common import ErrorBody
 from service.api.dialects.tei_dialect import Direction, TeiSentences
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.mask_schemas import FilledToken
@@ -65,6 +66,14 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"hf_{route.name}",
 )
+
+
+class HfErrorResponse(ErrorBody):
+    error: str
+    estimated_time: float = Field(1.0, description="seconds; of status 503")
+
+
+ERROR_MODEL = HfErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from service import __version__
 from service.api import openapi
 from service.api.admin import tenant_of
+from service.api.dialects.common import ErrorBody
 from service.api.dialects.inference_protocol import (
     InferRequest,
     OutputTensor,
@@ -60,6 +61,13 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"v2_{route.name}",
 )
+
+
+class InferenceErrorResponse(ErrorBody):
+    error: str
+
+
+ERROR_MODEL = InferenceErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -17,7 +17,9 @@ from service.api import openapi
 from service.api.dialects.common import (
     TEXTS_ONLY,
     DocumentsRequest,
+    ErrorBody,
     OpenAIEmbedding,
+    OpenAIError,
     OpenAIUsage,
     Unused,
     abilities,
@@ -55,6 +57,22 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"infinity_{route.name}",
 )
+
+
+class InfinityFault(ErrorBody):
+    loc: list[str]
+    msg: str
+    type: str
+
+
+class InfinityErrorResponse(ErrorBody):
+    """`detail` for bodies, paths and keys, or `error` for the rest."""
+
+    detail: list[InfinityFault] | str = Field("", description="the faults of a body, or a message")
+    error: OpenAIError | None = None
+
+
+ERROR_MODEL = InfinityErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from service.api import openapi
 from service.api.dialects.common import (
     DocumentsRequest,
+    ErrorBody,
     OpenAIUsage,
     rank_request,
     text_of,
@@ -27,6 +28,13 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"jina_{route.name}",
 )
+
+
+class JinaErrorResponse(ErrorBody):
+    detail: str
+
+
+ERROR_MODEL = JinaErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -17,6 +17,7 @@ from service.api import openapi
 from service.api.dialects.common import (
     InputRequest,
     OpenAIEmbedding,
+    OpenAIErrorResponse,
     OpenAIUsage,
     Tokens,
     Unused,
@@ -52,6 +53,9 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"openai_{route.name}",
 )
+
+
+ERROR_MODEL = OpenAIErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 
 from service.api.dialects import (
     cohere_dialect,
@@ -34,15 +35,19 @@ class Dialect(NamedTuple):
     """An API of another server.
 
     prefix: the start of all its paths, without the first "/"; a dialect may have one within another's
+    tag: of its routes in the OpenAPI document
+    error_model: the schema of the body that `error_form` returns
     """
 
     prefix: str
+    tag: str
     router: APIRouter
     error_form: FormError
+    error_model: type[BaseModel]
 
 
 DIALECTS: Sequence[Dialect] = tuple(
-    Dialect(module.PREFIX, module.router, module.error_form)
+    Dialect(module.PREFIX, module.TAG, module.router, module.error_form, module.ERROR_MODEL)
     for module in (
         openai_dialect,
         jina_dialect,

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from service import __version__
 from service.api import openapi
-from service.api.dialects.common import REFUSED, allowed, filled, refused
+from service.api.dialects.common import REFUSED, ErrorBody, allowed, filled, refused
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import Route, label, numbers
 from service.api.schemas import (
@@ -53,6 +53,14 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"tei_{route.name}",
 )
+
+
+class TeiErrorResponse(ErrorBody):
+    error: str
+    error_type: str
+
+
+ERROR_MODEL = TeiErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -19,6 +19,7 @@ from service.api.dialects.common import (
     REFUSED,
     DocumentsRequest,
     InputRequest,
+    OpenAIErrorResponse,
     OpenAIUsage,
     Unused,
     allowed,
@@ -68,6 +69,9 @@ router = APIRouter(
     route_class=Route,
     generate_unique_id_function=lambda route: f"vllm_{route.name}",
 )
+
+
+ERROR_MODEL = OpenAIErrorResponse
 
 
 def error_form(error: QuartetError) -> ErrorForm:

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
-from service.api.dialects.registry import DIALECTS
+from service.api.dialects.registry import DIALECTS, Dialect
 from service.api.openapi import ANSWERS, EXAMPLES, REQUESTS
 from service.api.schemas import QaRequest, Request, parse
 from service.errors import InvalidInput
@@ -45,6 +45,21 @@ def test_each_task_declares_its_answers(document: dict[str, Any], path: str) -> 
     shape = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
     assert sorted(map(int, responses)) == TASK_STATUSES
     assert all(responses[str(s)]["content"]["application/json"] == shape for s in TASK_STATUSES[1:])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=[dialect.tag for dialect in DIALECTS])
+def test_each_dialect_declares_its_errors(document: dict[str, Any], dialect: Dialect) -> None:
+    """Every status that a route can answer has the body of the dialect's errors."""
+    shape = {"schema": {"$ref": f"#/components/schemas/{dialect.error_model.__name__}"}}
+    methods = [one for path in document["paths"].values() for one in path.values()]
+    own = [one["responses"] for one in methods if one["tags"] == [dialect.tag]]
+    assert own
+    for responses in own:
+        assert all(
+            responses[status]["content"]["application/json"] == shape
+            for status in responses
+            if status != "200"
+        )
 
 
 def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> None:

@@ -7,9 +7,16 @@ from contextlib import AbstractAsyncContextManager
 import httpx
 import pytest
 
+from service import errors
 from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Dialect, Paths
 from service.api.native_routes import Route
-from service.errors import BadRequest, InvalidInput, UnknownModel
+from service.errors import (
+    BadRequest,
+    InvalidInput,
+    MethodNotAllowed,
+    UnknownModel,
+    UnsupportedEncoding,
+)
 from service.keys import Key, digest
 from service.settings import RootDialect
 
@@ -95,6 +102,16 @@ async def test_keys_of_clients(client_with: Connect, name: str) -> None:
         assert 200 == (await client.post("/embed", json=BODY, headers={name: value})).status_code
         other = {name: value, "Authorization": "Bearer other", "x-api-key": "quartet_search"}
         assert 401 == (await client.post("/embed", json=BODY, headers=other)).status_code
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=[dialect.prefix for dialect in DIALECTS])
+def test_error_forms(dialect: Dialect) -> None:
+    """Every error has the body that the OpenAPI document declares for the dialect."""
+    own = {MethodNotAllowed: {"allow": "POST"}, UnsupportedEncoding: {"accepted": "gzip"}}
+    for kind in errors.kinds():
+        for param in (None, "inputs[3]"):
+            error = kind("why", **own.get(kind, {"param": param}))
+            dialect.error_model.model_validate(dialect.error_form(error).body, strict=True)
 
 
 MALFORMED = (
