@@ -74,7 +74,9 @@ def test_generated_clients_work(
         assert "" == run(python, "-m", "datamodel_code_generator", *module, folder=tmp_path)
 
         shutil.copy(FILES / "calls.py", tmp_path)
-        checked = ["--strict", "quartet_models.py", "client/quartet_client", "calls.py"]
+        # The generator casts a list of anything to itself.
+        options = ["--strict", "--no-warn-redundant-casts"]
+        checked = [*options, "quartet_models.py", "client/quartet_client", "calls.py"]
         run(python, "-m", "mypy", *checked, folder=tmp_path)
 
         operations = {

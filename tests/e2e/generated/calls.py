@@ -29,6 +29,17 @@ from quartet_client.api.cohere import (
     cohere_rerank_v2,
     cohere_tokenize,
 )
+from quartet_client.api.hugging_face_inference_api import (
+    hf_feature_extraction,
+    hf_fill_mask,
+    hf_health,
+    hf_info,
+    hf_question_answering,
+    hf_sentence_similarity,
+    hf_text_classification,
+    hf_token_classification,
+    hf_zero_shot_classification,
+)
 from quartet_client.api.infinity import (
     infinity_classify,
     infinity_embeddings,
@@ -37,6 +48,14 @@ from quartet_client.api.infinity import (
     infinity_rerank,
 )
 from quartet_client.api.jina import jina_rerank
+from quartet_client.api.open_inference_protocol import (
+    v2_infer,
+    v2_live,
+    v2_model,
+    v2_model_ready,
+    v2_ready,
+    v2_server,
+)
 from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
@@ -76,10 +95,22 @@ TEXT = "Ada drew a comet near the harbour."
 OTHER = "The ferry sails at nine."
 
 
-def good(answer: models.ErrorResponse | T | None) -> T:
+Error = (
+    models.ErrorResponse
+    | models.CohereErrorResponse
+    | models.HfErrorResponse
+    | models.InferenceErrorResponse
+    | models.InfinityErrorResponse
+    | models.JinaErrorResponse
+    | models.OpenAIErrorResponse
+    | models.TeiErrorResponse
+)
+
+
+def good(answer: Error | T | None) -> T:
     """The answer, which must be no error."""
     assert answer is not None
-    assert not isinstance(answer, models.ErrorResponse), answer
+    assert not isinstance(answer, Error), answer
     return answer
 
 
@@ -161,75 +192,113 @@ def call_more_tasks(client: AuthenticatedClient) -> None:
 
 def call_dialects(client: AuthenticatedClient) -> None:
     body = models.OpenAIEmbeddingRequest(input_=[TEXT, OTHER], model="tiny", dimensions=4)
-    found = openai_embeddings.sync(client=client, body=body)
-    assert found is not None
+    found = good(openai_embeddings.sync(client=client, body=body))
     assert [0, 1] == [one.index for one in found.data]
-    listed = openai_models.sync(client=client)
-    assert listed is not None
+    listed = good(openai_models.sync(client=client))
     assert listed.data[0] == openai_model.sync(client=client, model="tiny")
 
-    vectors = tei_embed.sync(client=client, body=models.TeiEmbedRequest(inputs=TEXT))
-    assert vectors is not None
+    vectors = good(tei_embed.sync(client=client, body=models.TeiEmbedRequest(inputs=TEXT)))
     assert 64 == len(vectors[0])
-    assert tei_predict.sync(client=client, body=models.TeiPredictRequest(inputs=TEXT))
+    assert good(tei_predict.sync(client=client, body=models.TeiPredictRequest(inputs=TEXT)))
     sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
     asked = models.TeiSimilarityRequest(inputs=sentences)
-    assert 1 == len(tei_similarity.sync(client=client, body=asked) or [])
-    tokens = tei_tokenize.sync(client=client, body=models.TeiTokenizeRequest(inputs=TEXT))
-    assert tokens is not None
+    assert 1 == len(good(tei_similarity.sync(client=client, body=asked)))
+    tokens = good(tei_tokenize.sync(client=client, body=models.TeiTokenizeRequest(inputs=TEXT)))
     ids = models.TeiDecodeRequest(ids=[token.id for token in tokens[0]])
-    assert tei_decode.sync(client=client, body=ids)
-    assert tei_info.sync(client=client)
-    assert tei_health.sync(client=client) is not None
+    assert good(tei_decode.sync(client=client, body=ids))
+    assert "tiny@1" == good(tei_info.sync(client=client)).model_id
+    good(tei_health.sync(client=client))
+
+    # The model has no head for these.
     documents = models.TeiRerankRequest(query=TEXT, texts=[OTHER])
-    assert tei_rerank.sync(client=client, body=documents) is None  # there is no cross-encoder
-    assert tei_embed_all.sync(client=client, body=models.TeiEmbedAllRequest(inputs=TEXT)) is None
+    texts = models.TeiEmbedAllRequest(inputs=TEXT)
     sparse = models.TeiEmbedSparseRequest(inputs=TEXT)
-    assert tei_embed_sparse.sync(client=client, body=sparse) is None
+    for refused in (
+        tei_rerank.sync(client=client, body=documents),
+        tei_embed_all.sync(client=client, body=texts),
+        tei_embed_sparse.sync(client=client, body=sparse),
+    ):
+        assert isinstance(refused, models.TeiErrorResponse)
+        assert "Validation" == refused.error_type
 
 
 def call_cohere(client: AuthenticatedClient) -> None:
     body = models.CohereEmbedRequest(texts=[TEXT, OTHER], input_type="search_query")
-    found = cohere_embed_v2.sync(client=client, body=body)
-    assert found is not None
-    plain = cohere_embed_v1.sync(client=client, body=body)
-    assert plain is not None
+    found = good(cohere_embed_v2.sync(client=client, body=body))
+    plain = good(cohere_embed_v1.sync(client=client, body=body))
     assert plain.embeddings == found.embeddings.float_
     documents = models.CohereRerankRequest(query=TEXT, documents=[OTHER])
-    assert cohere_rerank_v1.sync(client=client, body=documents) is None
-    assert cohere_rerank_v2.sync(client=client, body=documents) is None
-    tokens = cohere_tokenize.sync(client=client, body=models.CohereTokenizeRequest(text=TEXT))
-    assert tokens is not None
+    for refused in (
+        cohere_rerank_v1.sync(client=client, body=documents),
+        cohere_rerank_v2.sync(client=client, body=documents),
+    ):
+        assert isinstance(refused, models.CohereErrorResponse)
+    asked = models.CohereTokenizeRequest(text=TEXT)
+    tokens = good(cohere_tokenize.sync(client=client, body=asked))
     ids = models.CohereDetokenizeRequest(tokens=tokens.tokens)
-    assert cohere_detokenize.sync(client=client, body=ids)
-    listed = cohere_models.sync(client=client)
-    assert listed is not None
+    assert good(cohere_detokenize.sync(client=client, body=ids)).text
+    listed = good(cohere_models.sync(client=client))
     assert listed.models[0] == cohere_model.sync(client=client, model="tiny")
 
 
 def call_infinity_and_others(client: AuthenticatedClient) -> None:
     vectors = models.InfinityEmbeddingRequest(input_=TEXT, dimensions=4)
-    assert infinity_embeddings.sync(client=client, body=vectors)
+    assert good(infinity_embeddings.sync(client=client, body=vectors)).data
     labels = models.InfinityClassifyRequest(input_=TEXT)
-    assert infinity_classify.sync(client=client, body=labels)
+    assert good(infinity_classify.sync(client=client, body=labels)).data
     documents = models.InfinityRerankRequest(query=TEXT, documents=[OTHER])
-    assert infinity_rerank.sync(client=client, body=documents) is None
-    assert infinity_models.sync(client=client)
-    assert infinity_health.sync(client=client)
+    refused = infinity_rerank.sync(client=client, body=documents)
+    assert isinstance(refused, models.InfinityErrorResponse)
+    assert good(infinity_models.sync(client=client)).data
+    good(infinity_health.sync(client=client))
 
     others = models.JinaRerankRequest(query=TEXT, documents=[OTHER])
-    assert jina_rerank.sync(client=client, body=others) is None
+    assert isinstance(jina_rerank.sync(client=client, body=others), models.JinaErrorResponse)
 
-    assert vllm_classify.sync(client=client, body=models.VllmClassifyRequest(input_=TEXT))
-    assert vllm_pooling.sync(client=client, body=models.VllmPoolingRequest(input_=[TEXT]))
+    good(vllm_classify.sync(client=client, body=models.VllmClassifyRequest(input_=TEXT)))
+    good(vllm_pooling.sync(client=client, body=models.VllmPoolingRequest(input_=[TEXT])))
     pairs = models.VllmScoreRequest(text_1=TEXT, text_2=[OTHER, TEXT])
-    scores = vllm_score.sync(client=client, body=pairs)
-    assert scores is not None
-    assert 2 == len(scores.data)
+    assert 2 == len(good(vllm_score.sync(client=client, body=pairs)).data)
     ranked = models.VllmRerankRequest(query=TEXT, documents=[OTHER, TEXT])
-    best = vllm_rerank.sync(client=client, body=ranked)
-    assert best is not None
-    assert TEXT == best.results[0].document.text
+    assert TEXT == good(vllm_rerank.sync(client=client, body=ranked)).results[0].document.text
+
+
+def call_hugging_face(client: AuthenticatedClient) -> None:
+    labels = models.HfClassifyRequest(inputs=TEXT)
+    assert good(hf_text_classification.sync(client=client, body=labels))
+    assert good(
+        hf_token_classification.sync(client=client, body=models.HfTokenRequest(inputs=[TEXT]))
+    )
+    question = models.QaInput(question="Who drew a comet?", context=TEXT)
+    assert good(
+        hf_question_answering.sync(client=client, body=models.HfQaRequest(inputs=question))
+    )
+    texts = models.HfFeatureRequest(inputs=[TEXT])
+    assert 64 == len(good(hf_feature_extraction.sync(client=client, body=texts))[0])
+    sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
+    compared = models.HfSimilarityRequest(inputs=sentences)
+    assert 1 == len(good(hf_sentence_similarity.sync(client=client, body=compared)))
+    masks = models.HfMaskRequest(inputs="Ada drew a [MASK].", model="masked")
+    assert good(hf_fill_mask.sync(client=client, body=masks))
+    choice = models.HfZeroShotParameters(candidate_labels=["a", "b"])
+    asked = models.HfZeroShotRequest(inputs=TEXT, parameters=choice)
+    refused = hf_zero_shot_classification.sync(client=client, body=asked)
+    assert isinstance(refused, models.HfErrorResponse)  # there is no entailment head
+    assert "tiny@1" == good(hf_info.sync(client=client)).model_id
+    good(hf_health.sync(client=client))
+
+
+def call_inference_protocol(url: str, client: AuthenticatedClient) -> None:
+    text = models.InferInput(name="text", shape=[1], datatype="BYTES", data=[TEXT])
+    body = models.InferRequest(inputs=[text], outputs=[models.InferOutput(name="embeddings")])
+    (vectors,) = good(v2_infer.sync(client=client, model="tiny", body=body)).outputs
+    assert [1, 64] == vectors.shape
+    assert good(v2_server.sync(client=client)).extensions
+    anyone = Client(base_url=url)
+    assert good(v2_live.sync(client=anyone)).live
+    assert good(v2_ready.sync(client=anyone)).ready
+    assert ["1"] == good(v2_model.sync(client=client, model="tiny")).versions
+    assert good(v2_model_ready.sync(client=client, model="tiny")).ready
 
 
 def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient) -> None:
@@ -282,7 +351,7 @@ def call_with_models(url: str, key: str) -> None:
         texts = ours.Inputs([TEXT])
         classes = ours.ClassifyRequest(inputs=texts, truncate=ours.Truncate.window)
         assert post("/classify", classes, ours.ClassifyResponse).results
-        assert post("/ner", ours.NerRequest(inputs=texts), ours.NerResponse).results
+        assert post("/ner", ours.NerRequest(inputs=TEXT), ours.NerResponse).results
         question = ours.QaQuestionRequest(question="Who drew a comet?", context=TEXT)
         assert post("/qa", ours.QaRequest(question), ours.QaResponse).results
         vectors = ours.EmbedRequest(inputs=TEXT, dimensions=4)
@@ -300,6 +369,8 @@ def main(url: str, client_key: str, admin_key: str) -> None:
     call_dialects(client)
     call_cohere(client)
     call_infinity_and_others(client)
+    call_hugging_face(client)
+    call_inference_protocol(url, client)
     call_pages(url, client, admin)
     call_administration(admin)
     call_errors(client)
