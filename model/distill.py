@@ -363,7 +363,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
         distillation.teacher_encoder(
             main_teacher, Encoder(tokenizer, longest), weighted, by_token=True
         )
-    described, teacher_heads, tasks = finetune.read_tasks(
+    described, teacher_heads, tasks, dev = finetune.read_tasks(
         s, encoders, shape.hidden_size, teacher_of, s.losses, encoder_teacher
     )
     if s.corpus:
@@ -397,7 +397,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
     )
 
     before = reader.read_teachers(whole.name) if whole else []
-    return finetune.train(s, student, objective, encoders, tokenizer_file, before, kept)
+    return finetune.train(s, student, objective, encoders, tokenizer_file, dev, before, kept)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import FinetuneSettings
 from model.heads import EncoderWithHeads
-from model.training import optim
+from model.training import defaults, optim
 from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
@@ -310,6 +310,95 @@ def test_the_seed_is_all_that_chance_depends_on(
     assert first == same != other
 
 
+def test_accumulated_batches_are_one_batch(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Two micro-batches of four rows have the loss and the gradient of one batch of eight."""
+    for output, size, count in (("one", 8, 1), ("two", 4, 2)):
+        table = {"names": {**heads(data)["names"], "batch_size": size}}
+        start(table, output=str(tmp_path / output), steps=6, gradient_accumulation=count)
+
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
+
+
+def test_accumulation_takes_fewer_steps(data: Mapping[str, str], start: Start) -> None:
+    """An epoch of sixteen rows is two steps of two batches of four."""
+    table = {"names": heads(data)["names"]}
+    assert 2 == start(table, steps=0, epochs=1.0, gradient_accumulation=2)["steps"]
+
+
+# -- data without a dev file ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sixty-four rows of four labels, without a dev file."""
+    rows = [{"text": text, "label": text.split()[0]} for text in TEXTS]
+    return jsonl(tmp_path_factory.mktemp("unsplit") / "rows.jsonl", rows)
+
+
+def test_a_tenth_is_held_out(
+    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a dev file a tenth of the rows measures the head, is not trained on, and is listed."""
+    result = start({"names": {"task": "classification", "train": [unsplit]}}, steps=2)
+
+    held = json.loads((tmp_path / "run/held_out.json").read_text())["names"]
+    assert 6 <= len(held) <= 7
+    assert all(where.startswith(f"{unsplit}:") for where in held)
+    assert "accuracy" in result["heads"]["names"]
+    out = capsys.readouterr().out
+    assert f"names: {64 - len(held)} examples\n" in out
+    assert f"names is evaluated on {len(held)} of 64 rows of {unsplit}, held out by seed 1" in out
+
+
+def test_no_row_is_held_out(unsplit: str, start: Start, tmp_path: Path) -> None:
+    """With a share of 0 all rows are trained on, and nothing is measured."""
+    table = {"names": {"task": "classification", "train": [unsplit]}}
+    assert {} == start(table, steps=2, dev_share=0.0)["heads"]
+    assert not (tmp_path / "run/held_out.json").exists()
+
+
+def test_defaults_follow_rows_and_width(
+    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Few rows get more epochs, a narrow encoder a higher learning rate, and a run ten evaluations or more."""
+    table = {"names": {"task": "classification", "train": [unsplit], "batch_size": 16}}
+    result = start(table, steps=0, lr=None, patience=0)
+
+    settings = json.loads((tmp_path / "run/settings.json").read_text())
+    assert (20.0, 5e-4, 7) == tuple(settings[name] for name in ("epochs", "lr", "eval_every"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert (72, 11) == (result["steps"], len(lines))
+    assert lines[0].startswith("step 7 of 72: names: accuracy 0.")
+    assert lines[0].endswith(" (best so far)")
+
+
+@pytest.mark.parametrize(("steps", "evaluations"), [(3, 3), (7, 7), (141, 10), (20_000, 40)])
+def test_evaluations_of_a_run(steps: int, evaluations: int) -> None:
+    """A run is evaluated at least five times, as far as it has steps."""
+    assert evaluations <= steps // defaults.eval_every_for(steps) <= evaluations + 1
+
+
+def test_patience_ends_a_run(
+    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two evaluations without a better score the run ends, keeps the best, and does not go on."""
+    scores = iter([0.5, 0.7, 0.7, 0.4, *[0.7] * 2])
+    evaluate = {"head": {"accuracy": 0.0}}
+    monkeypatch.setattr(
+        finetune, "evaluate_heads", lambda *_: evaluate | {"head": {"accuracy": next(scores)}}
+    )
+    table = {"head": heads(data)["names"]}
+
+    first = start(table, steps=20, eval_every=2, patience=2)
+    again = start(table, steps=20, eval_every=2, patience=2)
+
+    assert (8, 6) == (first["steps"], first["best_step"]) == (again["steps"], again["best_step"])
+    assert 8 == len(losses(tmp_path / "run"))
+
+
 # -- heads together -------------------------------------------------------------------------------
 
 
@@ -451,7 +540,9 @@ def test_the_best_on_dev_survives_an_interruption(
     scores = iter([0.9, 0.3, 0.2, 0.8])
     limits = []
 
-    def judged(model: Any, s: Any, encoders: Any, dtype: torch.dtype, limit: int = 0) -> Any:
+    def judged(
+        model: Any, s: Any, encoders: Any, dev: Any, dtype: torch.dtype, limit: int = 0
+    ) -> Any:
         limits.append((limit, dtype))
         return {"head": {"accuracy": next(scores)}}
 

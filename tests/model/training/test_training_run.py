@@ -208,6 +208,7 @@ class TestRun:
 
         assert (state["step"], state["best"]) == (3, 0.5)
         assert again.history == [(0, 3.0), (1, 2.0), (2, 1.0)]
+        assert again.series["train/loss"].points == again.history
         for name, value in layer.state_dict().items():
             assert torch.equal(other.state_dict()[name], value)
         kept, loaded = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
@@ -253,6 +254,8 @@ class TestRun:
         events = EventAccumulator(str(training_run.output / "tensorboard"))
         events.Reload()
         tags = events.Tags()["scalars"]
+        assert events.Scalars("train/tokens_per_second")[0].value > 0
+        tags.remove("train/tokens_per_second")
         assert {tag: events.Scalars(tag)[0].value for tag in tags} == {
             "train/loss": 3.0,
             "train/mlm": 2.5,
@@ -261,16 +264,34 @@ class TestRun:
         }
 
     def test_progress_without_a_terminal(
-        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+        self,
+        settings: Settings,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Without a terminal there is a line every fifty steps."""
+        """Without a terminal there is a line every ten seconds, however long a step takes."""
+        seconds = 0.0
+        monkeypatch.setattr(training_run.time, "monotonic", lambda: seconds)
         settings.steps = 100
-        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as later:
             for step in range(50):
-                training_run.step(step, {"loss": 2.0}, 10, lr=0.1)
+                seconds += 0.5
+                later.step(step, {"loss": 2.0}, 10, lr=0.1)
 
-        [line] = capsys.readouterr().out.splitlines()
-        assert line.startswith("step 50/100  loss 2.000")
+        lines = capsys.readouterr().out.splitlines()
+        assert ["step 20/100", "step 40/100"] == [line.split("  ")[0] for line in lines]
+        assert lines[0] == "step 20/100  loss 2.000  20 tokens/s  1 min left"
+
+    def test_evaluations(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        """An evaluation is a line that people can read, and its metrics are kept with the run."""
+        with TrainingRun.open(settings.output, 470, settings) as later:
+            metrics = {"mood": {"accuracy": 0.91333, "macro_f1": 0.88512}}
+            later.evaluated(93, metrics, " (best so far)")
+
+        line = "step 94 of 470: mood: accuracy 0.9133, macro F1 0.8851 (best so far)\n"
+        assert line == capsys.readouterr().out
+        assert [(93, 0.91333)] == later.series["dev/mood"].points
+        assert [(93, 0.88512)] == later.series["dev/mood/macro_f1"].points
 
     def test_finish(self, settings: Settings) -> None:
         """A finished run has its metrics and a picture of its loss."""
