@@ -38,7 +38,11 @@ from service.core.encode import Encoder, load_tokenizer
 @dataclass
 class FinetuneSettings:
     output: str
-    heads: dict[str, Any]  # a table for each, in the manifest's order: see examples.HeadSettings
+    # a table for each, in the manifest's order: see examples.HeadSettings
+    heads: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: str = ""  # instead of heads: a file to train one head on
+    task: str = "classification"  # of the head of `data`
+    dev: str = ""  # a file to evaluate the head of `data` on
     only: str = ""  # train this head only
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
     keep_heads: bool = False  # initialize heads from init_from where it has them; else all are new
@@ -83,6 +87,13 @@ class FinetuneSettings:
         settings_checks.check_types(self)
         if not 0 <= self.hold <= 1:
             raise ValueError(f"hold: {self.hold} is not from 0 to 1")
+        if self.data and self.heads:
+            raise ValueError("data: the settings have heads, which name their own files in train")
+        if self.dev and not self.data:
+            raise ValueError("dev: it belongs to data; a head has its own dev")
+        if self.data:
+            head = {"task": self.task, "train": [self.data], "dev": self.dev}
+            self.heads = {self.task: head}
         self.check_start()
         settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
@@ -102,6 +113,8 @@ class FinetuneSettings:
 
     def check_start(self) -> None:
         """Raise ValueError where the settings name no initial encoder, or two."""
+        if not self.heads:
+            raise ValueError("missing: data, a file to train one head on, or heads")
         if not (self.init_from or self.tokenizer):
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
         if self.init_from and self.tokenizer:
@@ -164,6 +177,15 @@ def evaluate_heads(
             head = model.described[saved] = head.model_copy(update={"null_threshold": threshold})
             metrics[name] = evaluate.judge_outputs(rows, outputs, head).metrics
     return metrics
+
+
+def dev_scalars(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return metrics by the names of their scalars: `dev/HEAD` for the main one, `dev/HEAD/METRIC` for others."""
+    return {
+        f"dev/{name}/{metric}" if number else f"dev/{name}": value
+        for name, values in metrics.items()
+        for number, (metric, value) in enumerate(values.items())
+    }
 
 
 def record_held_out(output: Path, dev: Mapping[str, DevRows]) -> None:
@@ -446,7 +468,10 @@ def train(
                 metrics = evaluate_heads(model, s, encoders, dev, dtype, s.dev_limit)
                 main = [next(iter(values.values())) for values in metrics.values()]
                 score = float(np.mean(main)) if main else 0.0
-                run.evaluated(step, metrics, " (best so far)" if score > best else "")
+                if metrics:
+                    line = "; ".join(f"{n}: {show_metrics(found)}" for n, found in metrics.items())
+                    note = " (best so far)" if score > best else ""
+                    run.evaluated(step, dev_scalars(metrics), line + note)
                 if score > best:
                     improved_step = step + 1
                 if score >= best:

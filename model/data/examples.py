@@ -59,7 +59,7 @@ class HeadSettings:
     # Classification: replacements for labels of training rows; rows with a dropped label are left out.
     label_map: dict[str, str] = field(default_factory=dict)
     drop_labels: list[str] = field(default_factory=list)
-    # Classification: the weight of each label in the loss, 1 where it has none; or "balanced", the inverse of its share.
+    # Classification: the weight of each label in the loss, 1 unless given; or "balanced", see `class_weights`.
     class_weights: str | dict[str, float] = field(default_factory=dict)
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that adjacent windows share

@@ -24,6 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+from model.data.examples import HeadSettings
+from model.training import settings_help
 from model.training.series import Series
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
@@ -36,12 +38,23 @@ def read_settings(kind: type[S], description: str) -> S:
 
     Lists and tables are JSON on the command line. Exits with status 2 for a wrong setting.
     """
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    tables = {field.name for field in fields(kind)} & {"heads"}  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        epilog=settings_help.describe_heads(fields(HeadSettings)) if tables else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "config", nargs="?", type=Path, help="a TOML file, one run each: see model/configs/"
     )
     for field in fields(kind):  # type: ignore[arg-type]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=settings_help.describe(field).replace("%", "%%"),
+        )
     options = vars(parser.parse_args())
     config = options.pop("config")
     try:
@@ -191,20 +204,11 @@ class TrainingRun:
     def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
-    def evaluated(self, step: int, metrics: dict[str, dict[str, float]], note: str = "") -> None:
-        """Record an evaluation after a step, and log it in a line.
-
-        metrics: by what was evaluated, the main metric first
-        note: the end of the line
-        """
-        for name, values in metrics.items():
-            for number, (metric, value) in enumerate(values.items()):
-                self.scalar(f"dev/{name}/{metric}" if number else f"dev/{name}", value, step)
-        if metrics:
-            scores = "; ".join(
-                f"{name}: {show_metrics(values)}" for name, values in metrics.items()
-            )
-            self.log(f"step {step + 1:,} of {self.steps:,}: {scores}{note}")
+    def evaluated(self, step: int, scalars: dict[str, float], line: str) -> None:
+        """Record the results of an evaluation after a step, and log them in a line."""
+        for name, value in scalars.items():
+            self.scalar(name, value, step)
+        self.log(f"step {step + 1:,} of {self.steps:,}: {line}")
         self.clock = time.monotonic()  # the next step does not include the evaluation
 
     def scalar(self, name: str, value: float, step: int) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -106,6 +107,20 @@ def test_evaluate(held: pretraining_batches.Samples, small_tokenizer: Tokenizer)
     assert found == pretrain.evaluate(model, [held])
 
 
+def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
+    """The accuracy of an objective is its share of right predictions, in pieces, too."""
+    model = model_for(small_tokenizer)
+    batch = held.pack()
+    with torch.no_grad():
+        token_logits, next_logits = model.eval()(*batch.inputs, batch.masked)
+
+    found = pretrain.evaluate(model, [held], tokens=80)
+
+    tokens = (token_logits.argmax(-1) == batch.labels).float().mean().item()
+    pairs = (next_logits.argmax(-1) == batch.is_next).float().mean().item()
+    assert (found["mlm_accuracy"], found["nsp_accuracy"]) == pytest.approx((tokens, pairs))
+
+
 def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
     """With room for fewer tokens at once the losses are the same, and no batch is larger."""
     model, read = model_for(small_tokenizer), []
@@ -135,6 +150,7 @@ def arguments(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> dict[s
         "save_every": 3,
         "dropout": 0.1,
         "precision": "fp32",
+        "held_out": 0.0,
     }
 
 
@@ -194,6 +210,30 @@ def test_resumed_is_uninterrupted(
     assert found[0]["fixed_batches"] == found[1]["fixed_batches"]
 
 
+def test_text_is_held_out(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    corpus_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A share of the documents is not trained on: losses and accuracies on it are logged and written."""
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    many = tmp_path / "many.txt"
+    many.write_text("\n\n".join(texts[n % len(texts)] for n in range(40)))
+    arguments |= {"corpus": [str(many)], "steps": 2, "held_out": 0.1}
+    run(monkeypatch, tmp_path / "run", arguments)
+
+    lines = capsys.readouterr().out
+    assert re.search(
+        r"tokens in 36 documents; .*\n[\d,]+ tokens in 4 documents are held out\n", lines
+    )
+    expected = r"step 2 of 2: held-out text: MLM loss \d+\.\d{3}, accuracy \d+\.\d%; NSP loss "
+    assert re.search(expected, lines)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert 0 <= metrics["held_out"]["mlm_accuracy"] <= 1
+
+
 def test_dropout_is_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
@@ -221,7 +261,8 @@ def test_what_a_run_leaves(
     assert not report["missing_keys"]
     assert isinstance(peer, transformers.BertForPreTraining)
     metrics = json.loads((tmp_path / "first" / "metrics.json").read_text())
-    assert metrics["fixed_batches"].keys() == {"loss", "mlm", "nsp"}
+    objectives = {"loss", "mlm", "nsp", "mlm_accuracy", "nsp_accuracy"}
+    assert metrics["fixed_batches"].keys() == objectives
 
     assert not (folder / "provenance.json").exists()
 

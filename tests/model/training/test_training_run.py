@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from model.training import optim, training_run
-from model.training.training_run import TrainingRun, read_settings
+from model.training.training_run import TrainingRun, read_settings, show_metrics
 
 
 @dataclass
@@ -285,8 +285,9 @@ class TestRun:
     def test_evaluations(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
         """An evaluation is a line that people can read, and its metrics are kept with the run."""
         with TrainingRun.open(settings.output, 470, settings) as later:
-            metrics = {"mood": {"accuracy": 0.91333, "macro_f1": 0.88512}}
-            later.evaluated(93, metrics, " (best so far)")
+            scalars = {"dev/mood": 0.91333, "dev/mood/macro_f1": 0.88512}
+            text = show_metrics({"accuracy": 0.91333, "macro_f1": 0.88512})
+            later.evaluated(93, scalars, f"mood: {text} (best so far)")
 
         line = "step 94 of 470: mood: accuracy 0.9133, macro F1 0.8851 (best so far)\n"
         assert line == capsys.readouterr().out
