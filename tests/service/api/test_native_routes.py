@@ -83,6 +83,7 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "stride": 8,
         "threshold": 0.25,
         "function_to_apply": "sigmoid",
+        "calibrated": True,
     }
     await client.post("/classify", json=body)
     assert engine.heads == ("topic",)
@@ -94,6 +95,7 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         stride=8,
         threshold=0.25,
         function_to_apply="sigmoid",
+        calibrated=True,
     )
 
 
