@@ -20,13 +20,17 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import config, evaluate, settings_checks
+from model import config, evaluate, findings, settings_checks
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
 from model.data.held_out import hold_out
+from model.evaluate import HeadOutputs
 from model.heads import EncoderWithHeads
+from model.report import page
+from model.report.curves import curves
+from model.report.page import Report, Section
 from model.training import defaults, distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from model.training.token_matching_init import init_token_matching
@@ -113,8 +117,6 @@ class FinetuneSettings:
 
     def check_start(self) -> None:
         """Raise ValueError where the settings name no initial encoder, or two."""
-        if not self.heads:
-            raise ValueError("missing: data, a file to train one head on, or heads")
         if not (self.init_from or self.tokenizer):
             raise ValueError("missing: init_from, or the tokenizer of a fresh encoder")
         if self.init_from and self.tokenizer:
@@ -122,6 +124,8 @@ class FinetuneSettings:
         if self.keep_heads and not self.init_from:
             raise ValueError("keep_heads: there is no checkpoint to begin from")
         settings_checks.check_choice("preset", self.preset, config.PRESETS)
+        if not self.heads:
+            raise ValueError("missing: data, a file to train one head on, or heads")
 
 
 def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
@@ -158,8 +162,11 @@ def evaluate_heads(
     dev: Mapping[str, DevRows],
     dtype: torch.dtype,
     limit: int = 0,
+    kept: dict[str, HeadOutputs] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of every head that has dev rows, by the names in the settings.
+
+    kept: gets the outputs of each head, if given
 
     Where the rows have questions without an answer, the head's null threshold becomes the best one for the rows.
     """
@@ -171,6 +178,8 @@ def evaluate_heads(
         run = evaluate.torch_run(model, [saved], dtype)
         head = model.described[saved]
         outputs = evaluate.head_outputs(run, encoders[name], head, saved, rows, h.stride)
+        if kept is not None:
+            kept[name] = outputs
         metrics[name] = evaluate.judge_outputs(rows, outputs, head).metrics
         if "best_f1_threshold" in metrics[name]:
             threshold = metrics[name]["best_f1_threshold"]
@@ -488,11 +497,12 @@ def train(
             if last:
                 break
 
-        metrics = {}
+        metrics, calibrations, sections = {}, {}, []
         if s.heads:
-            kept = reader.load_model(run.output / "checkpoint").to(device)
-            metrics = evaluate_heads(kept, s, encoders, dev, torch.float32)
-            save_checkpoint(run.output / "checkpoint", kept, tokenizer_file, *teachers)
+            best_model, outputs = reader.load_model(run.output / "checkpoint").to(device), {}
+            metrics = evaluate_heads(best_model, s, encoders, dev, torch.float32, 0, outputs)
+            calibrations, sections = examine(best_model, s, dev, outputs)
+            save_checkpoint(run.output / "checkpoint", best_model, tokenizer_file, *teachers)
         result = {
             "heads": metrics,
             "parameters": count_parameters(model),
@@ -500,12 +510,60 @@ def train(
             "best_step": best_step,
             "tokens_per_second": run.tokens_per_second(),
         }
+        if calibrations:
+            result["calibration"] = calibrations
         if objective.teachers:
             result["teachers"] = judge_teachers(objective, s, encoders, dev)
         run.finish(result)
         for name, values in metrics.items():
             run.log(f"checkpoint of step {best_step:,}: {name}: {show_metrics(values)}")
+        write_report(run, s, result, sections)
+        run.log(f"report: {run.output / page.PAGE}")
     return result
+
+
+def examine(
+    model: EncoderWithHeads,
+    s: FinetuneSettings,
+    dev: Mapping[str, DevRows],
+    outputs: Mapping[str, HeadOutputs],
+) -> tuple[dict[str, dict[str, float]], list[Section]]:
+    """Calibrate the heads by their outputs for the dev rows; return the temperatures, and a section for each head."""
+    calibrations, sections = {}, []
+    for name, saved in zip(s.heads, list(model.described), strict=True):
+        if name not in outputs:
+            continue
+        rows, head = dev[name].rows, model.described[saved]
+        found = findings.fit(rows, outputs[name], head)
+        if found:
+            temperature = found.temperature
+            update = {"calibration_temperature": temperature}
+            model.described[saved] = head.model_copy(update=update)
+            errors = {"error_before": found.error_before, "error_after": found.error_after}
+            calibrations[name] = {"temperature": temperature, **errors}
+        sections.append(findings.describe(name, rows, outputs[name], head, dev[name].origin, found))
+    return calibrations, sections
+
+
+def write_report(
+    run: TrainingRun, s: FinetuneSettings, result: Mapping[str, Any], sections: Sequence[Section]
+) -> None:
+    """Write the page of a run, with the sections of its heads."""
+    values = {
+        "steps": result["steps"],
+        "checkpoint of step": result["best_step"],
+        "parameters": result["parameters"],
+        "tokens per second": round(result["tokens_per_second"]),
+        "started from": s.init_from or s.tokenizer or getattr(s, "teacher", ""),
+        "learning rate": f"{s.lr:g}",
+        "seed": s.seed,
+    }
+    report = Report(f"Training {run.output}")
+    report.add(Section("run", "Run", page.facts(values)))
+    report.add(curves(run.series))
+    for section in sections:
+        report.add(section)
+    report.write(run.output)
 
 
 def main() -> None:

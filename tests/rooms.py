@@ -32,6 +32,7 @@ ORDER = (
     "model.checkpoints",
     "model.data",
     "model.training",
+    "model.report",
     "model",
     "export.passes",
     "export.trace_graphs",

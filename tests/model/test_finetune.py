@@ -26,6 +26,7 @@ from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
 from tests.model.helpers import interrupted, shape, watch_steps
+from tests.model.report.test_page import EXTERNAL
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -375,6 +376,76 @@ def test_defaults_follow_rows_and_width(
     assert lines[0].endswith(" (best so far)")
 
 
+# -- the report -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "expected"),
+    [
+        ("names", {"task": "classification"}, ["Confusion matrix", "Scores by label", "Sofya"]),
+        (
+            "several",
+            {"task": "classification", "problem_type": "multi_label_classification"},
+            ["Scores by label", "score of the error"],
+        ),
+        ("stars", {"task": "classification", "problem_type": "regression"}, ["spearman", "grade"]),
+        ("entities", {"task": "ner"}, ["Scores by type", "PER Ada"]),
+        ("answers", {"task": "qa"}, ["exact match", "What was drawn?"]),
+        ("pairs", {"task": "embedding"}, ["difference of ranks", "Ada drew a comet."]),
+        ("groups", {"task": "embedding"}, ["MRR", "nearest", "a comet by Ada"]),
+    ],
+)
+def test_the_report_of_a_head(
+    name: str,
+    head: dict[str, Any],
+    expected: list[str],
+    data: Mapping[str, str],
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page has the curves of the run and, for every task, scores and the worst errors with their texts."""
+    start({"head": {"train": [data[name]], "dev": data[name], **head}}, steps=1, lr=1e-6)
+
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert not EXTERNAL.search(page)
+    every = ["Loss of training", "Evaluations", "Learning rate", "Throughput", "Worst errors"]
+    assert [] == [text for text in [*every, *expected] if text not in page]
+    assert f"report: {tmp_path / 'run/report.html'}" in capsys.readouterr().out
+
+
+def test_texts_in_the_report_are_escaped(start: Start, tmp_path: Path) -> None:
+    """A text, a label and a file name with markup are shown as they are."""
+    hostile = "<img src=x onerror=alert(1)>"
+    rows = [{"text": f"{text} {hostile}", "label": f"<b>{text[:3]}"} for text in TEXTS]
+    train = jsonl(tmp_path / "a<b>.jsonl", rows)
+    start({"head": {"task": "classification", "train": [train]}}, steps=1, lr=1e-6)
+
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert hostile not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<b>" not in page
+
+
+def test_a_head_is_calibrated(unsplit: str, start: Start, tmp_path: Path) -> None:
+    """A temperature is fitted on the dev rows, carried in the checkpoint, and reported with both errors."""
+    table = {"task": "classification", "train": [unsplit], "dev": unsplit}
+    result = start({"names": table, "other": table}, steps=30, lr=1e-3)
+
+    found = result["calibration"]["names"]
+    assert {"temperature", "error_before", "error_after"} == found.keys()
+    joint = reader.load_model(tmp_path / "run/checkpoint").described
+    assert found["temperature"] == joint["names"].calibration_temperature
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert f"{found['error_before']:.4f}" in page
+    assert f"{found['error_after']:.4f}" in page
+    assert "Reliability" in page
+
+    start({"names": table}, steps=1, output=str(tmp_path / "single"))
+    [head] = reader.load_model(tmp_path / "single/checkpoint").described.values()
+    assert head.calibration_temperature > 0
+
+
 @pytest.mark.parametrize(("steps", "evaluations"), [(3, 3), (7, 7), (141, 10), (20_000, 40)])
 def test_evaluations_of_a_run(steps: int, evaluations: int) -> None:
     """A run is evaluated at least five times, as far as it has steps."""
@@ -541,7 +612,7 @@ def test_the_best_on_dev_survives_an_interruption(
     limits = []
 
     def judged(
-        model: Any, s: Any, encoders: Any, dev: Any, dtype: torch.dtype, limit: int = 0
+        model: Any, s: Any, encoders: Any, dev: Any, dtype: torch.dtype, limit: int = 0, *_: Any
     ) -> Any:
         limits.append((limit, dtype))
         return {"head": {"accuracy": next(scores)}}
