@@ -17,7 +17,16 @@ from typing import Any
 import onnx
 from pydantic import ValidationError
 
-from export import evaluation, goldens, model_card, provenance, trace_graphs, vector_ranges, verify
+from export import (
+    evaluation,
+    goldens,
+    model_card,
+    provenance,
+    run_report,
+    trace_graphs,
+    vector_ranges,
+    verify,
+)
 from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
 from export.passes import biases, first_token_only, half_stream, quantize, three_products
@@ -127,6 +136,7 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         with bundle.writing(request.out, replace=request.replace) as folder:
             card = model_card.render(finished, request.metadata, report.lines)
             write_bundle(finished, full, folder, card)
+    run_report.add_export(request.checkpoint, request.out, finished, report.lines, show)
     return finished
 
 

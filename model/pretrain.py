@@ -19,7 +19,7 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from model import config, settings_checks
+from model import cloze_examples, config, settings_checks
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
@@ -30,6 +30,9 @@ from model.families.bert_names import BERT
 from model.families.registry import FAMILIES, family_of
 from model.families.spec import Family
 from model.heads import Predictions, accuracies_of, losses_of, make_pretraining
+from model.report import page
+from model.report.curves import curves
+from model.report.page import Report, Section
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.token_matching_init import init_token_matching
@@ -394,6 +397,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     sizes = {"size": fixed.size, "length": fixed.length, "rate": mean_rate}
     held = [held_sampler.samples(seed=s.seed + 10_000, step=step, **sizes) for step in range(8)]
     what = "held-out text" if held_text else "training text"
+    chosen = cloze_examples.choose(held_text or text, specials, tokenizer, longest, s.seed)
 
     def work(step: int) -> float:
         return phase_at(step, steps, phases).batch_tokens
@@ -412,8 +416,9 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             )
         else:
             run.log("no text is held out: evaluations are on training text")
-        first = run.resume(model, optimizer)["step"]
-        for step in range(first, steps):
+        state = run.resume(model, optimizer)
+        clozes = [(at, found) for at, found in state.get("clozes", [])]
+        for step in range(state["step"], steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             rate = rate_at(step, steps, first_rate, last_rate)
             whole = draw(step, phase_at(step, steps, phases), rate=rate)
@@ -423,8 +428,9 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
                 means = evaluate(model, held, s.micro_batch_tokens)
                 scalars = {f"held/{name}": value for name, value in means.items()}
                 run.evaluated(step, scalars, f"{what}: {describe(means)}")
+                clozes.append((step + 1, cloze_examples.predict(model, chosen, tokenizer)))
             if (step + 1) % s.save_every == 0 or last:
-                run.save(step + 1, model, optimizer)
+                run.save(step + 1, model, optimizer, clozes=clozes)
         if ranks.is_leader:
             with writer.replacing(run.output / "checkpoint") as partial:
                 writer.save_pretraining(partial, model, Path(s.tokenizer))
@@ -433,6 +439,21 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             speed = run.tokens_per_second()
             name = "held_out" if held_text else "fixed_batches"
             run.finish({name: means, "tokens_per_second": speed})
+            report = Report(f"Pretraining {run.output}")
+            values = {
+                "steps": steps,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "tokens of text": len(text.ids),
+                "tokens per second": round(speed),
+                **means,
+            }
+            report.add(Section("run", "Run", page.facts(values)))
+            report.add(curves(run.series))
+            if chosen:
+                report.add(cloze_examples.describe(chosen, clozes, what))
+                report.add(cloze_examples.attention(model, chosen[0], tokenizer))
+            report.write(run.output)
+            run.log(f"report: {run.output / page.PAGE}")
 
 
 if __name__ == "__main__":

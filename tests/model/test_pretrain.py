@@ -16,13 +16,16 @@ import transformers
 from tokenizers import Tokenizer
 
 from model import pretrain
+from model import tokenizer as model_tokenizer
 from model.data import corpus, pretraining_batches
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Specials
 from model.families.bert_names import BERT
+from model.families.registry import FAMILIES
 from model.heads import Pretraining
 from model.training import optim
 from model.training.training_run import TrainingRun
 from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps
+from tests.model.report.test_page import EXTERNAL
 
 
 @pytest.mark.parametrize(
@@ -232,6 +235,29 @@ def test_text_is_held_out(
     assert re.search(expected, lines)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert 0 <= metrics["held_out"]["mlm_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+def test_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], family: str
+) -> None:
+    """The page has curves, predictions for masked tokens over the steps, also before a pause, and attention."""
+    tokenizer_file = arguments["tokenizer"]
+    if family == "roberta":
+        tokenizer_file = str(tmp_path / "tokenizer.json")
+        texts = Path(arguments["corpus"][0]).read_text(encoding="utf-8").splitlines()
+        model_tokenizer.train(texts, 300, family=FAMILIES[family]).save(tokenizer_file)
+    more = {"family": family, "eval_every": 2, "steps": 6, "tokenizer": tokenizer_file}
+    more["max_position_embeddings"] = 34
+    with interrupted(at=4):
+        run(monkeypatch, tmp_path / "run", arguments | more)
+    run(monkeypatch, tmp_path / "run", arguments | more)
+
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert not EXTERNAL.search(page)
+    shown = ["Loss of training", "mlm_accuracy", "Learning rate", "Cloze examples", "(right: "]
+    steps = ["step 2", "step 4", "step 6"]
+    assert [] == [text for text in (*shown, *steps, "data:image/png;base64,") if text not in page]
 
 
 def test_dropout_is_on(
