@@ -17,7 +17,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve setup test test-all fuzz check chaos format audit clean
-.PHONY: compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
+.PHONY: clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ test: check ## Run make check, then every test that is not slow (eight minutes o
 test-all: $(VENV)/.test ## Run the slow tests, the rest of what CI runs outside of containers (ARGS="-k ..." for some)
 	@echo "Running the slow tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow $(TEST_OPTIONS)
+
+clients: $(VENV)/.test ## Call the service with unmodified clients of other servers; print each call and its result
+	@$(RUN) -m tests.e2e.client_calls
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py

@@ -67,6 +67,8 @@ def _meaning(head: Head) -> str:
         return ", ".join(head.labels)
     if head.per_mask:
         return f"a score of each of {head.vocabulary_size} tokens at a mask token"
+    if head.sparse is not None:
+        return f"weights of the {head.vocabulary_size} tokens of the vocabulary"
     if head.task == "qa":
         return f"answer spans of up to {head.max_answer_tokens} tokens"
     if head.task == "late-interaction":

@@ -188,8 +188,11 @@ class MaskedLM(nn.Module):
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
         """Hidden states of masked tokens `[M, H]` and the embedding table `[V, E]` -> logits `[M, V]`."""
-        x = self.norm(self.activation(self.dense(hidden_states)))  # [M, E]
-        return F.linear(x, word_embeddings, self.bias)  # [M, V]
+        return F.linear(self.transform(hidden_states), word_embeddings, self.bias)  # [M, V]
+
+    def transform(self, hidden_states: Tensor) -> Tensor:
+        """What is multiplied by the output matrix: `[M, H]` -> `[M, E]`."""
+        return self.norm(self.activation(self.dense(hidden_states)))
 
 
 class NextSentence(nn.Module):

@@ -2,7 +2,8 @@
 
 A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
 `[T, C]`. The masked language model takes the hidden states of mask tokens `[M, H]` and the word embeddings, and returns
-`[M, V]`. `EncoderWithHeads` is one encoder with named heads; `Pretraining` is one with the heads of pretraining.
+`[M, V]`; the sparse embedding takes those of all tokens, and returns `[B, V]`. `EncoderWithHeads` is one encoder with
+named heads; `Pretraining` is one with the heads of pretraining.
 
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
@@ -13,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import AnyLayout
+from model.attention import AnyLayout, to_slots
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
-from model.pooling import POOLINGS
+from model.pooling import POOLINGS, max_slots
 from service.core import bundle
 
+VOCABULARY_PART = 4096  # tokens whose logits are in memory at once; limits the memory of a batch
 IGNORE_INDEX = -100  # a label that losses skip
 Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
 # By objective: logits [n, C] and classes [n], or logits [n] and 0 or 1 [n].
@@ -94,6 +96,40 @@ class TokenEmbedding(nn.Module):
         return self.dense(hidden_states)  # [T, H] -> [T, D]
 
 
+class SparseEmbedding(nn.Module):
+    """A logit of each token of the vocabulary per sequence (SPLADE, Formal et al. 2021).
+
+    It is the largest of the masked language model's logits over the sequence's tokens, for a part of the vocabulary at
+    a time: all logits `[T, V]` would take more memory than the encoder. The weight of the token, log(1 + relu(logit)),
+    is left to what uses the output, because a runtime's logarithm may depend on the place of a number in the batch.
+    """
+
+    def __init__(self, masked_lm: nn.Module):
+        super().__init__()
+        self.masked_lm = masked_lm
+
+    def forward(self, hidden_states: Tensor, word_embeddings: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` and the embedding table `[V, E]` -> `[B, V]`."""
+        slots = to_slots(self.masked_lm.transform(hidden_states), layout)  # [B, S, E]
+        bias, parts = self.masked_lm.bias, []
+        for start in range(0, len(bias), VOCABULARY_PART):
+            part = slice(start, start + VOCABULARY_PART)
+            logits = F.linear(slots.flatten(0, 1), word_embeddings[part], bias[part])
+            parts.append(max_slots(logits.view(*slots.shape[:2], -1), layout))  # [B, part]
+        return torch.cat(parts, dim=1)
+
+
+class TokenWeights(nn.Module):
+    """A weight per token, of at least 0 (bge-m3's sparse head, Chen et al. 2024)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        return F.relu(self.linear(hidden_states))  # [T, 1]
+
+
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
     """Return a new head for its description in a manifest."""
     make = family_of(config).make_heads.get(head.task)
@@ -113,6 +149,11 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
         case "late-interaction":
             width = head.dimensions or config.hidden_size
             return TokenEmbedding(nn.Sequential(nn.Linear(config.hidden_size, width, bias=False)))
+        case "sparse-embedding":
+            sparse = head.sparse or bundle.Sparse()
+            if sparse.source == "tokens":
+                return TokenWeights(config.hidden_size)
+            return SparseEmbedding(make_masked_lm(config))
 
 
 def make_masked_lm(config: BertConfig) -> nn.Module:
@@ -156,12 +197,13 @@ class EncoderWithHeads(nn.Module):
     def _output(
         self, name: str, hidden_states: Tensor, layout: AnyLayout, positions: Tensor | None
     ) -> Tensor:
-        head = self.heads[name]
+        head, words = self.heads[name], self.encoder.embeddings.word.weight  # [V, E]
+        if isinstance(head, SparseEmbedding):
+            return head(hidden_states, words.to(hidden_states.dtype), layout)  # [B, V]
         if not self.described[name].per_mask:
             return head(hidden_states, layout)  # [B, C] or [T, C]
         at_masks = hidden_states if positions is None else hidden_states.index_select(0, positions)
-        words = self.encoder.embeddings.word.weight.to(at_masks.dtype)  # [V, E]
-        return head(at_masks, words)  # [M, V]
+        return head(at_masks, words.to(at_masks.dtype))  # [M, V]
 
 
 class Pretraining(nn.Module):

@@ -50,8 +50,15 @@ def weighted_mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
 
 def max_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
     """The largest number of each dimension over each sequence's tokens: `[T, H]` -> `[B, H]`."""
-    slots = to_slots(hidden_states, layout)  # [B, S, H]
-    return slots.masked_fill(~real_slots(layout)[:, :, None], -torch.inf).amax(dim=1)  # [B, H]
+    return max_slots(to_slots(hidden_states, layout), layout)
+
+
+def max_slots(slots: Tensor, layout: AnyLayout) -> Tensor:
+    """The largest number of each dimension over each sequence's slots with a token: `[B, S, H]` -> `[B, H]`."""
+    if isinstance(layout, PaddedLayout):
+        slots = slots.masked_fill(~real_slots(layout)[:, :, None], -torch.inf)
+    # A packed layout fills padding slots with the sequence's own first token, which does not change the maximum.
+    return slots.amax(dim=1)  # [B, H]
 
 
 def _real(hidden_states: Tensor, layout: AnyLayout) -> Tensor:

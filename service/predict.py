@@ -39,6 +39,7 @@ ROUTES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ner": ("/ner", {"text": "inputs"}),
     "qa": ("/qa", {"question": "question", "context": "context"}),
     "embedding": ("/embed", {"text": "inputs"}),
+    "sparse-embedding": ("/embed-sparse", {"text": "inputs"}),
     "late-interaction": ("/embed-tokens", {"text": "inputs"}),
     "fill-mask": ("/fill-mask", {"text": "inputs"}),
 }

@@ -36,6 +36,9 @@ MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
+RootDialect = Literal["native", "openai", "tei"]
+
+
 class Slots(NamedTuple):
     """Batches that run at once, and the threads that one may use by the slots that it takes: one, or many."""
 
@@ -85,6 +88,10 @@ class Settings(BaseSettings):
         "660",
         pattern=r"^0?[0-7]{3}$",
         description="permissions of that socket's file, in octal digits; a proxy must be able to write to it",
+    )
+    root_dialect: RootDialect = Field(
+        "native",
+        description="API whose endpoints have paths without a prefix; the native ones are always under /native, too",
     )
     metrics_port: int | None = Field(
         None,

@@ -142,6 +142,19 @@ def masked_bundle(built_once: "BuiltOnce") -> Path:
 
 
 @pytest.fixture(scope="session")
+def tasks_bundle(built_once: "BuiltOnce") -> Path:
+    """A tiny joint model with heads for every task that clients of other servers call, tasks@1, at fp32."""
+
+    def build(path: Path) -> None:
+        from tests.tiny import save_tasks
+
+        checkpoint = built_once("checkpoints/tasks", save_tasks)
+        run_export(checkpoint, path, "--precision", "fp32")
+
+    return built_once("bundles/tasks", build)
+
+
+@pytest.fixture(scope="session")
 def gpu_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
     """The tiny model with a graph for CUDA, gpu@1: fp32, which is the default, and fp16."""
     flags = ("--precision", "fp32", "fp16")

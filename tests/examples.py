@@ -23,6 +23,7 @@ FILE = ROOT / "service" / "api" / "example_answers.json"
 UNANSWERED = (
     "/zero-shot",
     "/embed-tokens",
+    "/embed-sparse",
     "/fill-mask",
 )  # the default bundle has no head for them
 PAGES = ("/models", "/health/live", "/health/ready")

@@ -17,6 +17,7 @@ from service.api import (
     openapi,
     ranking_schemas,
     schemas,
+    sparse_schemas,
     token_routes,
     token_schemas,
 )
@@ -113,6 +114,7 @@ REQUESTS = {
     "POST /qa": schemas.QaRequest,
     "POST /embed": schemas.EmbedRequest,
     "POST /embed-tokens": late_interaction_schemas.EmbedTokensRequest,
+    "POST /embed-sparse": sparse_schemas.EmbedSparseRequest,
     "POST /rerank": ranking_schemas.RerankRequest,
     "POST /similarity": ranking_schemas.SimilarityRequest,
     "POST /zero-shot": analysis_schemas.ZeroShotRequest,

@@ -20,6 +20,7 @@ SERVICE = {
         "api.late_interaction_schemas",
     },
     "fill-mask": {"tasks.mask_filling", "api.mask_schemas"},
+    "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.sparse_schemas"},
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
@@ -32,12 +33,17 @@ SEVERAL_TASKS = {
 ELSEWHERE = {
     "late-interaction": {
         *("model.heads", "model.checkpoints.reader", "model.checkpoints.source"),
-        *("model.checkpoints.writer", "model.data.examples"),
+        *("model.checkpoints.bge_heads", "model.checkpoints.writer", "model.data.examples"),
         *("export.model_card", "export.external.onnx_source"),
     },
     "fill-mask": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
+        *("model.checkpoints.sentence_config", "model.checkpoints.writer"),
         "export.external.onnx_source",
+    },
+    "sparse-embedding": {
+        *("model.heads", "model.families.spec", "model.checkpoints.reader"),
+        *("model.checkpoints.source", "model.checkpoints.bge_heads"),
     },
 }
 

@@ -12,7 +12,7 @@ from model import tokenizer
 from model.checkpoints import writer
 from model.config import BertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.bundle import Head, LateInteraction, Sparse
 from tests import samples
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,6 +51,34 @@ def save_masked(folder: Path) -> Path:
         vocabulary_size=learnt.get_vocab_size(),
     )
     heads = {name: HEADS[name] for name in ("sentiment", "entities")} | {"masks": mask}
+    model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
+    writer.save_joint(folder, model, folder / "tokenizer.json")
+    return folder
+
+
+def save_tasks(folder: Path) -> Path:
+    """Write a joint checkpoint with heads for every task that clients of other servers call; returns its folder."""
+    folder.mkdir(parents=True)
+    learnt = tokenizer.train(samples.corpus(), vocab_size=600)
+    learnt.save(str(folder / "tokenizer.json"))
+    heads = {
+        **HEADS,
+        "relevance": Head(task="classification", labels=("relevance",)),
+        "entailment": Head(
+            task="classification", labels=("contradiction", "entailment", "neutral")
+        ),
+        "masks": Head(
+            task="fill-mask",
+            mask_token_id=learnt.token_to_id("[MASK]"),
+            vocabulary_size=learnt.get_vocab_size(),
+        ),
+        "weights": Head(
+            task="sparse-embedding",
+            sparse=Sparse(activation="relu"),
+            vocabulary_size=learnt.get_vocab_size(),
+        ),
+        "tokens": Head(task="late-interaction", dimensions=32, late_interaction=LateInteraction()),
+    }
     model = perturb(make_model(learnt, heads), scale=0.2, seed=6)
     writer.save_joint(folder, model, folder / "tokenizer.json")
     return folder

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import drop_unused_weights
+from export.passes.graph_utils import drop_unused_weights, takes_words
 from service.core.session import ort
 
 LARGE = 4096  # numbers
@@ -19,7 +19,8 @@ LARGE = 4096  # numbers
 def fold(model: onnx.ModelProto) -> None:
     """Replace the nodes that depend on no input by their results, and remove unused weights.
 
-    A large fp16 weight that is cast to fp32 stays as it is, because the result would be stored in addition.
+    A large fp16 weight that is cast to fp32 stays as it is, and so does a part of the word embeddings: the result
+    would be stored in addition.
     """
     graph = model.graph
     known = {tensor.name for tensor in graph.initializer}
@@ -32,7 +33,8 @@ def fold(model: onnx.ModelProto) -> None:
     rest: list[NodeProto] = []
     for node in graph.node:  # in topological order
         widens = node.op_type == "Cast" and node.input[0] in half
-        if {*filter(None, node.input)} <= known and not widens:
+        stays = widens or takes_words(node)
+        if {*filter(None, node.input)} <= known and not stays:
             fixed.append(node)
             known.update(node.output)
         else:

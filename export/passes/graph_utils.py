@@ -9,6 +9,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 
+WORDS = "embeddings.word.weight"  # the end of the name of the word embeddings
+
 
 def attribute(node: NodeProto, name: str, default: int = 0) -> int:
     """Return an integer attribute of a node, or the operator's default."""
@@ -24,6 +26,11 @@ def count_readers(graph: onnx.GraphProto) -> Counter[str]:
     """Return the number of times that nodes, or the graph's outputs, read each value."""
     read = [name for node in graph.node for name in node.input]
     return Counter([*read, *(value.name for value in graph.output)])
+
+
+def takes_words(node: NodeProto) -> bool:
+    """Return whether a node takes some of the word embeddings, for a product with a part of the vocabulary."""
+    return node.op_type == "Slice" and node.input[0].endswith(WORDS)
 
 
 class Weights:

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from export.passes.fold import fold
-from export.passes.graph_utils import attribute, drop_unused_weights
+from export.passes.graph_utils import WORDS, attribute, drop_unused_weights, takes_words
 
 WEIGHT_LEVELS = 63  # 7 bits, signed
 ACTIVATION_LEVELS = 127
 TABLE_LEVELS = 127  # of the embedding table
 ZERO_POINT = 128  # activations are unsigned, because x86 multiplies u8 x s8 fastest
-WORDS = "embeddings.word.weight"
 ZERO_POINTS = "quantize.zero_points"
 TINY = 1e-20  # keeps an all-zero row's scale above zero
 
@@ -41,6 +40,7 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
     fold(quantized)  # weights that the runtime would compute from others
     graph = quantized.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
+    parts = {node.output[0]: node for node in graph.node if takes_words(node)}
     constants = _Constants(graph)
     nodes: list[NodeProto] = [*_zero_points()]
     for node in graph.node:
@@ -48,6 +48,11 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
             nodes += _product(node, _array(weights[node.input[1]]), constants)
         elif node.op_type == "Gemm" and node.input[1].endswith(WORDS):
             nodes += _vocabulary_product(node, _array(weights[node.input[1]]), constants)
+        elif node.op_type == "Gemm" and node.input[1] in parts:
+            part = parts[node.input[1]]
+            nodes += _vocabulary_product(node, _array(weights[part.input[0]]), constants, part)
+        elif node.output[0] in parts:
+            continue
         elif node.op_type == "Gather" and node.input[0].endswith(WORDS):
             nodes += _lookup(node, _array(weights[node.input[0]]), constants)
         else:
@@ -136,20 +141,29 @@ def _multiply(
 
 
 def _vocabulary_product(
-    node: NodeProto, table: NDArray[np.float32], constants: _Constants
+    node: NodeProto,
+    table: NDArray[np.float32],
+    constants: _Constants,
+    part: NodeProto | None = None,
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ table.T + b for the 8-bit table that `_lookup` reads, which is stored once.
 
     x has 7 bits: two products of a 7-bit and an 8-bit number fit in 16 bits, as in the other products.
+    part: the node that takes some rows of the table, if the product does not use all
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input
     zero = constants.add("quantize.narrow_zero_point", np.uint8(WEIGHT_LEVELS + 1))
     row, quantized = _quantized_rows(x)
-    zeros = f"{x}.zero_points"
     axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
-    yield from _quantize_rows(x, constants, WEIGHT_LEVELS, zeros)
-    rows, scale = _add_table(name, table, constants)
+    if row not in constants.names:
+        constants.names.add(row)
+        yield from _quantize_rows(x, constants, WEIGHT_LEVELS, f"{x}.zero_points")
+    rows, scale = _add_table(part.input[0] if part else name, table, constants)
+    if part is not None:
+        yield helper.make_node("Slice", [rows, *part.input[1:]], [f"{name}.rows"])
+        yield helper.make_node("Slice", [scale, *part.input[1:]], [f"{name}.row_scales"])
+        rows, scale = f"{name}.rows", f"{name}.row_scales"
     yield helper.make_node("Transpose", [rows], [f"{name}.columns"], perm=[1, 0])
     yield helper.make_node("Squeeze", [scale, axes], [f"{name}.scales"])
     one = constants.add("quantize.one", np.float32(1))

@@ -9,13 +9,16 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.json_files import read_json
+from model.checkpoints.json_files import read_json, read_object
 from model.checkpoints.labels import read_labels
 from model.checkpoints.sentence_config import (
     ROOT,
+    SPLADE_TABLE,
     config_file,
+    is_sentence_directory,
     read_include_prompt,
     read_kind,
+    read_module_list,
     read_pooling_mode,
     read_prompts,
     read_root_config,
@@ -110,6 +113,26 @@ def read_pooling(path: Path) -> Pooling:
             reason = f"cannot serve pooling {mode}: {', '.join(known)} only"
             raise CheckpointError(f"{path}: {reason}")
     return modes[0] if len(modes) == 1 else modes
+
+
+def read_splade(folder: Path) -> bundle.Sparse:
+    """Return how a SparseEncoder's SpladePooling weighs tokens; its defaults without `modules.json`.
+
+    Raises CheckpointError for another setting.
+    """
+    places = read_module_list(folder) if is_sentence_directory(folder) else []
+    for kind, place in places:
+        if kind == "SpladePooling":
+            path = place / "config.json"
+            document = read_object(path)
+            SPLADE_TABLE.check(path, document)
+            activation = document.get("activation_function", "relu")
+            if activation not in ("relu", "log1p_relu"):
+                raise CheckpointError(
+                    f"{path}: activation_function = {shown(activation)} must be relu or log1p_relu"
+                )
+            return bundle.Sparse(activation=activation)
+    return bundle.Sparse(activation="relu")
 
 
 def read_retrieval_fields(folder: Path, *poolings: Path) -> dict[str, Any]:

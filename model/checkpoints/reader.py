@@ -19,6 +19,7 @@ from model.checkpoints.head_config import (
     describe_head,
     read_pooling,
     read_retrieval_fields,
+    read_splade,
     validate_head,
 )
 from model.checkpoints.hub_download import download
@@ -49,6 +50,7 @@ from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 
 FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
+MASKED_LM = ("fill-mask", "sparse-embedding")  # tasks of heads with an output matrix
 PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
@@ -126,6 +128,8 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             "--task names the head to read"
         )
     named = tasks.get(architecture)
+    if task == "sparse-embedding" and named == "fill-mask":
+        named = task
     if task is not None and task != "embedding" and named not in (task, None, "embedding"):
         raise CheckpointError(
             f"{config_file(folder)}: architectures names {architecture}, a {named} head, and --task {task}: "
@@ -140,6 +144,9 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
 
 
 def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
+    if task == "sparse-embedding":
+        size = read_config(folder).vocab_size
+        return describe_head(task, config, folder, sparse=read_splade(folder), vocabulary_size=size)
     if task == "fill-mask":
         return describe_head(task, config, folder, **_read_vocabulary(config, folder))
     if task != "embedding":
@@ -198,7 +205,7 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
     weights, names = read_weights(folder), model_names(model, folder)
     fill(model, weights, names, folder)
     _check_unused(weights, model, names, folder, heads=task is not None)
-    if any(head.per_mask for head in model.described.values()):
+    if any(head.task in MASKED_LM for head in model.described.values()):
         _check_tied(model, weights, folder)
     return model.eval()
 

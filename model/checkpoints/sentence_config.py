@@ -41,8 +41,10 @@ KINDS = {
     "CrossEncoder": "sequence-classification",
     "MultiVectorEncoder": "feature-extraction",
     "ColBERT": "feature-extraction",  # as PyLate writes it
+    "SparseEncoder": "fill-mask",
 }
 MULTI_VECTOR = ("MultiVectorEncoder", "ColBERT")
+RENAMED = {"MLMTransformer": "Transformer"}  # of a SparseEncoder, in sentence-transformers 5
 PYLATE = {"pylate.models.Dense.Dense": "Dense"}  # modules of PyLate, and what they are here
 IN_MULTI_VECTOR = "in a MultiVectorEncoder, refused in others"
 ONLY_OWN = "sentence_embedding, or token_embeddings in a MultiVectorEncoder; others are refused"
@@ -146,9 +148,19 @@ MASK_TABLE = SettingsFile(
         refused("keep_only_token_ids", [], note="parts of images"),
     ),
 )
+SPLADE_TABLE = SettingsFile(
+    "1_SpladePooling/config.json",
+    "sentence-transformers",
+    (
+        refused("pooling_strategy", "max", note="of sums, the batch would change the last digits"),
+        *honored("activation_function", note="relu or log1p_relu"),
+        *no_effect("embedding_dimension", "word_embedding_dimension", note="the vocabulary's size"),
+        *no_effect("chunk_size", note="how it is computed, not what"),
+    ),
+)
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
-    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE),
+    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE, SPLADE_TABLE),
 )
 
 
@@ -285,7 +297,8 @@ def _kind(path: Path, whole: str) -> str:
         return PYLATE[whole]
     if not whole.startswith(PREFIX):
         raise CheckpointError(f"{path}: cannot serve the sentence-transformers module {whole}")
-    return whole.rpartition(".")[2]
+    name = whole.rpartition(".")[2]
+    return RENAMED.get(name, name)
 
 
 def _is_absolute(place: str) -> bool:
@@ -444,7 +457,7 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
     if not is_sentence_directory(folder):
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
-    tables["MultiVectorMask"] = MASK_TABLE
+    tables |= {"MultiVectorMask": MASK_TABLE, "SpladePooling": SPLADE_TABLE}
     modules = read_all_modules(folder)
     documents = [(place / "config.json", tables[kind]) for kind, place in modules if kind in tables]
     documents.append((folder / ROOT, ROOT_TABLE))

@@ -14,6 +14,7 @@ import tokenizers
 from torch import nn
 
 from model.checkpoints import tokenizer_files
+from model.checkpoints.bge_heads import read_further_heads
 from model.checkpoints.head_config import (
     Pooling,
     is_cross_encoder,
@@ -32,6 +33,7 @@ from model.checkpoints.reader import load_encoder, load_model, locate, read_conf
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
+    ROOT,
     ROUTER,
     SENTENCE,
     TOKENS,
@@ -53,7 +55,7 @@ from service.core.bundle import PROMPT_NAMES, Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
-MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask"}
+MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "SpladePooling"}
 EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
 HeadModules = tuple[Pooling, bool, tuple[nn.Module, ...]]
 ORDER = re.compile(
@@ -63,6 +65,7 @@ ORDER = re.compile(
 MULTI_VECTOR_ORDER = re.compile(
     r"Transformer(, Dense)*, (MultiVectorMask(, Normalize)?|Normalize, MultiVectorMask)"
 )
+SPARSE_ORDER = re.compile(r"Transformer, SpladePooling")
 PYLATE_ORDER = re.compile(r"Transformer(, Dense)+")
 TRANSFORMER_ONLY = re.compile(
     "Transformer"
@@ -101,6 +104,8 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
     if is_multi_vector(folder):
         own = "late-interaction"
+    elif read_kind(folder) == "SparseEncoder":
+        own = "sparse-embedding"
     if task not in (None, own):
         raise CheckpointError(
             f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
@@ -108,6 +113,8 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
         )
     if own == "late-interaction":
         return _multi_vector_encoder(folder)
+    if own == "sparse-embedding":
+        return _sparse_encoder(folder)
     return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
 
 
@@ -155,6 +162,17 @@ def _cross_encoder(folder: Path) -> EncoderWithHeads:
     if [*model.described] != ["classification"]:
         raise CheckpointError(f"{folder}: cannot serve a CrossEncoder that is no text classifier")
     return model
+
+
+def _sparse_encoder(folder: Path) -> EncoderWithHeads:
+    """Load a SparseEncoder of a masked language model. Raises CheckpointError for further modules, and for prompts."""
+    _modules(folder, SPARSE_ORDER, "Transformer, SpladePooling in a SparseEncoder")
+    if any((read_root_config(folder).get("prompts") or {}).values()):
+        raise CheckpointError(
+            f"{folder / ROOT}: prompts of a SparseEncoder are not supported: remove them, and write them before the "
+            "texts in requests"
+        )
+    return load_model(folder, "sparse-embedding")
 
 
 def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
@@ -210,10 +228,14 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
     for name, own in modules.items():
         side = {"input_type": name} if name in PROMPT_NAMES else {}
         heads[name] = _embedding_head(folder, width, *own, **fields, **side)
+    further = read_further_heads(folder, encoder.config.hidden_size, encoder.config.vocab_size)
+    heads |= {name: head for name, (head, _) in further.items()}
     model = EncoderWithHeads(encoder.config, heads)
     model.encoder = encoder
     for name, (pooling, _, dense) in modules.items():
         model.heads[name] = SentenceEmbedding(pooling, nn.Sequential(*dense))
+    for name, (_, module) in further.items():
+        model.heads[name] = module
     return model.eval()
 
 

@@ -39,7 +39,7 @@ def find_weights(folder: Path) -> Path:
 def read_tensors(folder: Path) -> State:
     """Return all tensors of a folder by their names. Raises CheckpointError naming the file."""
     path = find_weights(folder)
-    load = _load_safetensors if path.name.startswith(SAFETENSORS) else _load_pickle
+    load = _load_safetensors if path.name.startswith(SAFETENSORS) else load_pickle
     if not path.name.endswith(INDEX):
         return load(path)
     return _read_shards(path, load)
@@ -125,7 +125,7 @@ def _load_safetensors(path: Path) -> State:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _load_pickle(path: Path) -> State:
+def load_pickle(path: Path) -> State:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises many types

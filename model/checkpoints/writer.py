@@ -38,6 +38,10 @@ MULTI_VECTOR_CLASSES = {
     "MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
     "Normalize": "sentence_transformers.base.modules.normalize.Normalize",
 }
+SPARSE_CLASSES = {
+    "": MULTI_VECTOR_CLASSES["Transformer"],
+    "1_SpladePooling": "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling",
+}
 
 
 @contextmanager
@@ -102,6 +106,8 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
     if head.task == "late-interaction":
         _save_late_interaction(Path(path), single, head, tokenizer)
         return
+    if head.sparse is not None and head.sparse.source == "tokens":
+        raise ValueError(f"{name}: a head of token weights is written in joint checkpoints only")
     is_embedding = head.task == "embedding"
     names = joint_names(family) if is_embedding else single_names(family, head.task)
     kept = HEAD_FIELDS | {"matryoshka_dimensions"}
@@ -117,7 +123,7 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
         extra["problem_type"] = (
             head.problem_type
         )  # transformers refuses that one for a single label
-    files = _sentence_modules(model.config, head) if is_embedding else {}
+    files = _sentence_modules(model.config, head) if is_embedding else _sparse_modules(head)
     architecture = family.architecture_of(head.task)
     _write(Path(path), model.config, to_hub(single, names), tokenizer, architecture, files, extra)
 
@@ -183,6 +189,31 @@ def _save_late_interaction(
     architecture = family.architecture_of("embedding")
     _write(folder, model.config, state, tokenizer, architecture, files)
     save_file({"linear.weight": layer.weight.detach()}, folder / "1_Dense" / "model.safetensors")
+
+
+def _sparse_modules(head: bundle.Head) -> dict[str, Any]:
+    """Return the files that a SparseEncoder reads; none for a head of another task."""
+    if head.sparse is None:
+        return {}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (path, kind) in enumerate(SPARSE_CLASSES.items())
+    ]
+    pooling = {
+        "pooling_strategy": "max",
+        "activation_function": head.sparse.activation,
+        "embedding_dimension": head.vocabulary_size,
+    }
+    return {
+        "modules.json": modules,
+        ROOT: {"model_type": "SparseEncoder"},
+        SENTENCE_FILES[0]: {
+            "transformer_task": "fill-mask",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+            "module_output_name": TOKENS,
+        },
+        "1_SpladePooling/config.json": pooling,
+    }
 
 
 def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:

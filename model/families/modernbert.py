@@ -351,8 +351,11 @@ class ModernBertMaskedLM(Transform):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
-        x = super().forward(hidden_states)  # [M, H]
-        return nn.functional.linear(x, word_embeddings, self.bias)  # [M, V]
+        return nn.functional.linear(self.transform(hidden_states), word_embeddings, self.bias)
+
+    def transform(self, hidden_states: Tensor) -> Tensor:
+        """What is multiplied by the output matrix: `[M, H]` -> `[M, H]`."""
+        return super().forward(hidden_states)
 
 
 HEAD = {"head.dense": "head.dense", "head.norm": "head.norm", "classifier": "classifier"}

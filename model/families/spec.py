@@ -81,14 +81,15 @@ class Family:
 
     def head_stems(self, task: str) -> Mapping[str, str]:
         """Return the hub's names for the parameters of a task's head, by our names within the head."""
-        if task != "fill-mask":
-            return self.heads.get(task, {})  # an embedding has no parameters of its own
-        return {
-            name.removeprefix("masked_lm").removeprefix("."): hub
-            for name, hub in self.objectives.items()
-            if name.startswith("masked_lm")
-        }
+        masked_lm = {n: hub for n, hub in self.objectives.items() if n.startswith("masked_lm")}
+        if task == "sparse-embedding":
+            return masked_lm
+        if task == "fill-mask":
+            return {
+                n.removeprefix("masked_lm").removeprefix("."): hub for n, hub in masked_lm.items()
+            }
+        return self.heads.get(task, {})  # an embedding has no parameters of its own
 
     def architecture_of(self, task: str) -> str:
         """Return the hub's class name for a task."""
-        return self.architecture + SUFFIXES[task]
+        return self.architecture + SUFFIXES["fill-mask" if task == "sparse-embedding" else task]

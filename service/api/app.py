@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import __version__
 from service.api import admin, openapi, token_routes
-from service.api.dialects.registry import DIALECTS
+from service.api.dialects.registry import DIALECTS, Paths
 from service.api.native_routes import Route, router
 from service.core.bundle import Task
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
-from service.middleware.access_control import KeyCheck, access_checks
+from service.middleware.access_control import KEY_HEADERS, KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
 from service.middleware.refusals import refusal_response
 from service.middleware.request_lifecycle import (
@@ -63,6 +63,7 @@ CORS: dict[str, Any] = {
     "allow_headers": [
         "Authorization",
         "Content-Encoding",
+        *KEY_HEADERS,
         *(header["name"] for header in openapi.REQUEST_HEADERS),
     ],
     "expose_headers": [
@@ -79,7 +80,7 @@ CORS: dict[str, Any] = {
 def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder) -> FastAPI:
     """Return the service as an ASGI application. Its lifespan keeps the context of `open_engines` open."""
     service = Service(settings, metrics)
-    of_dialects = [route for dialect in DIALECTS.values() for route in dialect.router.routes]
+    of_dialects = [route for dialect in DIALECTS for route in dialect.router.routes]
     served = [*router.routes, *token_routes.router.routes, *of_dialects, *admin.router.routes]
     of_models = {id(route) for route in (*router.routes, *token_routes.router.routes, *of_dialects)}
     routes = {
@@ -96,7 +97,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         process=service,
         checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
-        error_forms={prefix: dialect.error_form for prefix, dialect in DIALECTS.items()},
+        paths=Paths(settings.root_dialect),
         trusted=settings.forwarded_allow_ips,
     )
     app = FastAPI(
@@ -166,12 +167,21 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """Return the framework's own errors, 404 and 405, in the service's error format. Raises every other error again."""
     assert isinstance(error, HTTPException)
     if error.status_code == NotFound.status:
-        return refusal_response(request.scope, NotFound(f"there is nothing at {request.url.path}"))
+        hint = native_hint(request)
+        return refusal_response(
+            request.scope, NotFound(f"there is nothing at {request.url.path}{hint}")
+        )
     if error.status_code == MethodNotAllowed.status:
         allowed = allowed_methods(request, error)
         message = f"{request.method} is not allowed here, but {allowed}"
         return refusal_response(request.scope, MethodNotAllowed(message, allow=allowed))
     raise error
+
+
+def native_hint(request: Request) -> str:
+    """Return where the native API is, if another one has the bare paths."""
+    root = request.app.state.service.settings.root_dialect
+    return "" if root == "native" else f"; {root} has the bare paths, the native API is at /native"
 
 
 def allowed_methods(request: Request, error: HTTPException) -> str:

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from tokenizers import Tokenizer
 
 from service.api import openapi
 from service.api.analysis_schemas import (
@@ -41,8 +42,16 @@ from service.api.schemas import (
     QaRequest,
     QaResponse,
 )
+from service.api.sparse_schemas import EmbedSparseRequest, EmbedSparseResponse
 from service.core.bundle import Task
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore, Vector
+from service.core.decode import (
+    AnswerSpan,
+    EntitySpan,
+    LabelScore,
+    SparseVector,
+    TokenScore,
+    Vector,
+)
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 from service.tasks.analysis import Analysis
@@ -54,6 +63,7 @@ from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import make_ranking, rank
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
@@ -256,6 +266,18 @@ async def fill_mask(request: Request) -> Response:
     return await call.answer(task, "result", filled_masks)
 
 
+@router.post("/embed-sparse", **openapi.task(EmbedSparseRequest, EmbedSparseResponse))
+async def embed_sparse(request: Request) -> Response:
+    """The weights of a few tokens of the vocabulary for each text."""
+    call = await receive_call(request, EmbedSparseRequest)
+    body = call.body
+    task = SparseEmbedding(
+        texts=body.inputs, top_k=body.top_k, truncate=body.truncate, stride=body.stride
+    )
+    tokenizer = call.engine.encoder.tokenizer if body.return_tokens else None
+    return await call.answer(task, "embedding", partial(sparse_vector, tokenizer))
+
+
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
     """Return a function that formats a list's items as JSON."""
     return lambda found: [*map(show, found)]
@@ -288,6 +310,14 @@ def filled_masks(found: list[list[TokenScore]]) -> list[object]:
     """Format the tokens for the only mask token of a text, or for each of several."""
     masks = [[one._asdict() for one in tokens] for tokens in found]
     return [*masks[0]] if len(masks) == 1 else [*masks]
+
+
+def sparse_vector(tokenizer: Tokenizer | None, found: SparseVector) -> dict[str, object]:
+    """Format a sparse vector. tokenizer: to name the token of each weight; None for no names"""
+    shown: dict[str, object] = {"indices": found.indices, "values": found.values}
+    if tokenizer is not None:
+        shown["tokens"] = [tokenizer.id_to_token(token) for token in found.indices.tolist()]
+    return shown
 
 
 def numbers(vector: Vector) -> Vector:

@@ -33,6 +33,7 @@ from service.api.schemas import (
     QaRequest,
     Request,
 )
+from service.api.sparse_schemas import EmbedSparseRequest
 from service.api.token_schemas import DetokenizeRequest, TokenizeRequest
 from service.errors import QuartetError
 from service.keys import PRIORITIES
@@ -46,6 +47,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/qa": QaRequest,
     "/embed": EmbedRequest,
     "/embed-tokens": EmbedTokensRequest,
+    "/embed-sparse": EmbedSparseRequest,
     "/rerank": RerankRequest,
     "/similarity": SimilarityRequest,
     "/zero-shot": ZeroShotRequest,
@@ -152,6 +154,13 @@ EXAMPLES: dict[type[Request], Object] = {
     },
     EmbedTokensRequest: {
         "a query": {"inputs": "How do I get a new password?", "input_type": "query"},
+    },
+    EmbedSparseRequest: {
+        "the largest weights": {
+            "inputs": "A river stone, smooth and grey.",
+            "top_k": 8,
+            "return_tokens": True,
+        },
     },
     FillMaskRequest: {
         "one mask token": {"inputs": "The ferry to the [MASK] leaves at noon."},

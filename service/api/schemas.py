@@ -26,6 +26,7 @@ from service.core.bundle import (
     OutputDtype,
     PoolingMode,
     ProblemType,
+    Sparse,
     Task,
 )
 from service.core.decode import OffsetUnit
@@ -582,10 +583,11 @@ class ServedHead(BaseModel):
     max_query_tokens: int
     mask_token_id: int | None = Field(None, description="of a fill-mask head")
     mask_token: str | None = Field(None, description="of a fill-mask head, as texts contain it")
-    vocabulary_size: int | None = Field(None, description="of a fill-mask head")
+    vocabulary_size: int | None = Field(None, description="of a fill-mask or sparse head")
     late_interaction: LateInteraction | None = Field(
         None, description="how a head of late interaction reads and compares texts"
     )
+    sparse: Sparse | None = Field(None, description="how a sparse head weighs tokens")
     demo: bool
 
 

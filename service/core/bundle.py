@@ -31,7 +31,15 @@ from pydantic import (
 
 MANIFEST = "manifest.json"
 
-Task = Literal["classification", "ner", "qa", "embedding", "late-interaction", "fill-mask"]
+Task = Literal[
+    "classification",
+    "ner",
+    "qa",
+    "fill-mask",
+    "embedding",
+    "late-interaction",
+    "sparse-embedding",
+]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -49,7 +57,7 @@ FORMAT_4_FIELDS = (
 FORMAT_5_FIELDS = ("calibration_temperature",)
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
 VECTORS: frozenset[str] = frozenset(
-    {"embedding", "late-interaction"}
+    {"embedding", "late-interaction", "sparse-embedding"}
 )  # tasks whose results are vectors
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -85,7 +93,7 @@ class LateInteraction(_Record):
     query_length, document_length: tokens of the longest window, special tokens included; None for the longest of all
     query_expansion: tokens that a shorter query is filled up to, with the token `expansion_token_id`; None for none
     attend_to_expansion: whether tokens attend to those that fill a query up
-    skip_token_ids: tokens that have no vector in a document
+    skip_token_ids, query_skip_token_ids: tokens that have no vector in a document, or in a query
     similarity: the sum of the best scores of all query tokens, or their mean
     """
 
@@ -97,6 +105,7 @@ class LateInteraction(_Record):
     expansion_token_id: int | None = Field(default=None, ge=0)
     attend_to_expansion: bool = False
     skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    query_skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     similarity: Literal["maxsim", "meanmaxsim"] = "maxsim"
 
     @model_validator(mode="after")
@@ -114,11 +123,25 @@ class LateInteraction(_Record):
         return self.query_expansion is not None and not self.attend_to_expansion
 
 
+class Sparse(_Record):
+    """How the output of a sparse-embedding head makes the weights of tokens.
+
+    source: "vocabulary" for a row of logits for each text, one for each token of the vocabulary, each the largest over
+        the text's tokens (SPLADE); "tokens" for a weight for each token of the text (bge-m3)
+    activation: how a logit becomes a weight, as in sentence-transformers' SpladePooling; None for weights
+    skip_token_ids: tokens that have no weight
+    """
+
+    source: Literal["vocabulary", "tokens"] = "vocabulary"
+    activation: Literal["relu", "log1p_relu"] | None = None
+    skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+
 class Head(_Record):
     """The task and the decoding parameters of one output of the graph.
 
     mask_token_id: the id of the token that a fill-mask head fills in
-    vocabulary_size: the logits of a fill-mask head for each mask token
+    vocabulary_size: the logits of a fill-mask head for each mask token, or the tokens that a sparse head may weigh
     calibration_temperature: what logits of a classification head are divided by to calibrate its scores (Guo et al.
         2017); None where it was not fitted
     """
@@ -135,6 +158,7 @@ class Head(_Record):
     mask_token_id: int | None = Field(default=None, ge=0)
     vocabulary_size: int | None = Field(default=None, ge=1)
     late_interaction: LateInteraction | None = None
+    sparse: Sparse | None = None
     demo: bool = False
     # Of classification heads, since format 5:
     calibration_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -160,6 +184,10 @@ class Head(_Record):
             raise ValueError("a late-interaction head needs its dimensions and late_interaction")
         if self.late_interaction is not None and self.task != "late-interaction":
             raise ValueError(f"late_interaction: not for a head of the task {self.task}")
+        if self.task == "sparse-embedding" and None in (self.sparse, self.vocabulary_size):
+            raise ValueError("a sparse-embedding head needs sparse and its vocabulary_size")
+        if self.sparse is not None and self.task != "sparse-embedding":
+            raise ValueError(f"sparse: not for a head of the task {self.task}")
         if self.per_mask and (self.mask_token_id is None or self.vocabulary_size is None):
             raise ValueError("a fill-mask head needs its mask_token_id and its vocabulary_size")
         return self
@@ -231,12 +259,16 @@ class Head(_Record):
     @property
     def width(self) -> int:
         """Numbers per row of the head's output."""
+        if self.sparse is not None and self.sparse.source == "tokens":
+            return 1
         sizes = (len(self.labels), self.dimensions, self.vocabulary_size)
         return 2 if self.task == "qa" else next(filter(None, sizes), 0)
 
     @property
     def per_token(self) -> bool:
-        return self.task in PER_TOKEN
+        return self.task in PER_TOKEN or (
+            self.sparse is not None and self.sparse.source == "tokens"
+        )
 
     @property
     def per_mask(self) -> bool:

@@ -578,6 +578,67 @@ def maxsim(query: Floats, documents: Sequence[Floats], *, mean: bool) -> list[fl
     return found
 
 
+class SparseVector(NamedTuple):
+    """The weights above 0 of a text's tokens: `[n]` ids of the vocabulary in rising order, `[n]` weights."""
+
+    indices: NDArray[np.int64]
+    values: Floats
+
+
+def spread_token_weights(
+    windows: Sequence[Floats], ids: Sequence[NDArray[np.int64]], size: int
+) -> list[Floats]:
+    """Return each window's largest weight of every token of the vocabulary, `[V]`, from a weight per token, `[n, 1]`.
+
+    ids: `[n]` tokens of each window; size: V
+    """
+    found = []
+    for weights, tokens in zip(windows, ids, strict=True):
+        row = np.zeros(size, np.float32)
+        np.maximum.at(row, tokens, weights[:, 0])
+        found.append(row)
+    return found
+
+
+def sparse_vector(
+    windows: Sequence[Floats],
+    *,
+    activation: Literal["relu", "log1p_relu"] | None = None,
+    skip: Sequence[int] = (),
+    top_k: int | None = None,
+) -> SparseVector:
+    """Return the largest weight of each token over a text's windows, where it is above 0.
+
+    windows: `[V]` weights of each window, or logits
+    activation: makes weights of logits: log(1 + relu(x)), or log(1 + log(1 + relu(x))); None for weights
+    skip: ids of tokens that have no weight
+    top_k: keep this many of the largest weights; of equal ones those with the smallest ids
+    """
+    row = windows[0] if len(windows) == 1 else np.max(np.stack(windows), axis=0)
+    indices = np.flatnonzero(row > 0)
+    if skip:
+        indices = indices[~np.isin(indices, skip)]
+    if top_k is not None and len(indices) > top_k:
+        order = np.argsort(-row[indices], kind="stable")[:top_k]
+        indices = np.sort(indices[order])
+    values = row[indices].astype(np.float64)
+    for _ in range({None: 0, "relu": 1, "log1p_relu": 2}[activation]):
+        values = np.log1p(values)
+    return SparseVector(indices, values.astype(np.float32))
+
+
+def sparse_products(query: SparseVector, documents: Sequence[SparseVector]) -> list[float]:
+    """Return the dot product of a sparse vector with each of the others."""
+    found = []
+    for document in documents:
+        _, mine, theirs = np.intersect1d(
+            query.indices, document.indices, assume_unique=True, return_indices=True
+        )
+        products = query.values[mine].astype(np.float64) * document.values[theirs]
+        found.append(float(products.sum()))
+    return found
+
+
 def zero_shot(
     hypotheses: Sequence[Floats],
     labels: Sequence[str],

@@ -22,6 +22,7 @@ OPEN = frozenset({"/", "/docs", "/openapi.json"})
 HEALTH = "/health/"
 OPEN_BELOW = (HEALTH, "/static/")
 METRICS = "/metrics"
+KEY_HEADERS = ("api-key", "x-api-key")  # of clients of other servers
 ADMIN = "/admin"
 
 
@@ -98,18 +99,15 @@ class KeyCheck:
         path: str = scope["path"]
         if needs_no_key(path, self._open):
             return
-        holder = self._find(context.headers.get("authorization", ""))
+        holder = self._find(shown_key(context.headers))
         context.tenant = holder.name
         holder.check_permission(permission(path))
         context.priority = requested_priority(holder.priority, context.headers)
         holder.check_rates()
         context.on_finish.append(holder.charge)
 
-    def _find(self, authorization: str) -> "KeyHolder":
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            raise Unauthorized("a key is needed: send the header Authorization: Bearer KEY")
-        shown = digest(key.strip())
+    def _find(self, key: str) -> "KeyHolder":
+        shown = digest(key)
         found = None
         # Compares all keys, so that the duration does not reveal which key matched.
         for holder in self._holders:
@@ -118,6 +116,19 @@ class KeyCheck:
         if found is None:
             raise Unauthorized("this key is not known")
         return found
+
+
+def shown_key(headers: Mapping[str, str]) -> str:
+    """Return the key in a request's headers. Raises Unauthorized if it has none, or different ones."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    keys = {headers[name].strip() for name in KEY_HEADERS if headers.get(name)}
+    if scheme.lower() == "bearer":
+        keys.add(key.strip())
+    if not keys:
+        raise Unauthorized("a key is needed: send the header Authorization: Bearer KEY")
+    if len(keys) > 1:
+        raise Unauthorized("the request has different keys in its headers: send one")
+    return keys.pop()
 
 
 class KeyHolder:

@@ -5,7 +5,7 @@ the exception with its traceback and responds with the code of an internal error
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 from urllib.parse import quote
 
@@ -51,11 +51,19 @@ class Process(Protocol):
     def draining(self) -> bool: ...
 
 
+class PathResolver(Protocol):
+    """Finds the path of the route that a request is for, and the form of its errors."""
+
+    def resolve(
+        self, method: str, path: str
+    ) -> tuple[str, Callable[[QuartetError], ErrorForm]]: ...
+
+
 class RequestLifecycle:
     """Identifies and checks every request at its arrival, and records it at its end.
 
     routes: paths that the log and the metrics use as labels
-    error_forms: by the first segment of a path, how an API of another server shows errors
+    paths: finds the path of a route, and how its API shows errors
     trace: creates the spans of a request; None while tracing is off
     trusted: proxies whose headers identify the client, in the format of `forwarded_allow_ips`
     """
@@ -69,7 +77,7 @@ class RequestLifecycle:
         process: Process,
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
-        error_forms: Mapping[str, Callable[[QuartetError], ErrorForm]] | None = None,
+        paths: PathResolver | None = None,
         trusted: str = "",
     ) -> None:
         self.throttle = RefusalThrottle()
@@ -77,7 +85,7 @@ class RequestLifecycle:
         self._process = process
         self._checks = checks
         self._routes = routes
-        self._error_forms = error_forms or {}
+        self._paths = paths
         self._refusals = LogLimiter()
         self._client_of = ClientAddresses(trusted)
         self._log = structlog.get_logger().bind()
@@ -85,9 +93,9 @@ class RequestLifecycle:
     def receive(self, scope: Scope) -> RequestContext:
         """Create the context of a request and run the checks. A rejected request has its error in `refusal`."""
         context = new_context(scope)
-        first = scope["path"].split("/", 2)[1:2]
-        if first and first[0] in self._error_forms:
-            context.error_form = self._error_forms[first[0]]
+        if self._paths is not None:
+            path = scope["path"]
+            scope["path"], context.error_form = self._paths.resolve(scope["method"], path)
         try:
             for check in self._checks:
                 check(scope, context)

@@ -51,7 +51,7 @@ class TokenEmbedding:
 
         def vectors(_: int, item: Cut, outputs: list[Floats]) -> Floats:
             ids = [window.input_ids for window in item.windows]
-            skip = () if is_query else late.skip_token_ids
+            skip = late.query_skip_token_ids if is_query else late.skip_token_ids
             return decode.token_vectors(outputs, ids, normalize=head.normalize, skip=skip)
 
         return TaskPlan((name,), characters(self.texts), encode, one_head(name, vectors))

@@ -13,6 +13,7 @@ from service.errors import UnknownHead
 from service.scheduling.entries import Heads
 from service.tasks.late_interaction import LateInteractionRanking
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseRanking
 
 T = TypeVar("T")
 
@@ -93,6 +94,8 @@ def make_ranking(
             return LateInteractionRanking(
                 query=query, documents=documents, truncate=truncate, stride=stride
             )
+        case "sparse-embedding":
+            return SparseRanking(query=query, documents=documents, truncate=truncate, stride=stride)
         case _:
             return Reranking(
                 query=query,

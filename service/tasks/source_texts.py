@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from service.core.decode import Floats
 from service.core.encode import Cut
 from service.engines.engine import Reply
 from service.engines.task_plan import TaskPlan
@@ -31,7 +30,7 @@ def with_source(texts: TaskPlan[C, T], source: TaskPlan[C, T]) -> TaskPlan[C, T]
 
 
 def scores_of_texts(
-    reply: Reply[Floats], compare: Callable[[Floats, Sequence[Floats]], list[float]]
+    reply: Reply[T], compare: Callable[[T, Sequence[T]], list[float]]
 ) -> list[float | None]:
     """Return the score of each text; None for a text that failed.
 

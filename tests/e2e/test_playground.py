@@ -208,6 +208,23 @@ def test_masks_are_filled_in(browser: Browser, masked_url: str) -> None:
     page.close()
 
 
+def test_weights_are_sorted(browser: Browser, tasks_bundle: Path) -> None:
+    """The largest weights of a text's tokens have a bar each; heads of all vectors can rank documents."""
+    page = browser.new_page()
+    with serving(tasks_bundle) as server:
+        page.goto(server.url)
+        expect(page.locator("#weights")).to_be_visible()
+        (found,) = run(page, "weights", inputs="Ada sold every river.")["embeddings"]
+        order = sorted(range(12), key=lambda place: -found["values"][place])
+        assert [found["tokens"][place] for place in order] == texts(page, "#weights .bar-label")
+        for head in ("weights", "tokens"):
+            page.select_option("#rerank [name=head]", head)
+            ranked = run(page, "rerank", query="Who sold it?", documents="Ada sold it.\nAt dawn.")
+            assert head == ranked["head"]
+            assert 2 == len(ranked["results"])
+    page.close()
+
+
 def test_masks_are_only_for_models_with_such_a_head(browser: Browser, masked_url: str) -> None:
     """The box is hidden while a model without a fill-mask head is selected."""
     page = browser.new_page()

@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 
 from model.checkpoints import writer
-from service.core.bundle import Head, LateInteraction
+from service.core.bundle import Head, LateInteraction, Sparse
+from service.core.decode import SparseVector
 from service.engines.engine import Engine, EngineTask, Reply, Ticket
 from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
@@ -26,6 +27,7 @@ from service.tasks.late_interaction import LateInteractionRanking, TokenEmbeddin
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from service.tasks.zero_shot import ZeroShot
 from tests import samples
 from tests.conftest import run_export
@@ -54,6 +56,10 @@ HEADS = {
         ),
     ),
 }
+VOCABULARY = 327  # tokens of the tiny tokenizer
+HEADS["sparse"] = Head(
+    task="sparse-embedding", sparse=Sparse(activation="relu"), vocabulary_size=VOCABULARY
+)
 QUERY = "Who repaired the old engine?"
 LABELS = ["trade", "the sea", "a long story about engines"]
 TEXTS = [samples.text(words, seed=words) for words in (3, 11, 20, 26)]
@@ -105,6 +111,25 @@ def late_interaction(folder: Path, texts: Sequence[str]) -> Any:
     return model.similarity(model.encode_query([QUERY]), documents)[0]
 
 
+def sparse_encoder(folder: Path, texts: Sequence[str]) -> Any:
+    from sentence_transformers import SparseEncoder
+
+    model = SparseEncoder(str(folder))
+    model.max_seq_length = MAX_LENGTH
+    return model.encode([*texts], convert_to_sparse_tensor=False, show_progress_bar=False)
+
+
+def sparse_ranking(folder: Path, texts: Sequence[str]) -> Any:
+    rows = sparse_encoder(folder, [QUERY, *texts])
+    return rows[1:] @ rows[0]
+
+
+def all_weights(found: tuple[list[int], list[float]]) -> Any:
+    row = np.zeros(VOCABULARY)
+    row[found[0]] = found[1]
+    return row
+
+
 def pipeline(task: str, folder: Path) -> Any:
     import transformers
 
@@ -134,6 +159,20 @@ CASES: dict[str, Case] = {
         late_interaction,
         float,
         int8=1.0,  # a sum over 20 tokens
+    ),
+    "sparse": Case(
+        "sparse",
+        lambda texts, **options: SparseEmbedding(texts=texts, **options),
+        sparse_encoder,
+        all_weights,
+        int8=0.4,
+    ),
+    "rerank by sparse": Case(
+        "sparse",
+        lambda texts, **options: SparseRanking(query=QUERY, documents=texts, **options),
+        sparse_ranking,
+        float,
+        int8=10.0,  # a sum over the vocabulary
     ),
     "zero-shot": Case(
         "entailment",
@@ -168,11 +207,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tasks")
     learnt = tokenizer.train(samples.corpus(), vocab_size=600)
     learnt.save(str(root / "tokenizer.json"))
+    assert VOCABULARY == learnt.get_vocab_size()
     model = make_tiny(learnt, HEADS)
     writer.save_joint(root / "joint", model, root / "tokenizer.json")
     for head in HEADS:
         writer.save_head(root / head, model, head, root / "tokenizer.json")
-    run_export(root / "joint", root / "bundle", "--max-length", str(MAX_LENGTH))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.heads.VOCABULARY_PART", 100)
+        run_export(root / "joint", root / "bundle", "--max-length", str(MAX_LENGTH))
     return root
 
 
@@ -195,8 +237,14 @@ async def results(engine: Engine, case: Case, texts: Sequence[str], **options: A
 
 
 def numbered(engine: Engine, task: EngineTask[Any], reply: Reply[Any]) -> list[Any]:
-    """The results of a reply; of a ranking, the scores of the documents."""
-    return [*task.scores(engine, reply)] if hasattr(task, "scores") else reply.results
+    """The results of a reply, sparse vectors as lists; of a ranking, the scores of the documents."""
+    if hasattr(task, "scores"):
+        return [*task.scores(engine, reply)]
+    return [as_lists(one) if isinstance(one, SparseVector) else one for one in reply.results]
+
+
+def as_lists(found: SparseVector) -> tuple[list[int], list[float]]:
+    return found.indices.tolist(), found.values.tolist()
 
 
 @each_case
@@ -287,6 +335,26 @@ async def test_token_vectors_of_windows(engine: Engine) -> None:
 
     assert len(parts) > 2
     assert np.array_equal(np.concatenate(each), whole)
+
+
+async def test_sparse_windows(engine: Engine) -> None:
+    """A long text has the largest weight of each token over its windows, or the largest weights alone."""
+    texts = [LONG, TEXTS[0]]
+    cut = SparseEmbedding(texts=texts)
+    windows = SparseEmbedding(texts=texts, truncate="window")
+    best = SparseEmbedding(texts=texts, truncate="window", top_k=5)
+
+    first, whole, few = [
+        [all_weights(as_lists(one)) for one in (await engine.answer(task, ticket())).results]
+        for task in (cut, windows, best)
+    ]
+
+    assert (whole[0] >= first[0]).all()
+    assert (whole[0] > first[0]).any()
+    assert np.array_equal(first[1], whole[1])
+    for every, largest in zip(whole, few, strict=True):
+        assert 5 == np.count_nonzero(largest)
+        assert np.array_equal(np.sort(every)[-5:], np.sort(largest)[-5:])
 
 
 async def test_queries_have_no_windows(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.core.bundle import Head, LateInteraction
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector, TokenScore
 from service.engines.commands import Command
 from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
 from service.engines.result_collector import OnResult
@@ -27,10 +27,12 @@ from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
 
 VECTOR = np.array([0.5, -0.25, 0.125], dtype=np.float32)
 VECTORS = np.array([[1, 0, 0], [0, 1, 0]], dtype=np.float32)  # of the tokens of a text
+WEIGHTS = SparseVector(np.array([2, 5]), np.array([0.5, 1.25], dtype=np.float32))
 TOKENS = 7  # of every request
 
 
@@ -44,6 +46,9 @@ class FakeEngine:
                 task="late-interaction", dimensions=3, late_interaction=LateInteraction()
             ),
         }
+    )
+    encoder = SimpleNamespace(
+        tokenizer=SimpleNamespace(id_to_token=lambda number: f"token {number}")
     )
     fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
 
@@ -123,6 +128,8 @@ def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
             return "tokens", [VECTORS] * len(task.texts)
         case LateInteractionRanking():
             return "tokens", [VECTORS] * (len(task.documents) + 1)
+        case SparseEmbedding():
+            return "weights", [WEIGHTS] * len(task.texts)
         case Reranking():
             return "relevance", [place / 4 for place in range(len(task.documents))]
         case ZeroShot():

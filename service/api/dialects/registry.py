@@ -1,20 +1,59 @@
-"""The dialects by the first segment of their paths."""
+"""The dialects, the paths of each, and the form of its errors.
 
-from collections.abc import Callable, Mapping
+A dialect has its paths below its prefix at all times. One dialect can own the bare paths, too (`root_dialect`). The
+native API has its paths below `/native` at all times, and the bare paths unless a dialect owns them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fastapi import APIRouter
 
 from service.api.dialects import openai_dialect, tei_dialect
-from service.errors import ErrorForm, QuartetError
+from service.errors import ErrorForm, QuartetError, native_form
+from service.settings import RootDialect
+
+FormError = Callable[[QuartetError], ErrorForm]
+
+NATIVE = "native"
+# First segments of the paths that the native API keeps under every root dialect.
+KEPT = frozenset({"admin", "docs", "health", "metrics", "models", "openapi.json", "static"})
 
 
 class Dialect(NamedTuple):
+    """An API of another server.
+
+    prefix: the start of all its paths, without the first "/"; a dialect may have one within another's
+    """
+
+    prefix: str
     router: APIRouter
-    error_form: Callable[[QuartetError], ErrorForm]
+    error_form: FormError
 
 
-DIALECTS: Mapping[str, Dialect] = {
-    module.PREFIX: Dialect(module.router, module.error_form)
+DIALECTS: Sequence[Dialect] = tuple(
+    Dialect(module.PREFIX, module.router, module.error_form)
     for module in (openai_dialect, tei_dialect)
-}
+)
+ROOTS: Mapping[RootDialect, str] = {
+    "openai": openai_dialect.PREFIX,
+    "tei": tei_dialect.PREFIX,
+}  # the prefix of each dialect that can own the bare paths
+
+
+class Paths:
+    """Finds the route's own path and the form of errors for the path of a request."""
+
+    def __init__(self, root_dialect: RootDialect) -> None:
+        self._root = ROOTS.get(root_dialect, "")
+        self._forms = {dialect.prefix: dialect.error_form for dialect in DIALECTS}
+        self._firsts = KEPT | {prefix.partition("/")[0] for prefix in self._forms}
+
+    def resolve(self, method: str, path: str) -> tuple[str, FormError]:
+        first = path[1:].partition("/")[0]
+        if first == NATIVE:
+            return path[len(NATIVE) + 1 :] or "/", native_form
+        if self._root and first not in self._firsts and (first or method == "POST"):
+            path = f"/{self._root}{path}".rstrip("/")
+            first = self._root
+        return path, self._forms.get(path[1:]) or self._forms.get(first, native_form)

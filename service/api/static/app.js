@@ -7,6 +7,7 @@ import { EXAMPLES } from "./examples.js";
 const of = (task) => (head) => head.task === task;
 const scoresPairs = (head) => head.task === "classification" && head.labels.length === 1;
 const entails = (head) => head.task === "classification" && head.labels.some((label) => /^entail/i.test(label));
+const givesVectors = (head) => ["embedding", "late-interaction", "sparse-embedding"].includes(head.task);
 const readsTexts = (head) => ["classification", "ner", "embedding"].includes(head.task);
 const lines = (text) => text?.split("\n").filter((line) => line.trim());
 
@@ -41,7 +42,7 @@ const TASKS = {
     show: showSimilarity,
   },
   rerank: {
-    reads: (head) => scoresPairs(head) || of("embedding")(head),
+    reads: (head) => scoresPairs(head) || givesVectors(head),
     optional: true,
     named: true,
     path: "rerank",
@@ -82,6 +83,14 @@ const TASKS = {
     empty: "The best tokens for each mask will appear here.",
     request: ({ inputs }) => ({ inputs }),
     show: showFilledMasks,
+  },
+  weights: {
+    reads: of("sparse-embedding"),
+    optional: true,
+    path: "embed-sparse",
+    empty: "The tokens with the largest weights will appear here.",
+    request: ({ inputs }) => ({ inputs, top_k: 12, return_tokens: true }),
+    show: showWeights,
   },
 };
 const MASK = "[MASK]"; // in the examples
@@ -125,9 +134,9 @@ function bar(value) {
   return node("span", { className: "bar", aria: { hidden: "true" } }, fill);
 }
 
-function scored(tag, properties, label, value) {
+function scored(tag, properties, label, value, share = value) {
   return node(tag, properties, node("span", { className: "bar-label" }, label),
-    node("span", { className: "bar-score" }, score(value)), bar(value));
+    node("span", { className: "bar-score" }, score(value)), bar(share));
 }
 
 function bars(rows) {
@@ -223,6 +232,13 @@ function showFilledMasks({ results: [found] }) {
     bars(tokens.map(({ token_str: token, score: value }) => [token, value])),
     ...(several ? [] : [node("p", { className: "prose" }, tokens[0].sequence)]),
   ]);
+}
+
+function showWeights({ embeddings: [{ tokens: names, values }] }) {
+  const rows = names.map((name, index) => [name, values[index]]).sort((a, b) => b[1] - a[1]);
+  const largest = rows.length ? rows[0][1] : 1;
+  return [node("ol", { className: "bars" }, ...rows.map(([name, value]) =>
+    scored("li", { className: "bar-row" }, name, value, value / largest)))];
 }
 
 // ---- notices about a call

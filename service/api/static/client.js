@@ -2,6 +2,8 @@
 
 const STORED = "quartet-key"; // by this tab, until it is closed
 
+const NATIVE = "native/"; // the prefix under which the service always has this API
+
 let held = "";
 try {
   held = sessionStorage.getItem(STORED) ?? "";
@@ -23,7 +25,7 @@ export async function call(path, init) {
   let response, text;
   try {
     const bearer = held && { Authorization: `Bearer ${held}` };
-    response = await fetch(path, { ...init, headers: { ...init?.headers, ...bearer } });
+    response = await fetch(NATIVE + path, { ...init, headers: { ...init?.headers, ...bearer } });
     text = await response.text();
   } catch (cause) {
     if (cause.name === "AbortError") throw cause;

@@ -80,4 +80,12 @@ export const EXAMPLES = {
       inputs: "She opened the [MASK] and read the [MASK] twice.",
     },
   },
+  weights: {
+    "A recipe": {
+      inputs: "Fold the whipped egg whites into the batter last, so that the cake rises without baking powder.",
+    },
+    "A question": {
+      inputs: "How do I get a refund for a delayed train?",
+    },
+  },
 };

@@ -27,6 +27,7 @@ from quartet_client.api.tasks import (
     classify,
     detokenize,
     embed,
+    embed_sparse,
     embed_tokens,
     fill_mask,
     ner,
@@ -133,6 +134,8 @@ def call_more_tasks(client: AuthenticatedClient) -> None:
     assert isinstance(zero_shot.sync(client=client, body=labels), models.ErrorResponse)
     queries = models.EmbedTokensRequest(inputs=TEXT)
     assert isinstance(embed_tokens.sync(client=client, body=queries), models.ErrorResponse)
+    weighed = models.EmbedSparseRequest(inputs=TEXT, top_k=3)
+    assert isinstance(embed_sparse.sync(client=client, body=weighed), models.ErrorResponse)
 
 
 def call_dialects(client: AuthenticatedClient) -> None:

@@ -21,8 +21,9 @@ from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
-from tests.service.fakes import VECTOR, VECTORS, FakeEngine
+from tests.service.fakes import VECTOR, VECTORS, WEIGHTS, FakeEngine
 
 Client = httpx.AsyncClient
 ClientWith = Callable[..., AbstractAsyncContextManager[Client]]
@@ -34,6 +35,7 @@ BODIES: dict[str, Any] = {
     "/qa": QUESTION,
     "/embed": {"inputs": "a"},
     "/embed-tokens": {"inputs": "a"},
+    "/embed-sparse": {"inputs": "a"},
     "/rerank": {"query": "a", "documents": ["b", "c"]},
     "/similarity": {"source": "a", "inputs": "b"},
     "/zero-shot": {"inputs": "a", "labels": ["good", "bad"]},
@@ -213,6 +215,26 @@ async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEng
     vectors = [np.frombuffer(base64.b64decode(text), "<f4") for text in texts]
     np.testing.assert_array_equal(vectors, VECTORS)
     assert engine.asked == TokenEmbedding(texts=["a"], input_type="document")
+
+
+async def test_embed_sparse_answers_with_weights(client: Client, engine: FakeEngine) -> None:
+    """Ids and weights for each input, with their tokens where the request wants them."""
+    body = {"inputs": ["a", "b"], "top_k": 2, "truncate": False, "head": "weights"}
+    response = await client.post("/embed-sparse", json=body)
+    shown = {"indices": WEIGHTS.indices.tolist(), "values": WEIGHTS.values.tolist()}
+    assert [shown] * 2 == response.json()["embeddings"]
+    assert engine.asked == SparseEmbedding(texts=["a", "b"], top_k=2, truncate=False)
+    assert engine.heads == ("weights",)
+
+    named = await client.post("/embed-sparse", json={"inputs": "a", "return_tokens": True})
+    assert [{**shown, "tokens": ["token 2", "token 5"]}] == named.json()["embeddings"]
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 1.5, "2", True])
+async def test_embed_sparse_limits(client: Client, top_k: object) -> None:
+    """`top_k` is a whole number of at least 1."""
+    response = await client.post("/embed-sparse", json={"inputs": "a", "top_k": top_k})
+    assert (422, "invalid", "top_k") == error_of(response)
 
 
 async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> None:

@@ -1,0 +1,224 @@
+"""Sparse heads: the real MiniLM's encoder with a random masked language model, and a small bge-m3."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from sentence_transformers import SparseEncoder
+
+from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.source import read_source
+from model.families.registry import FAMILIES
+from service.engines.engine import Engine, EngineTask, Ticket
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.settings import Settings
+from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
+from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
+from tests import hub, samples
+from tests.conftest import run_export
+
+TEXTS = [
+    "Paris is the capital of France.",
+    "",
+    "Café owners in São Paulo paid 3,50 € for it 😀.",
+    samples.text(60, seed=3),
+    samples.text(400, seed=4),
+]
+
+
+def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[list[Any]]:
+    """Return the results of each task, or the scores of a ranking."""
+
+    async def run() -> list[list[Any]]:
+        settings = Settings(bundles=(bundle,), provider="cpu", threads=1, precision=precision)
+        async with open_local_engines(Metrics(), settings) as engines:
+            engine = engines.get(None)
+            return [await results(engine, task) for task in tasks]
+
+    return asyncio.run(run())
+
+
+async def results(engine: Engine, task: EngineTask[Any]) -> list[Any]:
+    heads = ("sparse-embedding",) if isinstance(task, SparseEmbedding | SparseRanking) else ()
+    reply = await engine.answer(task, Ticket("a", deadline=time.monotonic() + 60), heads)
+    return [*task.scores(engine, reply)] if hasattr(task, "scores") else reply.results
+
+
+def rows(found: Sequence[Any], size: int) -> Any:
+    dense = np.zeros((len(found), size))
+    for row, one in zip(dense, found, strict=True):
+        row[one.indices] = one.values
+    return dense
+
+
+# -- SPLADE ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def masked(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MiniLM as a BertForMaskedLM of transformers, whose head is random."""
+    folder = tmp_path_factory.mktemp("masked") / "checkpoint"
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM.from_pretrained(minilm_folder)
+    with torch.no_grad():
+        for name, parameter in model.cls.named_parameters():
+            if "decoder.weight" not in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(minilm_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_splade(masked: Path, tmp_path: Path, activation: str) -> None:
+    """A SparseEncoder's weights to 1e-4 at fp32, close at int8, the same in any company, from one stored table."""
+    encoder = SparseEncoder(str(masked))
+    encoder[1].activation_function = activation
+    encoder.max_seq_length = 128
+    encoder.save_pretrained(str(tmp_path / "encoder"))
+    run_export(tmp_path / "encoder", tmp_path / "bundle")
+    expected = encoder.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
+    best = encoder.encode(TEXTS, max_active_dims=9, convert_to_sparse_tensor=False).numpy()
+
+    for precision in ("fp32", "int8"):
+        together, few, *alone = compute(
+            tmp_path / "bundle",
+            precision,
+            SparseEmbedding(texts=TEXTS),
+            SparseEmbedding(texts=TEXTS, top_k=9),
+            *(SparseEmbedding(texts=[text]) for text in TEXTS),
+        )
+        found = rows(together, expected.shape[1])
+        assert np.array_equal(found, rows([one for (one,) in alone], expected.shape[1]))
+        if precision == "fp32":
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+            np.testing.assert_allclose(rows(few, expected.shape[1]), best, atol=1e-4)
+        else:
+            cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1)
+            assert (cosines / np.linalg.norm(expected, axis=1)).min() > 0.98
+
+    graph = onnx.load(tmp_path / "bundle" / "int8.onnx", load_external_data=False)
+    tables = [one for one in graph.graph.initializer if [*one.dims] == [30522, 384]]
+    assert 1 == len(tables)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [one if one == "bert" else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES],
+)
+def test_masked_language_model_as_sparse(tmp_path: Path, model_type: str) -> None:
+    """`--task sparse-embedding` reads a plain masked language model of any family, as SparseEncoder does."""
+    folder = hub.save(model_type, tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
+    run_export(folder, tmp_path / "bundle", "--task", "sparse-embedding", "--precision", "fp32")
+    expected = SparseEncoder(str(folder)).encode(TEXTS[:3], convert_to_sparse_tensor=False)
+    (found,) = compute(tmp_path / "bundle", "fp32", SparseEmbedding(texts=TEXTS[:3]))
+    np.testing.assert_allclose(rows(found, expected.shape[1]), expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("1_SpladePooling/config.json", {"pooling_strategy": "sum"}, "pooling_strategy"),
+        ("1_SpladePooling/config.json", {"activation_function": "gelu"}, "activation_function"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "prompts"),
+    ],
+)
+def test_refused_settings(tmp_path: Path, file: str, change: dict[str, Any], named: str) -> None:
+    """What would change the weights is refused by name."""
+    plain = hub.save("bert", tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
+    folder = tmp_path / "encoder"
+    SparseEncoder(str(plain)).save_pretrained(str(folder))
+    document = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**document, **change}))
+    with pytest.raises(CheckpointError, match=named):
+        read_source(folder)
+
+
+# -- bge-m3 ---------------------------------------------------------------------------------------
+
+
+WIDTH = hub.SHAPE["hidden_size"]
+
+
+@pytest.fixture(scope="module")
+def bge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files of bge-m3, small and random: three heads on one XLM-R."""
+    folder = tmp_path_factory.mktemp("bge") / "bge-m3"
+    hub.save_sentence_transformer("xlm-roberta", folder, "cls", positions=128)
+    torch.save(torch.nn.Linear(WIDTH, 1).state_dict(), folder / "sparse_linear.pt")
+    torch.save(torch.nn.Linear(WIDTH, WIDTH).state_dict(), folder / "colbert_linear.pt")
+    return folder
+
+
+def bge_outputs(folder: Path, texts: Sequence[str]) -> list[tuple[dict[int, float], Any]]:
+    """Return the weights and the vectors of each text, after the equations of the paper and FlagEmbedding's choices."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    layers = {}
+    for name, width in (("sparse", 1), ("colbert", WIDTH)):
+        layers[name] = torch.nn.Linear(WIDTH, width)
+        layers[name].load_state_dict(torch.load(folder / f"{name}_linear.pt", weights_only=True))
+    unweighed = {tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unweighed.add(tokenizer.unk_token_id)
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=128)
+        with torch.no_grad():
+            states = model(**inputs).last_hidden_state[0]
+            weights = torch.relu(layers["sparse"](states))[:, 0].tolist()
+            vectors = torch.nn.functional.normalize(layers["colbert"](states[1:]), dim=-1)
+        own: dict[int, float] = {}
+        for token, weight in zip(inputs["input_ids"][0].tolist(), weights, strict=True):
+            if token not in unweighed and weight > 0:
+                own[token] = max(weight, own.get(token, 0))
+        found.append((own, vectors.numpy()))
+    return found
+
+
+def test_bge_m3(bge: Path, tmp_path: Path) -> None:
+    """One bundle has the dense, the sparse and the token head, each with the reference's numbers."""
+    run_export(bge, tmp_path / "bundle", "--precision", "fp32")
+    texts, query = [text for text in TEXTS if text], "Who painted the old engine?"
+    expected = bge_outputs(bge, [query, *texts])
+
+    sparse, tokens, by_weights, by_tokens = compute(
+        tmp_path / "bundle",
+        "fp32",
+        SparseEmbedding(texts=[query, *texts]),
+        TokenEmbedding(texts=[query, *texts]),
+        SparseRanking(query=query, documents=texts, truncate=True),
+        LateInteractionRanking(query=query, documents=texts, truncate=True),
+    )
+
+    for one, vectors, (weights, states) in zip(sparse, tokens, expected, strict=True):
+        assert dict(zip(one.indices.tolist(), one.values.tolist(), strict=True)) == pytest.approx(
+            weights, abs=1e-4
+        )
+        np.testing.assert_allclose(vectors, states, atol=1e-4)
+    (asked, question), *others = expected
+    for (weights, states), by_weight, by_token in zip(others, by_weights, by_tokens, strict=True):
+        product = sum(weight * weights.get(token, 0) for token, weight in asked.items())
+        assert by_weight == pytest.approx(product, abs=1e-3)
+        assert by_token == pytest.approx((question @ states.T).max(1).mean(), abs=1e-4)
+
+
+def test_bge_shapes_are_checked(bge: Path, tmp_path: Path) -> None:
+    """A layer of another shape is refused with its file."""
+    folder = tmp_path / "bge"
+    folder.mkdir()
+    for path in bge.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "sparse_linear.pt").unlink()
+    torch.save(torch.nn.Linear(WIDTH, 2).state_dict(), folder / "sparse_linear.pt")
+    with pytest.raises(CheckpointError, match=r"sparse_linear.pt: has the tensors"):
+        read_source(folder)

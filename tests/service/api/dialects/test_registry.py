@@ -1,0 +1,81 @@
+"""The paths of the native API and of other servers' APIs."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+import pytest
+
+from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Paths
+from service.keys import Key, digest
+from service.settings import RootDialect
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+BODY = {"inputs": "a text"}
+
+
+@pytest.mark.parametrize(
+    ("root", "method", "path", "expected", "form"),
+    [
+        ("native", "POST", "/embed", "/embed", "native"),
+        ("native", "POST", "/native/embed", "/embed", "native"),
+        ("native", "GET", "/native", "/", "native"),
+        ("native", "POST", "/tei/embed", "/tei/embed", "tei"),
+        ("native", "POST", "/v1/embeddings", "/v1/embeddings", "v1"),
+        ("native", "POST", "/", "/", "native"),
+        ("tei", "POST", "/embed", "/tei/embed", "tei"),
+        ("tei", "POST", "/native/embed", "/embed", "native"),
+        ("tei", "POST", "/native/tei/embed", "/tei/embed", "native"),
+        ("tei", "POST", "/", "/tei", "tei"),
+        ("tei", "GET", "/", "/", "native"),
+        ("tei", "POST", "/tei/embed", "/tei/embed", "tei"),
+        ("tei", "POST", "/v1/embeddings", "/v1/embeddings", "v1"),
+        ("openai", "POST", "/embeddings", "/v1/embeddings", "v1"),
+        *(("tei", "GET", f"/{kept}/a", f"/{kept}/a", "native") for kept in sorted(KEPT)),
+        ("tei", "OPTIONS", "*", "*", "native"),
+    ],
+)
+def test_paths(root: RootDialect, method: str, path: str, expected: str, form: str) -> None:
+    """A dialect has its prefix; the root dialect has the bare paths, except those that are kept."""
+    forms = {dialect.error_form: dialect.prefix for dialect in DIALECTS}
+    found, error_form = Paths(root).resolve(method, path)
+    assert (expected, form) == (found, forms.get(error_form, NATIVE))
+
+
+async def test_root_dialect(client_with: Connect) -> None:
+    """The bare path and the prefixed one answer alike; the native one is under /native."""
+    async with client_with(root_dialect="tei") as client:
+        bare, prefixed, native = [
+            await client.post(path, json=BODY) for path in ("/embed", "/tei/embed", "/native/embed")
+        ]
+        assert bare.json() == prefixed.json() == native.json()["embeddings"]
+        refused = await client.post("/embed", json={})
+        assert {"error", "error_type"} == set(refused.json())
+        missing = await client.post("/classify", json=BODY)
+        assert (404, "Validation") == (missing.status_code, missing.json()["error_type"])
+        assert "/native" in missing.json()["error"]
+        assert 200 == (await client.get("/health/ready")).status_code
+        assert ["tiny@1"] == [one["id"] for one in (await client.get("/models")).json()["models"]]
+
+
+async def test_native_paths_are_checked(client_with: Connect) -> None:
+    """The prefix changes neither the key that a path needs nor what is open."""
+    keys = {"search": Key(sha256=digest("quartet_search").hex())}
+    async with client_with(keys=keys) as client:
+        for path in ("/embed", "/native/embed", "/native/admin/models/load", "/native/metrics"):
+            assert 401 == (await client.post(path, json=BODY)).status_code, path
+        headers = {"Authorization": "Bearer quartet_search"}
+        refused = await client.post("/native/admin/models/tiny/rollback", headers=headers)
+        assert 403 == refused.status_code
+        assert 200 == (await client.get("/native/health/ready")).status_code
+
+
+@pytest.mark.parametrize("name", ["Authorization", "api-key", "X-API-Key"])
+async def test_keys_of_clients(client_with: Connect, name: str) -> None:
+    """A key is read from the header where a client sends it; two different keys are refused."""
+    keys = {"search": Key(sha256=digest("quartet_search").hex())}
+    value = "Bearer quartet_search" if name == "Authorization" else "quartet_search"
+    async with client_with(keys=keys) as client:
+        assert 200 == (await client.post("/embed", json=BODY, headers={name: value})).status_code
+        other = {name: value, "Authorization": "Bearer other", "x-api-key": "quartet_search"}
+        assert 401 == (await client.post("/embed", json=BODY, headers=other)).status_code
