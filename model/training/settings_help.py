@@ -172,7 +172,7 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "symmetric": ("ranking: rank anchors for positives, too", "false"),
     "distance": ("triplet: euclidean or cosine", '"cosine"'),
     "margin": ("triplet: margin; by default 1 (euclidean) or 0.2 (cosine)", "0.5"),
-    "labels": ("labels in order; by default those of the data, sorted", '["negative", "positive"]'),
+    "labels": ("labels in order; by default all labels of the data, sorted", '["negative", "positive"]'),
     "problem_type": (
         "single_label_classification, multi_label_classification or regression",
         '"regression"',

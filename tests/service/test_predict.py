@@ -1,4 +1,4 @@
-"""The results of a file are those of the service, row by row, whatever the format of the file."""
+"""The results of a file equal the service's, row by row, for every format of the file."""
 
 import asyncio
 import csv

@@ -107,7 +107,7 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
 
 
 async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
-    """Calibrated scores are those of logits that are divided by the head's temperature; other scores stay the same."""
+    """Calibrated scores follow from logits divided by the head's temperature; other scores stay the same."""
     folder = tmp_path / "calibrated"
     shutil.copytree(tiny_bundle, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
