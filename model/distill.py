@@ -24,6 +24,7 @@ from model.families.registry import FAMILIES, family_of
 from model.heads import EncoderWithHeads
 from model.training import distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
+from model.training.run_record import check_output
 from model.training.training_run import run_script
 from service.core.encode import Encoder, Window, load_tokenizer
 
@@ -80,6 +81,9 @@ class DistillSettings(finetune.FinetuneSettings):
                 raise ValueError(f"{name}: losses.{loss} counts nothing")
         if not (self.heads or self.corpus):
             raise ValueError("missing: heads with rows, or a corpus")
+
+    def check_heads(self) -> None:
+        """Accept settings without heads: plain text trains a student, too."""
 
     def check_start(self) -> None:
         if not self.teacher:
@@ -258,7 +262,7 @@ def text_task(
     what = f"a corpus in {s.unit}" if by_token else "a corpus"
 
     def read(file: Path, tokenizer: tokenizers.Tokenizer, shape: config.BertConfig) -> PlainTexts:
-        text = corpus.load(pretrain.corpus_files(s.corpus), file, Path(s.cache))
+        text = corpus.load(corpus.corpus_files(s.corpus), file, Path(s.cache))
         specials = Specials.of(tokenizer, family_of(shape))
         sampler = Sampler(text, specials, None) if s.unit == "blocks" else None
         return PlainTexts(text, specials, s.corpus_batch_size, s.max_length, s.unit, sampler)
@@ -341,6 +345,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
 
     The best checkpoint on dev, or the last without dev files, is in `<output>/checkpoint`.
     """
+    record = check_output(s)
     device = optim.pick_device()
 
     # teachers
@@ -397,7 +402,9 @@ def distill(s: DistillSettings) -> dict[str, Any]:
     )
 
     before = reader.read_teachers(whole.name) if whole else []
-    return finetune.train(s, student, objective, encoders, tokenizer_file, dev, before, kept)
+    return finetune.train(
+        s, student, objective, encoders, tokenizer_file, dev, before, kept, record=record
+    )
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 One head or several on one shared encoder. A step adds up the gradients of one micro-batch of each head,
 so that every update includes all tasks (MUPPET, Aghajanyan et al. 2021). A head may learn from its own
-teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time: the same command
-resumes it, with the losses of an uninterrupted run.
+teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time (Ctrl-C, SIGTERM): it saves
+its state, and the same command resumes it, with the losses of an uninterrupted run.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from model.report.curves import curves
 from model.report.page import Report, Section
 from model.training import defaults, distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
+from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script, show_metrics
 from service.core import bundle
@@ -86,6 +87,7 @@ class FinetuneSettings:
     dev_share: float = 0.1  # of the rows of a head without a dev file, held out to evaluate it
     dev_limit: int = 0  # dev rows of each head that are evaluated while training (0: all)
     save_every: int = 500
+    fresh: bool = False  # delete the run that `output` has, and begin anew
 
     def __post_init__(self) -> None:
         settings_checks.check_types(self)
@@ -114,6 +116,12 @@ class FinetuneSettings:
             settings_checks.check_choice("only", self.only, self.heads)
             self.heads = {self.only: self.heads[self.only]}
         self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raise ValueError where there is no head to train."""
+        if not self.heads:
+            raise ValueError("missing: data, a file to train one head on, or heads")
 
     def check_start(self) -> None:
         """Raise ValueError where the settings name no initial encoder, or two."""
@@ -124,8 +132,6 @@ class FinetuneSettings:
         if self.keep_heads and not self.init_from:
             raise ValueError("keep_heads: there is no checkpoint to begin from")
         settings_checks.check_choice("preset", self.preset, config.PRESETS)
-        if not self.heads:
-            raise ValueError("missing: data, a file to train one head on, or heads")
 
 
 def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
@@ -252,10 +258,18 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *teachers: str) -> None:
+def save_checkpoint(
+    folder: Path,
+    model: EncoderWithHeads,
+    tokenizer: Path,
+    teachers: Sequence[str],
+    describe: Callable[[Path, int], None],
+    step: int,
+) -> None:
     """Write a checkpoint of one head or none, or a joint one of several, in one rename.
 
     teachers: names for the checkpoint's provenance
+    describe: writes into it what made the model, in `step` steps
     """
     with writer.replacing(folder) as partial:
         if not model.described:
@@ -265,6 +279,7 @@ def save_checkpoint(folder: Path, model: EncoderWithHeads, tokenizer: Path, *tea
         else:
             writer.save_joint(partial, model, tokenizer)
         writer.save_teachers(partial, teachers)
+        describe(partial, step)
 
 
 def check_fits(
@@ -305,7 +320,7 @@ def read_tasks(
         examples.check_contrast(rows, h)
         described[name] = head = examples.describe(h, rows, hidden_size)
         if h.dev:
-            dev[name] = DevRows(examples.read(h.dev, head), h.dev)
+            dev[name] = DevRows(examples.read(h.dev, h), h.dev)
             examples.check(dev[name].rows, head)  # report its errors before training
         else:
             rows, held = hold_out(rows, s.dev_share, s.seed)
@@ -346,6 +361,8 @@ def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertCo
 
 def finetune(s: FinetuneSettings) -> dict[str, Any]:
     """Train, and return the content of `metrics.json`. The best checkpoint on dev is in `<output>/checkpoint`."""
+    record = check_output(s)
+
     # data
     source = reader.locate(s.init_from) if s.init_from else None
     tokenizer_file = own_tokenizer(source, Path(s.output)) if source else Path(s.tokenizer)
@@ -377,7 +394,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     objective = DistillationObjective(model, tasks, teacher_heads, weights, **options)
 
     before = reader.read_teachers(source) if source else []
-    return train(s, model, objective, encoders, tokenizer_file, dev, before, kept)
+    return train(s, model, objective, encoders, tokenizer_file, dev, before, kept, record=record)
 
 
 def train(
@@ -389,6 +406,8 @@ def train(
     dev: Mapping[str, DevRows],
     before: Sequence[str] = (),
     kept: Sequence[str] | None = None,
+    *,
+    record: RunRecord | None = None,
 ) -> dict[str, Any]:
     """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
@@ -396,6 +415,8 @@ def train(
     dev: the rows that each head is evaluated on
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
+    record: the settings as they were given, by default these
+    Raises StoppedRun after a signal, when the run is saved.
     """
     device = optim.pick_device()
     dtype = optim.precision(s.precision, device)
@@ -423,7 +444,7 @@ def train(
     trained, shared = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
-    with TrainingRun.open(s.output, steps, s) as run:
+    with TrainingRun.open(s.output, steps, s, record=record) as run:
         for task in tasks:
             run.log(f"{task.stream.name}: {task.stream.size:,} examples")
         if kept is not None and model.described:
@@ -439,6 +460,13 @@ def train(
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         improved_step = state.get("improved_step", 0)  # an equal score is the best, too
         end = state["step"] if state.get("ended_early") else steps
+        save = functools.partial(
+            save_checkpoint,
+            run.output / "checkpoint",
+            tokenizer=tokenizer_file,
+            teachers=teachers,
+            describe=run.describe_checkpoint,
+        )
         for step in range(state["step"], end):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
@@ -485,15 +513,21 @@ def train(
                     improved_step = step + 1
                 if score >= best:
                     best, best_step = score, step + 1
-                    save_checkpoint(run.output / "checkpoint", model, tokenizer_file, *teachers)
+                    save(model, step=best_step)
                 waited = step + 1 - improved_step
                 if metrics and s.patience and waited >= s.patience * s.eval_every and not last:
                     last, end = True, step + 1
                     run.log(f"no better score since step {improved_step:,}: the run ends early")
-            if (step + 1) % s.save_every == 0 or last:
+            is_stopped = run.signals.received and not last
+            if (step + 1) % s.save_every == 0 or last or is_stopped:
                 state = {"best": best, "best_step": best_step, "improved_step": improved_step}
                 state |= {"ended_early": end < steps, "maps": objective.state_dict()}
                 run.save(step + 1, model, optimizer, **state)
+            if is_stopped:
+                if not (best_step and dev):
+                    save(model, step=step + 1)
+                write_report(run, s, describe_run(run, model, step + 1, best_step), [])
+                run.stop(step + 1)
             if last:
                 break
 
@@ -502,14 +536,8 @@ def train(
             best_model, outputs = reader.load_model(run.output / "checkpoint").to(device), {}
             metrics = evaluate_heads(best_model, s, encoders, dev, torch.float32, 0, outputs)
             calibrations, sections = examine(best_model, s, dev, outputs)
-            save_checkpoint(run.output / "checkpoint", best_model, tokenizer_file, *teachers)
-        result = {
-            "heads": metrics,
-            "parameters": count_parameters(model),
-            "steps": end,
-            "best_step": best_step,
-            "tokens_per_second": run.tokens_per_second(),
-        }
+            save(best_model, step=best_step)
+        result = {"heads": metrics, **describe_run(run, model, end, best_step)}
         if calibrations:
             result["calibration"] = calibrations
         if objective.teachers:
@@ -520,6 +548,18 @@ def train(
         write_report(run, s, result, sections)
         run.log(f"report: {run.output / page.PAGE}")
     return result
+
+
+def describe_run(
+    run: TrainingRun, model: EncoderWithHeads, steps: int, best_step: int
+) -> dict[str, Any]:
+    """Return the numbers of a run after some steps."""
+    return {
+        "parameters": count_parameters(model),
+        "steps": steps,
+        "best_step": best_step,
+        "tokens_per_second": run.tokens_per_second(),
+    }
 
 
 def examine(

@@ -1,8 +1,9 @@
 """Pretrain an encoder: `python -m model.pretrain model/configs/mini-pretrain.toml [--name value ...]`.
 
 The family decides the objectives: masked language modeling, and for some families next sentence or sentence order
-prediction, or replaced token detection. Interrupt it at any time: the same command resumes it, with the losses of an
-uninterrupted run. `torchrun --nproc-per-node N -m model.pretrain ...` runs it on N devices.
+prediction, or replaced token detection. Interrupt it at any time (Ctrl-C, SIGTERM): it saves its state, and the same
+command resumes it, with the losses of an uninterrupted run. `torchrun --nproc-per-node N -m model.pretrain ...` runs it
+on N devices.
 """
 
 import dataclasses
@@ -35,6 +36,8 @@ from model.report.curves import curves
 from model.report.page import Report, Section
 from model.training import optim
 from model.training.data_parallel import Ranks
+from model.training.run_record import check_output
+from model.training.stop_signals import HANDLED
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script
 from service.core.encode import load_tokenizer
@@ -81,6 +84,7 @@ class PretrainSettings:
     eval_every: int = 500
     held_out: float = 0.01  # share of the documents, held out to evaluate on
     cache: str = "runs/cache"
+    fresh: bool = False  # delete the run that `output` has, and begin anew
 
     def __post_init__(self) -> None:
         settings_checks.check_types(self)
@@ -223,18 +227,6 @@ def describe(means: Mapping[str, float]) -> str:
     )
 
 
-def corpus_files(paths: list[str]) -> list[Path]:
-    """Return the named files, and of folders the readable files that are no lists of titles."""
-    files = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            files.append(path)
-            continue
-        texts = [file for file in sorted(path.iterdir()) if file.suffix in corpus.OPENERS]
-        files += [file for file in texts if ".titles." not in file.name]
-    return files
-
-
 def read_shape(
     s: PretrainSettings, tokenizer: tokenizers.Tokenizer
 ) -> tuple[Family, config.BertConfig]:
@@ -319,23 +311,30 @@ def plan_steps(
     phases: list[Phase],
     make: Callable[[], Trainer],
     draw: Callable[..., Samples],
+    ranks: Ranks,
 ) -> int:
     """Return the number of steps that fit into `minutes`: measured once, and stored in `<output>/plan.json`.
+
+    A run that continues with other minutes keeps the measured speed.
 
     Of each phase it times three steps after two untimed ones, with a model that is discarded.
     """
     path = Path(s.output) / "plan.json"
-    if path.is_file() and path.with_name("last.pt").is_file():
-        return int(json.loads(path.read_text())["steps"])
-    trainer, seconds = make(), 0.0
-    for phase in phases:
-        for number in range(5):
-            if number == 2:
-                started = time.monotonic()
-            trainer.step(draw(number, phase), number, 0.0)
-        seconds += phase.share * (time.monotonic() - started) / 3
-    steps = trainer.ranks.broadcast(max(1, round(60 * s.minutes / seconds)))
-    if trainer.ranks.is_leader:
+    if not s.fresh and path.is_file() and path.with_name("last.pt").is_file():
+        plan = json.loads(path.read_text())
+        if plan["minutes"] == s.minutes:
+            return int(plan["steps"])
+        seconds = plan["seconds_per_step"]
+    else:
+        trainer, seconds = make(), 0.0
+        for phase in phases:
+            for number in range(5):
+                if number == 2:
+                    started = time.monotonic()
+                trainer.step(draw(number, phase), number, 0.0)
+            seconds += phase.share * (time.monotonic() - started) / 3
+    steps = ranks.broadcast(max(1, round(60 * s.minutes / seconds)))
+    if ranks.is_leader:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan = {"steps": steps, "minutes": s.minutes, "seconds_per_step": seconds}
         path.write_text(json.dumps(plan, indent=2) + "\n")
@@ -347,12 +346,16 @@ def main() -> None:
 
 
 def pretrain(s: PretrainSettings) -> None:
-    """Train, and write the last checkpoint to `<output>/checkpoint`."""
+    """Train, and write the checkpoint to `<output>/checkpoint` whenever the run is saved.
+
+    Raises StoppedRun after a signal, when the run is saved.
+    """
     with Ranks.join() as ranks:
         _pretrain(s, ranks)
 
 
 def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
+    record = check_output(s)
     phases = phases_of(s)
 
     # data
@@ -363,7 +366,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     if in_pairs and not family.pairs:
         raise ValueError(f"next_sentence: {family.model_type} is given one text at a time")
     with ranks.leader_first():
-        text = corpus.load(corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
+        text = corpus.load(corpus.corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
     text, held_text = text.split(s.held_out, s.seed)
     pairs = family.pairs if in_pairs else None
     pieces = pretraining_batches.continues(tokenizer) if s.whole_words else None
@@ -392,7 +395,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
         sizes = {"size": phase.size, "length": phase.length}
         return sampler.samples(seed=s.seed, step=step, rate=rate, **sizes)
 
-    steps = plan_steps(s, phases, make, draw) if s.minutes else s.steps
+    steps = plan_steps(s, phases, make, draw, ranks) if s.minutes else s.steps
     fixed = Phase(1.0, min(128, longest), s.batch_tokens)
     sizes = {"size": fixed.size, "length": fixed.length, "rate": mean_rate}
     held = [held_sampler.samples(seed=s.seed + 10_000, step=step, **sizes) for step in range(8)]
@@ -405,7 +408,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     # loop
     trainer = make()
     model, optimizer = trainer.model, trainer.optimizer
-    with TrainingRun.open(s.output, steps, s, ranks.is_leader, work=work) as run:
+    with TrainingRun.open(s.output, steps, s, ranks.is_leader, record, work=work) as run:
         run.log(
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"
@@ -416,9 +419,38 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             )
         else:
             run.log("no text is held out: evaluations are on training text")
+        writer.put_back(run.output / "checkpoint")
+
+        def save(step: int) -> None:
+            """Write the checkpoint after `step` steps."""
+            if ranks.is_leader:
+                with writer.replacing(run.output / "checkpoint") as partial:
+                    writer.save_pretraining(partial, model, Path(s.tokenizer))
+                    writer.save_teachers(partial, teachers)
+                    run.describe_checkpoint(partial, step)
+
+        def report(step: int, **results: float) -> None:
+            """Write the page of the run after `step` steps."""
+            values = {
+                "steps": step,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "tokens of text": len(text.ids),
+                "tokens per second": round(run.tokens_per_second()),
+                **results,
+            }
+            document = Report(f"Pretraining {run.output}")
+            document.add(Section("run", "Run", page.facts(values)))
+            document.add(curves(run.series))
+            if chosen and clozes:
+                document.add(cloze_examples.describe(chosen, clozes, what))
+                document.add(cloze_examples.attention(model, chosen[0], tokenizer))
+            document.write(run.output)
+            run.log(f"report: {run.output / page.PAGE}")
+
         state = run.resume(model, optimizer)
         clozes = [(at, found) for at, found in state.get("clozes", [])]
-        for step in range(state["step"], steps):
+        first = state["step"]
+        for step in range(first, steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             rate = rate_at(step, steps, first_rate, last_rate)
             whole = draw(step, phase_at(step, steps, phases), rate=rate)
@@ -429,31 +461,24 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
                 scalars = {f"held/{name}": value for name, value in means.items()}
                 run.evaluated(step, scalars, f"{what}: {describe(means)}")
                 clozes.append((step + 1, cloze_examples.predict(model, chosen, tokenizer)))
-            if (step + 1) % s.save_every == 0 or last:
+            received = ranks.total({str(n): float(run.signals.received == n) for n in HANDLED})
+            run.signals.received = next((n for n in HANDLED if received[str(n)]), 0)
+            is_stopped = run.signals.received and not last
+            if (step + 1) % s.save_every == 0 or last or is_stopped:
                 run.save(step + 1, model, optimizer, clozes=clozes)
+                save(step + 1)
+            if is_stopped:
+                if ranks.is_leader:
+                    report(step + 1)
+                run.stop(step + 1)
+        if first == steps:  # a process may have ended between its two last writes
+            save(steps)
         if ranks.is_leader:
-            with writer.replacing(run.output / "checkpoint") as partial:
-                writer.save_pretraining(partial, model, Path(s.tokenizer))
-                writer.save_teachers(partial, teachers)
             means = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
             name = "held_out" if held_text else "fixed_batches"
             run.finish({name: means, "tokens_per_second": speed})
-            report = Report(f"Pretraining {run.output}")
-            values = {
-                "steps": steps,
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "tokens of text": len(text.ids),
-                "tokens per second": round(speed),
-                **means,
-            }
-            report.add(Section("run", "Run", page.facts(values)))
-            report.add(curves(run.series))
-            if chosen:
-                report.add(cloze_examples.describe(chosen, clozes, what))
-                report.add(cloze_examples.attention(model, chosen[0], tokenizer))
-            report.write(run.output)
-            run.log(f"report: {run.output / page.PAGE}")
+            report(steps, **means)
 
 
 if __name__ == "__main__":

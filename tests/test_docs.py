@@ -220,7 +220,7 @@ def test_training_examples_are_settings(tmp_path):
     from model.finetune import FinetuneSettings as Finetuning
 
     *settings, provenance = examples(read("training.md"), "toml")
-    single, joint, graded, half, general = map(tomllib.loads, settings)
+    single, joint, graded, half, general, named = map(tomllib.loads, settings)
     (tmp_path / "told.toml").write_text(provenance)
     told = read_metadata(tmp_path / "told.toml")
 
@@ -229,6 +229,7 @@ def test_training_examples_are_settings(tmp_path):
     assert is_graded(Finetuning(**graded).heads["relevance"])
     assert ["labels", "logits", "relations"] == [*Distilling(**half).losses]
     assert "mini" == Distilling(**general).preset
+    assert Finetuning(**named).heads["stars"].train == ["reviews.csv?text=Review text&label=Stars"]
     datasets = Provenance.model_validate(told["provenance"]).datasets
     assert ["SST-2", "shop reviews 2026"] == [data_set.name for data_set in datasets]
 

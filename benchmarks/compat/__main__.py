@@ -77,6 +77,8 @@ def measure(checkpoint: Path, inputs: Inputs, scratch: Path) -> Iterator[Tally]:
         yield from compare.classify(ask, checkpoint, inputs.texts, inputs.pairs, MAX_LENGTH)
         yield from compare.zero_shot(ask, checkpoint, inputs.texts, MAX_LENGTH)
         yield from compare.rerank(ask, checkpoint, inputs.pairs, MAX_LENGTH)
+        yield from compare.vectors(ask, checkpoint, inputs.texts, MAX_LENGTH)
+        yield from compare.fill_mask(ask, checkpoint, inputs.texts, MAX_LENGTH)
         yield from compare.ner(ask, checkpoint, inputs.texts, MAX_LENGTH)
         yield from compare.qa(ask, checkpoint, inputs.questions, MAX_LENGTH, peer_answers)
 
@@ -96,7 +98,8 @@ def post(
     for start in range(0, len(next(iter(columns.values()))), AT_ONCE):
         part = {name: [*column[start : start + AT_ONCE]] for name, column in columns.items()}
         _, document = servers.post(port, path, {**part, **fields})
-        results += json.loads(document)["results"]
+        answer = json.loads(document)
+        results += answer.get("results") or answer["embeddings"]
     return results
 
 

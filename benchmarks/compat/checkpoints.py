@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from benchmarks.compat import texts
@@ -19,7 +20,7 @@ from model.data import examples as tasks
 from model.data import labelled_rows
 from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.bundle import Head, LateInteraction, Sparse
 from service.core.encode import Encoder, load_tokenizer
 
 MAX_LENGTH = (
@@ -38,6 +39,29 @@ HEADS = {
     # As the pipeline when nothing is said, which cuts no question.
     "answers": Head(task="qa", max_answer_tokens=15, max_query_tokens=200),
 }
+TOKEN_WIDTH = 32  # numbers of each vector of a token
+
+
+def all_heads(cutter: Tokenizer, mask: str, width: int) -> dict[str, Head]:
+    """Return HEADS, and the heads that are not fitted: vectors, and those over the vocabulary.
+
+    mask: the mask token; width: of the hidden states
+    """
+    size = cutter.get_vocab_size()
+    late = LateInteraction(query_prefix="query: ", document_prefix="passage: ")
+    return {
+        **HEADS,
+        "vectors": Head(task="embedding", pooling="mean", dimensions=width),
+        "masks": Head(
+            task="fill-mask", mask_token_id=cutter.token_to_id(mask), vocabulary_size=size
+        ),
+        "weights": Head(
+            task="sparse-embedding", sparse=Sparse(activation="relu"), vocabulary_size=size
+        ),
+        "tokens": Head(task="late-interaction", dimensions=TOKEN_WIDTH, late_interaction=late),
+    }
+
+
 ROWS = {  # that a head is fitted to: the file and how many
     "topic": ("classification/ag_news/train.jsonl.gz", 600),
     "topics": ("classification/ag_news/train.jsonl.gz", 600),
@@ -52,9 +76,13 @@ SHARPNESS = {"topic": 6, "topics": 3, "alike": 1, "follows": 6, "entities": 10, 
 
 def minilm(folder: Path, data: Path = texts.DATA) -> Path:
     """A joint checkpoint of the real trunk, frozen, with heads fitted to data by least squares."""
-    model = EncoderWithHeads(reader.read_config(models.minilm()), HEADS)
+    config, cutter = (
+        reader.read_config(models.minilm()),
+        load_tokenizer(models.minilm() / "tokenizer.json"),
+    )
+    torch.manual_seed(0)
+    model = EncoderWithHeads(config, all_heads(cutter, "[MASK]", config.hidden_size))
     reader.init_from(model, models.minilm())
-    cutter = load_tokenizer(models.minilm() / "tokenizer.json")
     for name in HEADS:
         fit(model.eval(), name, Encoder(cutter, MAX_LENGTH), data)
     return save(model, cutter, folder)
@@ -140,7 +168,8 @@ def at_random(
         pad_token_id=learnt.token_to_id(family.special_tokens["pad"]),
     )
     torch.manual_seed(0)
-    model = EncoderWithHeads(config, HEADS).eval()
+    heads = all_heads(learnt, family.special_tokens["mask"], config.hidden_size)
+    model = EncoderWithHeads(config, heads).eval()
     with torch.no_grad():
         last_layer(model.heads["entities"]).bias[0] = no_entity
         last_layer(model.heads["answers"]).weight.mul_(3)
@@ -152,7 +181,7 @@ def save(model: EncoderWithHeads, cutter: Any, folder: Path) -> Path:
     folder.mkdir(parents=True)
     file = folder / "tokenizer.json"
     cutter.save(str(file))
-    for name in HEADS:
+    for name in model.described:
         writer.save_head(folder / name, model, name, file)
     writer.save_joint(folder / "joint", model, file)
     return folder

@@ -7,6 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+
 from benchmarks.compat import pipelines
 from benchmarks.compat.pipelines import Names
 from service.core.decode import AGGREGATION_STRATEGIES, AnswerSpan, EntitySpan, LabelScore
@@ -132,6 +136,66 @@ def rerank(
         own = [LabelScore(one["text"], one["score"]) for one in found]
         tally.add(query, own, peer, lambda _, same=peer: same, ())
     yield tally
+
+
+# -- vectors, and tokens of the vocabulary --------------------------------------------------------
+
+
+def vectors(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterator[Tally]:
+    """A vector of a text, of each of its tokens, and the weights of its tokens, as sentence-transformers has them."""
+    options = {"show_progress_bar": False}
+    model = pipelines.load_encoder(SentenceTransformer, folder / "vectors", max_length)
+    late = pipelines.load_encoder(MultiVectorEncoder, folder / "tokens", max_length)
+    sparse = pipelines.load_encoder(SparseEncoder, folder / "weights", max_length)
+    dense_rows = sparse.encode([*texts], convert_to_sparse_tensor=False, **options)
+    for path, head, fields, peers in (
+        ("/embed", "vectors", {}, model.encode([*texts], **options)),
+        ("/embed-tokens", "tokens", {}, late.encode_document([*texts], **options)),
+        (
+            "/embed-tokens",
+            "tokens",
+            {"input_type": "query"},
+            late.encode_query([*texts], **options),
+        ),
+        ("/embed-sparse", "weights", {}, dense_rows.numpy()),
+    ):
+        tally = Tally(", ".join([path, *fields.values()]))
+        found = ask(path, {"inputs": texts}, {"head": head, "truncate": True, **fields})
+        for text, own, peer in zip(texts, found, peers, strict=True):
+            same = numbers(as_row(own, len(peer)))
+            expected = numbers(np.asarray(peer).ravel())
+            tally.add(text, same, expected, lambda _, same=expected: same, ())
+        yield tally
+
+
+def as_row(found: Any, size: int) -> NDArray[Any]:
+    """Return the numbers of a result; of a sparse one all `size` weights."""
+    if not isinstance(found, dict):
+        return np.ravel(found)
+    row = np.zeros(size)
+    row[found["indices"]] = found["values"]
+    return row
+
+
+def numbers(row: NDArray[Any]) -> list[LabelScore]:
+    return [LabelScore(str(place), float(value)) for place, value in enumerate(row)]
+
+
+def fill_mask(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterator[Tally]:
+    """The five best tokens in place of the third word; long texts are cut."""
+    pipeline = pipelines.load("fill-mask", folder / "masks", max_length)
+    mask, tally = pipeline.tokenizer.mask_token, Tally("/fill-mask")
+    masked = [" ".join([*words[:2], mask, *words[3:]]) for words in map(str.split, texts)]
+    found = ask("/fill-mask", {"inputs": masked}, {"head": "masks", "truncate": True})
+    for text, result in zip(masked, found, strict=True):
+        given = pipeline(text, tokenizer_kwargs={"truncation": True})
+        own, peer = tokens(result), tokens(given)
+        tally.add(text, own, peer, lambda _, same=peer: same, ())
+    yield tally
+
+
+def tokens(document: list[dict[str, Any]]) -> list[LabelScore]:
+    return [LabelScore(str(one["token"]), one["score"]) for one in document]
 
 
 # -- entities -------------------------------------------------------------------------------------

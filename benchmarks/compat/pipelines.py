@@ -52,6 +52,13 @@ def load(task: str, folder: Path, max_length: int) -> Any:
 # -- entities -------------------------------------------------------------------------------------
 
 
+def load_encoder(kind: Any, folder: Path, max_length: int) -> Any:
+    """Return a model of one of sentence-transformers' classes, which cuts texts at `max_length` tokens."""
+    encoder = kind(str(folder), device="cpu")
+    encoder.max_seq_length = max_length
+    return encoder
+
+
 class Tagged(NamedTuple):
     """A text as the pipeline has read it, in one window or several that share some tokens.
 

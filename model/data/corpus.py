@@ -4,12 +4,9 @@ A file holds one paragraph per line and an empty line between documents.
 """
 
 import bisect
-import gzip
 import hashlib
 import itertools
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +16,13 @@ import tokenizers
 from numpy.typing import NDArray
 
 from model.data import checksums
-from model.data.checksums import DataError
+from model.data.text_files import OPENERS, read_lines
 from service.core.encode import load_tokenizer
 from service.core.packing import Ints
 
 VERSION = 3  # of the rules for splitting and tokenizing text, part of the cache's name
 
 FEWEST_DOCUMENTS = 20  # of fewer documents none are held out
-
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, UnicodeError)
 
 # A sentence ends at . ! or ? (and closing quotes) before a space and a possible first character. Not after these.
 BOUNDARY = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
@@ -49,18 +43,16 @@ def sentences(paragraph: str) -> list[str]:
     return [sentence for sentence in [*found, paragraph[start:].strip()] if sentence]
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, compressed (`.gz`, `.xz`) or not.
-
-    Raises DataError for a truncated or damaged file or one that is not UTF-8, with the last readable line.
-    """
-    number = 0
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
-            for number, line in enumerate(file, start=1):
-                yield number, line
-    except DAMAGE as error:
-        raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
+def corpus_files(paths: list[str]) -> list[Path]:
+    """Return the named files, and of folders the readable files that are no lists of titles."""
+    files = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            files.append(path)
+            continue
+        texts = [file for file in sorted(path.iterdir()) if file.suffix in OPENERS]
+        files += [file for file in texts if ".titles." not in file.name]
+    return files
 
 
 def documents(files: Iterable[Path]) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ Shapes as in `model/bert.py`, and n tokens of a window, D numbers of a vector, W
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import PackedLayout
+from model.data import row_warnings, sources
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
@@ -30,6 +32,7 @@ from service.core import bundle, packing, tags
 from service.core.encode import Encoded, Encoder, Encoding, Window
 from service.core.packing import Ints
 
+LOGGER = logging.getLogger(__name__)
 Bools = NDArray[np.bool]
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
 BALANCED = "balanced"
@@ -56,6 +59,8 @@ class HeadSettings:
     replace_words: float = (
         0.0  # for a head with a teacher: share of words replaced at the first step
     )
+    # The name of the column by field, for files whose columns have no usual names.
+    columns: dict[str, str] = field(default_factory=dict)
     # Classification: replacements for labels of training rows; rows with a dropped label are left out.
     label_map: dict[str, str] = field(default_factory=dict)
     drop_labels: list[str] = field(default_factory=list)
@@ -81,6 +86,8 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
+        self.train = [sources.with_columns(file, self.columns) for file in self.train]
+        self.dev = self.dev and sources.with_columns(self.dev, self.columns)
         if self.task == "late-interaction":
             raise ValueError("task: heads of late-interaction are not trained here")
         check_choice("loss", self.loss, SCORED)
@@ -150,16 +157,27 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
 
 
 def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
-    """Read the rows of a file for a head. Raises DataError as `labelled_rows.read` does."""
-    return read_rows(file, head.task, "regression" if is_graded(head) else head.problem_type)
+    """Read the rows of a file for a head. Raises DataError as `labelled_rows.read` does.
+
+    Tags that are numbers are named by the labels of the head.
+    """
+    names = head.labels if head.task == "ner" else ()
+    kind = "regression" if is_graded(head) else head.problem_type
+    return read_rows(file, head.task, kind, names)
 
 
 def read_training(settings: HeadSettings) -> list[Any]:
-    """Read a head's training rows, with `label_map` and `drop_labels` applied.
+    """Read a head's training rows, with `label_map` and `drop_labels` applied, and log what is probably not meant.
 
     Raises DataError as `labelled_rows.read` does, and for a label to map or drop that no row has.
     """
-    rows = [row for file in settings.train for row in read(file, settings)]
+    rows = _mapped(settings, [row for file in settings.train for row in read(file, settings)])
+    for warning in row_warnings.find_warnings(rows):
+        LOGGER.warning("%s: %s", ", ".join(settings.train), warning)
+    return rows
+
+
+def _mapped(settings: HeadSettings, rows: list[Any]) -> list[Any]:
     if not (settings.label_map or settings.drop_labels):
         return rows
     labels = {label for row in rows for label in row.labels}

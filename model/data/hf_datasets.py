@@ -15,45 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.data import columns, sources
 from model.data.checksums import DataError
 
-PREFIX = "hub:"
+PREFIX = sources.HUB
 UNLABELLED = object()
 NAME = re.compile(
     r"hub:(?P<path>[^:@?]+)(:(?P<config>[^:/@?]+))?/(?P<split>\w[\w.]*(\[[\w%:+-]*\])?)"
     r"(@(?P<revision>[^?]+))?(\?(?P<columns>.+))?"
 )
-
-NEGATIVES = re.compile(r"negatives?|negative_\d+")
-
-# The usual columns of a text and its pair; the first ones present are used.
-TEXTS = (
-    ("text", "text_pair"),
-    ("premise", "hypothesis"),
-    ("sentence1", "sentence2"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-    ("text",),
-    ("sentence",),
-)
-ALSO = {"tags": "ner_tags", "tokens": "words", "score": "similarity_score"}
-FIELDS = {
-    "classification": ["text", "text_pair", "label", "labels", "score"],
-    "embedding": ["text", "text_pair", "score", "label", "anchor", "positive", "texts"],
-    "ner": ["tokens", "tags"],
-    "qa": ["question", "context", "answers"],
-}
-REQUIRED_FIELDS = {  # one of these sets
-    "classification": [("text", "label"), ("text", "labels"), ("text", "score")],
-    "embedding": [
-        ("text", "text_pair", "score"),
-        ("text", "text_pair", "label"),
-        ("anchor", "positive"),
-        ("texts",),
-    ],
-    "ner": [("tokens", "tags")],
-    "qa": [("question", "context", "answers")],
-}
 
 
 def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,13 +37,43 @@ def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[st
     if not match:
         raise DataError(f"{name}: not hub:OWNER/NAME[:CONFIG]/SPLIT[@REVISION][?OURS=THEIRS&...]")
     loaded = _load(name, match["path"], match["config"], match["split"], match["revision"])
-    columns = _columns(name, task, loaded.features, match["columns"])
-    read = {ours: _reader(loaded.features[theirs], numbers) for ours, theirs in columns.items()}
+    yield from _rows(name, task, loaded, match["columns"] or "", numbers)
+
+
+def parquet_records(
+    path: Path, task: str, query: str, *, numbers: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a Parquet file as `records` does. Raises DataError for a file that is none."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{path}: Parquet is read by the library datasets: pip install datasets"
+        ) from None
+    with path.open("rb") as file:
+        if file.read(4) != b"PAR1":
+            raise DataError(f"{path}: not a Parquet file, which its name says")
+    try:
+        loaded = datasets.Dataset.from_parquet(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{path}: {_in_one_line(error)}") from None
+    yield from _rows(str(path), task, loaded, query, numbers)
+
+
+def _rows(
+    name: str, task: str, loaded: Any, query: str, numbers: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = _columns(name, task, loaded.features, query)
+    read = {ours: _reader(loaded.features[theirs], numbers) for ours, theirs in found.items()}
     unlabelled = (UNLABELLED,) if numbers else (UNLABELLED, -1)
-    for index, row in enumerate(loaded.select_columns(sorted({*columns.values()}))):
-        fields = {ours: read[ours](row[theirs]) for ours, theirs in columns.items()}
+    for index, row in enumerate(loaded.select_columns(sorted({*found.values()}))):
+        fields = {ours: read[ours](row[theirs]) for ours, theirs in found.items()}
         if fields.get("label") not in unlabelled:
             yield f"{name}: row {index}", fields
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join((f"{error}: {error.__cause__}" if error.__cause__ else str(error)).split())
 
 
 @functools.cache  # a run reads its dev set many times, and needs the hub once
@@ -85,52 +85,16 @@ def _load(name: str, path: str, config: str | None, split: str, revision: str | 
     try:
         return datasets.load_dataset(path, config, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        raise DataError(f"{name}: {' '.join(why.split())}") from None
+        raise DataError(f"{name}: {_in_one_line(error)}") from None
 
 
-def _columns(
-    name: str, task: str, features: Mapping[str, Any], query: str | None
-) -> dict[str, str]:
+def _columns(name: str, task: str, features: Mapping[str, Any], query: str) -> dict[str, str]:
     """Return the data set's columns by our names: those in the data set's name, else those with usual names."""
-    columns = _named(name, task, query) if query else _known(task, features)
-    present = ", ".join(features)
-    for theirs in columns.values():
-        if theirs not in features:
-            raise DataError(f"{name}: no column {theirs!r} among {present}")
-    if not any(columns.keys() >= {*needed} for needed in REQUIRED_FIELDS[task]):
-        needed = ", or ".join(" and ".join(names) for names in REQUIRED_FIELDS[task])
-        example = "&".join(f"{ours}=COLUMN" for ours in REQUIRED_FIELDS[task][0])
-        raise DataError(
-            f"{name}: {task} needs {needed}; the columns are {present}. Say which is which: ?{example}"
-        )
-    return columns
-
-
-def _named(name: str, task: str, query: str) -> dict[str, str]:
-    parts = [part.partition("=") for part in query.split("&")]
-    for ours, equals, _ in parts:
-        if not equals or not (ours in FIELDS[task] or NEGATIVES.fullmatch(ours)):
-            known = ", ".join(FIELDS[task])
-            raise DataError(f"{name}: {ours!r} in the place of FIELD=COLUMN; fields are {known}")
-    return {ours: theirs for ours, _, theirs in parts}
-
-
-def _known(task: str, features: Mapping[str, Any]) -> dict[str, str]:
-    columns = {
-        ours: theirs
-        for ours in FIELDS[task]
-        for theirs in (ALSO.get(ours, ours), ours)
-        if theirs in features
-    }
-    if "text" in FIELDS[task]:
-        texts = next((names for names in TEXTS if features.keys() >= {*names}), ())
-        columns |= zip(("text", "text_pair"), texts, strict=False)
-    if task == "embedding":
-        columns |= {column: column for column in features if NEGATIVES.fullmatch(column)}
-        if "score" not in columns and "label" in columns and _is_float(features["label"]):
-            columns["score"] = columns.pop("label")
-    return columns
+    found = dict(columns.choose(name, task, list(features), query))
+    label = "" if query or task != "embedding" or "score" in found else found.get("label")
+    if label and _is_float(features[label]):
+        found["score"] = found.pop("label")
+    return found
 
 
 def _is_float(feature: Any) -> bool:

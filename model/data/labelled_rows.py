@@ -1,21 +1,21 @@
 """Fine-tuning data: files to rows.
 
-    task             a row                                                      in files
-    classification   {"text", "text_pair"?, "label" | "labels" | "score"}       .jsonl
-    ner              `token ... TAG` a line, an empty line between sentences    .conll, .txt
-    qa               SQuAD 1.1 or 2.0                                           .json
-    embedding        {"text", "text_pair", "score"}, or paraphrases: {"texts": [...]}
-                     or {"text", "text_pair", "label": "entailment"}, or related texts:
-                     {"anchor", "positive", "negative"?}                        .jsonl
+    task             a row                                                           other formats
+    classification   text, text_pair?, label or labels or score
+    ner              tokens, tags                                                    CoNLL: `token ... TAG` a line
+    qa               question, context, answers or answer and answer_start           SQuAD 1.1 or 2.0
+    embedding        text, text_pair, score; paraphrases: texts, or text, text_pair
+                     and a label of SAME; related texts: anchor, positive, negatives
 
-Where a row is a JSON object, a file may also be .tsv: its first line names the columns, and cells are text,
-including quotation marks. Any file may be compressed (.gz, .xz). The name of a data set on the hub may replace
+A row is a line of a table (CSV, TSV), a JSON object (JSON lines, a list), or a row of a Parquet file; columns may have
+further names (`columns.py`). Any text file may be compressed (.gz, .xz). The name of a data set on the hub may replace
 a file: see hf_datasets.py.
 """
 
-import json
+import functools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data import checksums, hf_datasets
+from model.data import checksums, columns, file_records, hf_datasets, sources
 from model.data.checksums import DataError
-from model.data.corpus import read_lines
+from model.data.file_records import Fields
+from model.data.text_files import read_lines
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs with the same meaning
-TAG = re.compile(r"O|[BI]-.+")
+TAG = re.compile(r"O|[BIESULM]-.+")  # BIO, IOB1, BIOES, BILOU
+MOST_PLACES = 5  # rows without a field that a message names
 
 
 @dataclass(frozen=True)
@@ -89,32 +91,113 @@ class Similar:
         return self.texts + self.negatives
 
 
-def read(source: str | Path, task: str, problem_type: str | None = None) -> list[Any]:
+class MissingFieldError(DataError):
+    """A row without a field that it needs."""
+
+    def __init__(self, where: str, names: str):
+        super().__init__(f"{where}: no {names}")
+        self.where, self.names = where, names
+
+
+def read(
+    source: str | Path,
+    task: str,
+    problem_type: str | None = None,
+    labels: Sequence[str] = (),
+) -> list[Any]:
     """Read the rows of a file, or of a data set on the hub.
 
+    labels: the names of tags that are numbers
     Raises DataError naming file and line, also for no rows, and for a file that differs from its lock.
     """
-    named = str(source).startswith(hf_datasets.PREFIX)
-    path = Path(source)
-    if named:
-        records = hf_datasets.records(str(source), task, numbers=problem_type == "regression")
-    else:
-        checksums.check(path)
-        records = _records(path)
-    match task:
-        case "classification":
-            rows: list[Any] = [_text(*record, problem_type) for record in records]
-        case "ner":
-            rows = [_tagged(*record) for record in records] if named else list(_sentences(path))
-        case "qa":
-            rows = [_question(*record) for record in records] if named else list(_questions(path))
-        case "embedding":
-            rows = list(_similar(str(source), records))
-        case _:
-            raise ValueError(f"task {task!r} is none of classification, ner, qa, embedding")
+    if task not in columns.FIELDS:
+        raise ValueError(f"task {task!r} is none of {', '.join(columns.FIELDS)}")
+    rows: list[Any] = []
+    missing: list[MissingFieldError] = []
+    make, records = _open(str(source), task, problem_type, labels)
+    for record in records:
+        try:
+            rows.append(make(*record))
+        except MissingFieldError as error:
+            missing.append(error)
+    if len(missing) > 1:
+        first, *others = missing
+        same = [
+            error.where.rpartition(":")[2].strip() for error in others if error.names == first.names
+        ]
+        more = ", ..." if len(same) > MOST_PLACES else ""
+        places = f" (and {', '.join(same[:MOST_PLACES])}{more}; {len(missing)} rows in all)"
+        raise DataError(f"{first}{places}: fill the cells, or remove the rows")
+    if missing:
+        raise missing[0]
+    rows = [row for row in rows if row is not None]
     if not rows:
         raise DataError(f"{source}: no rows")
     return rows
+
+
+def _open(
+    source: str, task: str, problem_type: str | None, labels: Sequence[str]
+) -> tuple[Callable[..., Any], Iterable[tuple[Any, ...]]]:
+    """Return the records of a source, and a function from a record to a row, or None for one to leave out."""
+    file, query = sources.split(source)
+    path = Path(file)
+    numbers = problem_type == "regression"
+    records: Iterator[tuple[str, dict[str, Any]]]
+    if sources.is_hub(source):
+        records = hf_datasets.records(source, task, numbers=numbers)
+    else:
+        checksums.check(path)
+        match file_records.format_of(path, task):
+            case "conll":
+                _check_no_columns(path, query)
+                return _unchanged, ((row,) for row in _sentences(path))
+            case "csv" | "tsv":
+                records = file_records.read_table(path, task, query, problem_type)
+            case "parquet":
+                records = hf_datasets.parquet_records(path, task, query, numbers=numbers)
+            case "jsonl":
+                records = file_records.read_json_lines(path, task, query)
+            case "json":
+                document = file_records.read_document(path)
+                if task == "qa" and _is_squad(document):
+                    _check_no_columns(path, query)
+                    return _unchanged, ((row,) for row in _questions(path, document))
+                if document is None:
+                    records = file_records.read_json_lines(path, task, query)
+                else:
+                    records = file_records.document_records(path, task, query, document)
+    match task:
+        case "classification":
+            return functools.partial(_text, problem_type=problem_type), records
+        case "ner":
+            return functools.partial(_tagged, labels=labels), records
+        case "qa":
+            return _question, records
+        case _:
+            every = [(where, _scored(row)) for where, row in records]
+            return functools.partial(_related, scores=_range(file, every)), every
+
+
+def _check_no_columns(path: Path, query: str) -> None:
+    if query:
+        raise DataError(f"{path}: has no named columns, which columns or ?{query} could select")
+
+
+def _unchanged(row: Any) -> Any:
+    return row
+
+
+def _is_squad(document: Any) -> bool:
+    """Return whether a document has articles with paragraphs, and not a list of questions."""
+    articles = document.get("data") if isinstance(document, dict) else None
+    flat = (
+        isinstance(articles, list)
+        and articles
+        and isinstance(articles[0], dict)
+        and "question" in articles[0]
+    )
+    return articles is not None and not flat
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -123,56 +206,19 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         yield f"{path}:{number}", line
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place of each row, for messages, and its fields."""
-    lines = ((where, line) for where, line in _lines(path) if line.strip())
-    if ".tsv" in path.suffixes:
-        yield from _columns(lines)
-    else:
-        yield from ((where, _json(where, line)) for where, line in lines)
-
-
-def _columns(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table whose first line names the columns; an empty cell is a missing field."""
-    where, line = next(lines, ("", ""))
-    names = line.rstrip("\n").split("\t")
-    if where and not {"text", "anchor"} & set(names):
-        raise DataError(f"{where}: the first line must name the columns, text or anchor among them")
-    for where, line in lines:
-        cells = line.rstrip("\n").split("\t")
-        if len(cells) != len(names):
-            raise DataError(f"{where}: {len(cells)} columns, and the first line names {len(names)}")
-        row: dict[str, Any] = {n: cell for n, cell in zip(names, cells, strict=True) if cell}
-        if "score" in row:
-            row["score"] = _number(where, row["score"])
-        yield where, row
-
-
-def _number(where: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise DataError(f"{where}: score may not be {text!r}") from None
-
-
-def _json(where: str, text: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise DataError(f"{where}: not a JSON object")
-    return document
-
-
 def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
-    """Return the first of these fields that is present. Raises DataError if none is, or if it is no `kind`."""
+    """Return the first of these fields that is present.
+
+    Raises MissingFieldError if none is, and DataError if it is no `kind` or not a finite number.
+    """
+    shown = row.names if isinstance(row, Fields) else {}
     for name in names:
-        if row.get(name) is not None:
-            if not isinstance(row[name], kind) or isinstance(row[name], bool):
-                raise DataError(f"{where}: {name} may not be {row[name]!r}")
-            return row[name]
-    raise DataError(f"{where}: no {' or '.join(names)}")
+        if (value := row.get(name)) is not None:
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            if not isinstance(value, kind) or isinstance(value, bool) or not is_finite:
+                raise DataError(f"{where}: {shown.get(name, name)} may not be {value!r}")
+            return value
+    raise MissingFieldError(where, " or ".join(shown.get(name, name) for name in names))
 
 
 def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
@@ -185,7 +231,10 @@ def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
         labels = _get(where, row, "labels", "label", kind=list)
     else:
         labels = [_get(where, row, "label", kind=str | int)]
-    return Text(where, text, pair, labels=tuple(map(str, labels)))
+    stripped = [str(label).strip() for label in labels]
+    if not all(stripped):
+        raise MissingFieldError(where, row.names["label"] if isinstance(row, Fields) else "label")
+    return Text(where, text, pair, labels=tuple(stripped))
 
 
 def _sentences(path: Path) -> Iterator[Sentence]:
@@ -201,7 +250,9 @@ def _sentences(path: Path) -> Iterator[Sentence]:
             words, tags = [], []
             continue
         if len(columns) < 2 or not TAG.fullmatch(columns[-1]):
-            raise DataError(f"{where}: not a token and its tag: O, B-... or I-...")
+            raise DataError(
+                f"{where}: not a token and its tag (O, B-PER, I-PER; BIOES and BILOU, too): {line.strip()!r}"
+            )
         start = where if not words else start
         words.append(columns[0])
         tags.append(columns[-1])
@@ -209,32 +260,58 @@ def _sentences(path: Path) -> Iterator[Sentence]:
         yield Sentence(start, words, to_bio(tags))
 
 
-def _tagged(where: str, row: dict[str, Any]) -> Sentence:
+def _tagged(where: str, row: dict[str, Any], labels: Sequence[str]) -> Sentence:
     words, tags = _get(where, row, "tokens", kind=list), _get(where, row, "tags", kind=list)
     if len(words) != len(tags) or not all(isinstance(word, str) for word in words):
         raise DataError(f"{where}: tokens must be strings, and as many as tags")
-    for tag in tags:
-        if not TAG.fullmatch(str(tag)):
-            raise DataError(f"{where}: a tag may not be {tag!r}: O, B-... or I-...")
-    return Sentence(where, words, to_bio(tags))
+    return Sentence(where, words, to_bio([_tag(where, tag, labels) for tag in tags]))
+
+
+def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
+    """Return a tag, or the name of one that is a number. Raises DataError for what is no tag."""
+    is_number = isinstance(tag, int) and not isinstance(tag, bool)
+    if is_number or (isinstance(tag, str) and tag.strip().isdecimal()):
+        if not labels:
+            raise DataError(
+                f"{where}: a tag may not be {tag!r} without names for the numbers: set the head's labels in their"
+                ' order, such as labels = ["O", "B-PER", "I-PER"]'
+            )
+        if not 0 <= int(tag) < len(labels):
+            raise DataError(f"{where}: a tag may not be {tag!r}: the head has {len(labels)} labels")
+        return labels[int(tag)]
+    name = str(tag).strip()
+    if not TAG.fullmatch(name):
+        raise DataError(f"{where}: a tag may not be {tag!r}: O, B-..., I-... (or BIOES, BILOU)")
+    return name
 
 
 def to_bio(tags: Sequence[str]) -> list[str]:
-    """Convert IOB1 to BIO: IOB1 has B- only between adjacent entities of a type."""
-    before = ["O", *tags[:-1]]
-    return [
-        f"B-{tag[2:]}" if tag.startswith("I-") and last[2:] != tag[2:] else tag
-        for last, tag in zip(before, tags, strict=True)
-    ]
+    """Convert tags to BIO.
+
+    IOB1 has B- only between adjacent entities of a type. In BIOES and BILOU, S- and U- are entities of one word, E- and
+    L- the last word of an entity, and M- a word within one.
+    """
+    converted = []
+    inside = ""  # the type of the entity that may continue
+    for tag in tags:
+        position, _, kind = tag.partition("-")
+        if tag == "O":
+            converted.append(tag)
+            inside = ""
+            continue
+        begins = position in "BSU" or kind != inside
+        converted.append(f"{'B' if begins else 'I'}-{kind}")
+        inside = "" if position in "SUEL" else kind
+    return converted
 
 
-def _questions(path: Path) -> Iterator[QuestionRow]:
-    document = _json(str(path), "".join(line for _, line in _lines(path)))
-    for article in _get(str(path), document, "data", kind=list):
-        for paragraph in article.get("paragraphs", []):
-            for entry in paragraph.get("qas", []):
+def _questions(path: Path, document: dict[str, Any]) -> Iterator[QuestionRow]:
+    """Yield the questions of a SQuAD document."""
+    for article in _objects(str(path), document, "data"):
+        for paragraph in _objects(str(path), article, "paragraphs"):
+            for entry in _objects(str(path), paragraph, "qas"):
                 where = f"{path}: question {entry.get('id')!r}"
-                answers = [] if entry.get("is_impossible") else entry.get("answers", [])
+                answers = [] if entry.get("is_impossible") else _objects(where, entry, "answers")
                 yield QuestionRow(
                     where,
                     _get(where, entry, "question"),
@@ -243,19 +320,37 @@ def _questions(path: Path) -> Iterator[QuestionRow]:
                 )
 
 
+def _objects(where: str, row: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return a list of objects, empty if it is absent. Raises DataError for anything else."""
+    found: list[dict[str, Any]] = _get(where, {name: [], **row}, name, kind=list)
+    if not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{where}: {name} must be a list of JSON objects")
+    return found
+
+
 def _question(where: str, row: dict[str, Any]) -> QuestionRow:
-    """Return a hub row; its answers are a list of objects, or an object of lists."""
+    """Return the question of a row.
+
+    Its answers are a list of objects, or an object of lists; or there is one answer with its start, or none.
+    """
+    question, context = _get(where, row, "question"), _get(where, row, "context")
+    if "answers" not in row:
+        answers: Any = []
+        if row.get("answer"):
+            answers = [{"text": row["answer"], "answer_start": row.get("answer_start")}]
+        return QuestionRow(
+            where, question, context, tuple(_answer(where, each) for each in answers)
+        )
     answers = _get(where, row, "answers", kind=dict | list)
     if isinstance(answers, dict):
         texts, starts = (_get(where, answers, n, kind=list) for n in ("text", "answer_start"))
         if len(texts) != len(starts):
             raise DataError(f"{where}: {len(texts)} answers and {len(starts)} starts")
         answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
+    if not all(isinstance(answer, dict) for answer in answers):
+        raise DataError(f"{where}: answers must be JSON objects with text and answer_start")
     return QuestionRow(
-        where,
-        _get(where, row, "question"),
-        _get(where, row, "context"),
-        tuple(_answer(where, answer) for answer in answers),
+        where, question, context, tuple(_answer(where, answer) for answer in answers)
     )
 
 
@@ -263,37 +358,57 @@ def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
     return _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
 
 
-def _similar(source: str, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Similar]:
-    """Yield rows; scores are scaled so that the lowest is 0 and the highest 1."""
-    lines = list(records)
-    scores = [_get(at, row, "score", kind=int | float) for at, row in lines if "score" in row]
+def _range(source: str, records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[float, float]:
+    """Return the lowest and the highest score. Raises DataError where all are equal."""
+    scores = [_get(at, row, "score", kind=int | float) for at, row in records if "score" in row]
     low, high = min(scores, default=0), max(scores, default=1)
     if low == high:
         raise DataError(
             f"{source}: all scores are {low}, which says of no pair that it is more alike"
         )
-    for where, row in lines:
-        if "texts" in row:
-            texts = _get(where, row, "texts", kind=list)
-            if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
-                raise DataError(f"{where}: texts must be two or more strings")
-            yield Similar(where, tuple(texts), None)
-            continue
-        if {"anchor", "positive"} & set(row):
-            yield _anchored(where, row)
-            continue
-        pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
-        if "score" in row:
-            yield Similar(where, pair, (row["score"] - low) / (high - low))
-        elif _get(where, row, "label") in SAME:
-            yield Similar(where, pair, None)
+    return low, high
+
+
+def _scored(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which a label that is a number, with a fraction, is the score."""
+    label = row.get("label")
+    try:
+        is_score = "score" not in row and "." in str(label) and math.isfinite(float(str(label)))
+    except ValueError:
+        return row
+    if not is_score:
+        return row
+    names = row.names if isinstance(row, Fields) else {}
+    rest = {name: value for name, value in row.items() if name != "label"}
+    return Fields(
+        {**rest, "score": float(str(label))}, {**names, "score": names.get("label", "label")}
+    )
+
+
+def _related(where: str, row: dict[str, Any], scores: tuple[float, float]) -> Similar | None:
+    """Return a pair or a group of texts; None for a pair whose label is none of SAME.
+
+    scores: the lowest and the highest of the file, which become 0 and 1
+    """
+    if "texts" in row:
+        texts = _get(where, row, "texts", kind=list)
+        if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{where}: texts must be two or more strings")
+        return Similar(where, tuple(texts), None)
+    if {"anchor", "positive"} & set(row):
+        return _anchored(where, row)
+    pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
+    if "score" in row:
+        low, high = scores
+        return Similar(where, pair, (row["score"] - low) / (high - low))
+    return Similar(where, pair, None) if _get(where, row, "label").strip() in SAME else None
 
 
 def _anchored(where: str, row: dict[str, Any]) -> Similar:
     """Return a row with an anchor. `negative` is a string or a list, or there are `negative_1`, `negative_2`, ..."""
     pair = (_get(where, row, "anchor"), _get(where, row, "positive"))
     negatives: list[str] = []
-    for name in filter(hf_datasets.NEGATIVES.fullmatch, row):
+    for name in filter(columns.NEGATIVES.fullmatch, row):
         if row[name] is not None:
             value = _get(where, row, name, kind=str | list)
             negatives += [value] if isinstance(value, str) else value

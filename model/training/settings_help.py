@@ -97,6 +97,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "dev_share": ("share of the rows held out of a head that has no dev file, 0 for none", "0.2"),
     "dev_limit": ("dev rows of each head that are evaluated during training, 0 for all", "400"),
     "save_every": ("steps between two saved states, from which a run resumes", "200"),
+    "fresh": ("delete the run that `output` has, and begin anew", "true"),
     # distillation
     "teacher": (
         "checkpoint to learn from: a directory, a hub name or package:NAME/FOLDER",
@@ -147,6 +148,10 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "task": ("classification, ner, qa or embedding", '"classification"'),
     "train": ("list of files to train on", '["train.jsonl"]'),
     "dev": ("file to evaluate on; without one, dev_share of the rows is held out", '"dev.jsonl"'),
+    "columns": (
+        "names of the columns or fields of the files",
+        '{ text = "body", label = "stars" }',
+    ),
     "batch_size": ("rows of a micro-batch; of an embedding, groups of related texts", "16"),
     "scored_batch_size": ("embedding: scored pairs of a separate micro-batch", "32"),
     "weight": ("weight of this head's loss", "0.5"),
@@ -172,7 +177,10 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "symmetric": ("ranking: rank anchors for positives, too", "false"),
     "distance": ("triplet: euclidean or cosine", '"cosine"'),
     "margin": ("triplet: margin; by default 1 (euclidean) or 0.2 (cosine)", "0.5"),
-    "labels": ("labels in order; by default all labels of the data, sorted", '["negative", "positive"]'),
+    "labels": (
+        "labels in order; by default all labels of the data, sorted",
+        '["negative", "positive"]',
+    ),
     "problem_type": (
         "single_label_classification, multi_label_classification or regression",
         '"regression"',

@@ -1,6 +1,7 @@
 """A training run on disk and on the terminal: settings, progress, TensorBoard, metrics, the loss, resuming.
 
-<output>/settings.json   the settings
+<output>/settings.json   the settings, with the values that the run chose
+<output>/record.json     the settings as given, and the data (see run_record.py)
 <output>/metrics.json    the results
 <output>/loss.png        the loss over the steps
 <output>/tensorboard/    scalars
@@ -11,13 +12,14 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -25,12 +27,15 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from model.data.examples import HeadSettings
-from model.training import settings_help
+from model.training import run_record, settings_help
+from model.training.run_record import OtherRunError, RunRecord
 from model.training.series import Series
+from model.training.stop_signals import StoppedRun, StopSignals
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 
 S = TypeVar("S")
+BOOLEANS = ("true", "false", "null")  # values of a boolean setting on the command line
 
 
 def read_settings(kind: type[S], description: str) -> S:
@@ -55,13 +60,15 @@ def read_settings(kind: type[S], description: str) -> S:
             metavar="VALUE",
             help=settings_help.describe(field).replace("%", "%%"),
         )
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(_with_values(sys.argv[1:], kind)))
     config = options.pop("config")
     try:
         values = read_config(config) if config else {}
     except (OSError, ValueError) as error:
         parser.error(f"{config}: {error}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if "fresh" in values:
+        parser.error(f"{config}: fresh: give --fresh on the command line, for one run only")
     for name in values:
         if name not in known:
             parser.error(f"{config}: unknown setting {name!r}: one of {', '.join(known)}")
@@ -88,6 +95,19 @@ def read_settings(kind: type[S], description: str) -> S:
         return kind(**values)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+
+
+def _with_values(arguments: list[str], kind: type[S]) -> list[str]:
+    """Return command-line arguments in which an option of a boolean setting without a value has `true`."""
+    flags = [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields(kind)  # type: ignore[arg-type]
+        if field.type in (bool, bool | None)
+    ]
+    return [
+        f"{argument}=true" if argument in flags and value not in BOOLEANS else argument
+        for argument, value in zip(arguments, [*arguments[1:], ""], strict=True)
+    ]
 
 
 def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -123,6 +143,11 @@ def run_script(kind: type[S], description: str, work: Callable[[S], object]) -> 
     settings = read_settings(kind, description)
     try:
         work(settings)
+    except KeyboardInterrupt:
+        print(
+            "interrupted: steps since the last save, if there were any, are lost", file=sys.stderr
+        )
+        raise SystemExit(128 + signal.SIGINT) from None
     except (OSError, ValueError, FloatingPointError) as error:
         raise SystemExit(f"{error}") from None
 
@@ -136,17 +161,32 @@ class TrainingRun:
     history: list[tuple[int, float]]
     started: float
     settings: Any
+    record: RunRecord
     is_leader: bool = True  # False: another process of the run writes and logs
     work: Callable[[int], float] = lambda _: 1.0  # the duration of a step, in any unit
 
     @classmethod
     def open(
-        cls, output: str, steps: int, settings: Any, is_leader: bool = True, **more: Any
+        cls,
+        output: str,
+        steps: int,
+        settings: Any,
+        is_leader: bool = True,
+        record: RunRecord | None = None,
+        **more: Any,
     ) -> Self:
+        """Return the run of a directory, which is made. Raises OtherRunError where it has another run.
+
+        record: the settings as they were given, by default these
+        With the setting `fresh`, the files of the run that it has are deleted.
+        """
         folder = Path(output)
+        record = run_record.check_output(settings, record)
         if is_leader:
+            if getattr(settings, "fresh", False):
+                run_record.delete_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, steps, [], time.monotonic(), settings, is_leader, **more)
+        return cls(folder, steps, [], time.monotonic(), settings, record, is_leader, **more)
 
     def __post_init__(self) -> None:
         self.writer = SummaryWriter(str(self.output / "tensorboard")) if self.is_leader else None
@@ -161,15 +201,18 @@ class TrainingRun:
         self.work_before = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
         self.series: dict[str, Series] = {}
         self.clock = self.last_line = self.started  # of the last step, and of the last line
+        self.signals = StopSignals()
         self.tokens = 0
         self.steps_done = 0
         self.smooth: float | None = None
 
     def __enter__(self) -> Self:
+        self.signals.__enter__()
         self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.signals.__exit__(None, None, None)
         self.progress.stop()
         if self.writer:
             self.writer.close()
@@ -232,6 +275,7 @@ class TrainingRun:
             "optimizer": optimizer.state_dict(),
             "history": self.history,
             "series": {name: series.state() for name, series in self.series.items()},
+            "steps": self.steps,
         }
         partial = self.output / "last.pt.partial"
         torch.save({**state, **extra}, partial)
@@ -241,27 +285,51 @@ class TrainingRun:
     def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         """Load the last saved state, if there is one; its `step` is the next one.
 
-        Writes the settings unless the run is complete: then the results belong to the old settings.
+        Raises ValueError for fewer steps than the run already has.
         """
         path = self.output / "last.pt"
-        if not path.is_file():
+        if not path.is_file() or (getattr(self.settings, "fresh", False) and not self.is_leader):
             self._write_settings()
             return {"step": 0}
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        done, steps = state["step"], state.get("steps", self.steps)
+        if done > self.steps:
+            raise OtherRunError(
+                f"{self.output} is already at step {done}, beyond the {self.steps} of these settings:"
+                " choose another output, more steps, or begin anew with --fresh"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.history = [tuple(point) for point in state["history"]]
         stored = state.get("series", {})
         self.series = {name: Series.restore(each) for name, each in stored.items()}
-        if state["step"] < self.steps:
-            self._write_settings()
-        self.log(f"resuming {self.output} at step {state['step']}")
+        self._write_settings()
+        length = f", now to step {self.steps} instead of {steps}" if steps != self.steps else ""
+        self.log(f"resuming {self.output} at step {done}{length}")
         return state
 
     def _write_settings(self) -> None:
         if self.is_leader:
-            document = json.dumps(asdict(self.settings), indent=2)
-            (self.output / "settings.json").write_text(document + "\n")
+            self.record.write(self.output, self.settings)
+
+    def describe_checkpoint(self, folder: Path, step: int) -> None:
+        """Write into a checkpoint what made it: the settings, the data and the number of steps."""
+        self.record.write_to_checkpoint(folder, step, self.settings)
+
+    def stop(self, step: int) -> NoReturn:
+        """End a run that a signal stopped, after its state and its checkpoint are saved. Raises StoppedRun.
+
+        step: the number of steps that are done
+        """
+        number = self.signals.received
+        without = " without --fresh" if getattr(self.settings, "fresh", False) else ""
+        if self.is_leader:
+            draw_loss(self.history, self.output / "loss.png")
+        self.log(
+            f"{signal.Signals(number).name}: stopped after step {step} of {self.steps} and saved to"
+            f" {self.output}; the same command{without} resumes the run. Its checkpoint is {self.output}/checkpoint"
+        )
+        raise StoppedRun(number)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write `metrics.json` and `loss.png`. A run that was already complete keeps its speed."""
@@ -293,13 +361,14 @@ def draw_loss(history: list[tuple[int, float]], path: Path) -> None:
     axes = figure.subplots()
     steps, losses = zip(*history, strict=True)
     window = max(1, len(losses) // 100)
-    smooth = [
-        sum(losses[max(0, i - window) : i + 1]) / len(losses[max(0, i - window) : i + 1])
-        for i in range(len(losses))
-    ]
+    sums = [0.0, *itertools.accumulate(losses)]
+    starts = [max(0, i - window) for i in range(len(losses))]
+    smooth = [(sums[i + 1] - sums[first]) / (i + 1 - first) for i, first in enumerate(starts)]
     axes.plot(steps, losses, color="0.8", linewidth=0.5, label="loss")
     axes.plot(steps, smooth, linewidth=1.5, label=f"mean of {window + 1}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    partial = path.with_name(f"{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    os.replace(partial, path)

@@ -1,7 +1,12 @@
 """Small models, random batches, and what transformers is called with for the same batch."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,5 +126,57 @@ def interrupted(at: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingRun, "step", step)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
             yield
+
+
+@contextlib.contextmanager
+def stopped(at: int) -> Iterator[None]:
+    """A training run within gets SIGTERM in this step, and ends when the step is saved."""
+    record = TrainingRun.step
+
+    def step(run: TrainingRun, step: int, *rest: Any) -> None:
+        record(run, step, *rest)
+        if step == at:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "step", step)
+        with pytest.raises(SystemExit) as ended:
+            yield
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+SIGNALED = """
+import os, runpy, sys
+from model.training.training_run import TrainingRun
+
+module, step, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.argv = [module, *sys.argv[4:]]
+record = TrainingRun.step
+
+def signaled(run, at, *rest):
+    if at == step:
+        os.kill(os.getpid(), number)
+    record(run, at, *rest)
+
+TrainingRun.step = signaled
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+def run_with_signal(
+    module: str, number: signal.Signals, *arguments: str, step: int
+) -> subprocess.CompletedProcess[str]:
+    """Run a training script that gets a signal in this step, and return its output and its exit status."""
+    command = [sys.executable, "-c", SIGNALED, module, str(step), str(int(number)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )

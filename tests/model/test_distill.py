@@ -23,7 +23,7 @@ from model.training.capture import capture
 from model.training.training_run import read_config
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
-from tests.model.helpers import batch, interrupted, ours, perturb, shape
+from tests.model.helpers import batch, interrupted, ours, perturb, shape, stopped
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -730,7 +730,10 @@ def test_maps_are_learnt(
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("end", "saved"), [(interrupted, 3), (stopped, 5)])
 def test_a_resumed_run_is_an_uninterrupted_run(
+    end: Callable[..., Any],
+    saved: int,
     joint: Path,
     data: Mapping[str, str],
     corpus_file: Path,
@@ -760,9 +763,11 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     }
     losses = {**ALL, "labels": 1.0}
     start(joint, losses, output=str(tmp_path / "whole"), **settings)
-    with interrupted(at=4):
+    with end(at=4):
         start(joint, losses, output=str(tmp_path / "cut"), **settings)
-    assert len(history(tmp_path / "cut")) == 3
+    assert len(history(tmp_path / "cut")) == saved
+    with pytest.raises(ValueError, match=r"run that differs: losses\.labels: 0\.5 \(was 1\.0\)"):
+        start(joint, {**losses, "labels": 0.5}, output=str(tmp_path / "cut"), **settings)
     start(joint, losses, output=str(tmp_path / "cut"), **settings)
 
     assert history(tmp_path / "cut") == history(tmp_path / "whole")
@@ -1012,7 +1017,7 @@ def test_the_command_reads_a_toml_file(
     distill.main()
     assert json.loads((output / "metrics.json").read_text())["steps"] == 1
     monkeypatch.setattr(
-        "sys.argv", ["distill", str(settings), "--layers=[7]", f"--output={output}"]
+        "sys.argv", ["distill", str(settings), "--layers=[7]", f"--output={output}-other"]
     )
     with pytest.raises(SystemExit, match=r"layers: \[7\] are not some of 0 to 1"):
         distill.main()

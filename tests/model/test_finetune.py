@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from model.training import defaults, optim
 from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
-from tests.model.helpers import interrupted, shape, watch_steps
+from tests.model.helpers import interrupted, run_with_signal, shape, stopped, watch_steps
 from tests.model.report.test_page import EXTERNAL
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
@@ -298,6 +299,91 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     weights = [(tmp_path / name / "checkpoint/model.safetensors") for name in ("cut", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "saved"),
+    [(signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 5), (signal.SIGKILL, -signal.SIGKILL, 3)],
+)
+def test_a_signaled_run_is_an_uninterrupted_run(
+    data: Mapping[str, str],
+    start: Start,
+    source: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+    saved: int,
+) -> None:
+    """Ctrl-C and SIGTERM finish the step and save; resumed, the run has the same bytes. So it has after SIGKILL."""
+    table = {
+        "names": {**heads(data)["names"], "dev": data["names"]},
+        "answers": heads(data)["answers"],
+    }
+    settings = {"steps": 8, "save_every": 3, "eval_every": 4, "dropout": 0.1}
+    start(table, output=str(tmp_path / "whole"), **settings)
+    cut = tmp_path / "cut"
+    given = {"init_from": str(source), "max_length": 64, "precision": "fp32", "lr": 5e-3}
+    given |= {**settings, "heads": table, "output": str(cut), "attention_dropout": 0.0}
+    options = [
+        f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in given.items()
+    ]
+
+    ended = run_with_signal("model.finetune", number, *options, step=4)
+    assert ended.returncode == status, ended.stderr
+    assert len(losses(cut)) == saved
+    if number != signal.SIGKILL:
+        assert "Traceback" not in ended.stderr
+        assert f"{number.name}: stopped after step 5 of 8 and saved to {cut}" in ended.stdout
+        assert (cut / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert reader.load_model(cut / "checkpoint").described.keys() == {"names", "answers"}
+    start(table, output=str(cut), **settings)
+
+    assert losses(cut) == losses(tmp_path / "whole")
+    weights = [(tmp_path / name / "checkpoint/model.safetensors") for name in ("cut", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_run_that_is_stopped_before_its_first_evaluation(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Its checkpoint has the weights of the last step, and the settings and the step that made it."""
+    with stopped(at=1):
+        start({"names": heads(data)["names"]}, steps=8, lr=1e-3)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    reader.load_model(tmp_path / "run/checkpoint")
+    document = json.loads((tmp_path / "run/checkpoint/training_settings.json").read_text())
+    assert (document["step"], document["settings"]["lr"]) == (2, 1e-3)
+
+
+def test_another_run_into_the_same_directory_is_refused(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Other settings and other labels are named before training; the old model stays until --fresh is given."""
+    start({"names": heads(data)["names"]}, steps=2)
+    folder = tmp_path / "run/checkpoint"
+    kept = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"run has a run that differs: lr: 0.25 \(was 0.005\)"):
+        start({"names": heads(data)["names"]}, steps=2, lr=0.25)
+    other = {**heads(data)["names"], "train": [data["several"]]}
+    other["problem_type"] = "multi_label_classification"
+    with pytest.raises(
+        ValueError, match=r"heads\.names\.train: .*several\.jsonl \(was .*names\.jsonl"
+    ):
+        start({"names": other}, steps=2)
+    assert (folder / "model.safetensors").read_bytes() == kept
+
+    assert start({"names": other}, steps=2, fresh=True)["steps"] == 2
+    assert reader.load_model(folder).described["classification"].labels == ("Ada", "comet", "river")
+
+
+def test_a_longer_run_continues(data: Mapping[str, str], start: Start, tmp_path: Path) -> None:
+    """More epochs add their steps to the saved ones."""
+    table = {"names": heads(data)["names"]}
+    start(table, steps=0, epochs=1)
+    assert len(losses(tmp_path / "run")) == 4
+    start(table, steps=0, epochs=2)
+    assert [step for step, _ in losses(tmp_path / "run")] == [*range(8)]
 
 
 def test_the_seed_is_all_that_chance_depends_on(
@@ -593,9 +679,9 @@ def test_the_best_on_dev_is_kept(
     kept: list[torch.Tensor] = []
     save = finetune.save_checkpoint
 
-    def spy(folder: Path, model: Any, tokenizer: Path) -> None:
+    def spy(folder: Path, model: Any, **rest: Any) -> None:
         kept.append(model.encoder.embeddings.word.weight.detach().clone())
-        save(folder, model, tokenizer)
+        save(folder, model, **rest)
 
     monkeypatch.setattr(finetune, "save_checkpoint", spy)
     result = start({"head": heads(data)["names"]}, steps=8, eval_every=2)
@@ -839,7 +925,7 @@ def test_a_wrong_dev_file_is_found_before_training(
 ) -> None:
     """Not after an hour of it."""
     table = {**heads(data)["names"], "dev": data["entities"]}
-    with pytest.raises(labelled_rows.DataError, match="not JSON"):
+    with pytest.raises(labelled_rows.DataError, match="CoNLL files are for ner"):
         start({"names": table})
     assert not (tmp_path / "run").exists()
 
@@ -974,7 +1060,7 @@ def test_the_command_says_what_is_wrong_with_the_data(
 ) -> None:
     """In one line, without a traceback."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": 1}')
+    bad.write_text('{"text": 1, "label": "x"}')
     table = json.dumps({"a": {"task": "classification", "train": [str(bad)]}})
     options = [f"--heads={table}", "--output=x", f"--tokenizer={tokenizer_file}"]
     monkeypatch.setattr("sys.argv", ["finetune", *options])

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,24 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer
 
-from model import pretrain
+from model import fill, pretrain
 from model import tokenizer as model_tokenizer
+from model.checkpoints import reader
 from model.data import corpus, pretraining_batches
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Specials
 from model.families.bert_names import BERT
 from model.families.registry import FAMILIES
-from model.heads import Pretraining
+from model.heads import EncoderWithHeads, Pretraining
 from model.training import optim
 from model.training.training_run import TrainingRun
-from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, watch_steps
+from tests.model.helpers import (
+    TOLERANCE,
+    interrupted,
+    perturb,
+    run_with_signal,
+    shape,
+    watch_steps,
+)
 from tests.model.report.test_page import EXTERNAL
 
 
@@ -42,7 +51,7 @@ def test_corpus_files(tmp_path: Path) -> None:
     for name in ("b.gz", "a.txt", "a.titles.txt", "README.md", "c.xz"):
         (tmp_path / name).touch()
 
-    found = pretrain.corpus_files([str(tmp_path), str(tmp_path / "b.gz")])
+    found = corpus.corpus_files([str(tmp_path), str(tmp_path / "b.gz")])
 
     assert [file.name for file in found] == ["a.txt", "b.gz", "c.xz", "b.gz"]
 
@@ -157,11 +166,15 @@ def arguments(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> dict[s
     }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, arguments: dict[str, Any]) -> None:
+def options(output: Path, arguments: dict[str, Any]) -> list[str]:
+    """Return settings as command-line arguments."""
     named = {"output": str(output), **arguments}
     values = ((f"--{k.replace('_', '-')}", v) for k, v in named.items())
-    flat = [part for k, v in values for part in (k, v if isinstance(v, str) else json.dumps(v))]
-    monkeypatch.setattr(sys, "argv", ["pretrain", *flat])
+    return [part for k, v in values for part in (k, v if isinstance(v, str) else json.dumps(v))]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, output: Path, arguments: dict[str, Any]) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain", *options(output, arguments)])
     pretrain.main()
 
 
@@ -258,6 +271,54 @@ def test_report(
     shown = ["Loss of training", "mlm_accuracy", "Learning rate", "Cloze examples", "(right: "]
     steps = ["step 2", "step 4", "step 6"]
     assert [] == [text for text in (*shown, *steps, "data:image/png;base64,") if text not in page]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signaled_run_is_an_uninterrupted_run(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    number: signal.Signals,
+    status: int,
+) -> None:
+    """Every save writes a checkpoint that fine-tuning and `fill` read; resumed, the run has the same bytes."""
+    run(monkeypatch, tmp_path / "whole", arguments)
+    cut = tmp_path / "cut"
+
+    ended = run_with_signal("model.pretrain", number, *options(cut, arguments), step=4)
+    assert ended.returncode == status, ended.stderr
+    saved = 3 if number == signal.SIGKILL else 5
+    assert last(cut)["step"] == saved
+    if number != signal.SIGKILL:
+        assert f"{number.name}: stopped after step 5 of 8" in ended.stdout
+        assert (cut / "loss.png").is_file()
+    assert json.loads((cut / "checkpoint/training_settings.json").read_text())["step"] == saved
+    folder = cut / "checkpoint"
+    masked = reader.load_pretraining(folder)
+    assert len(fill.fill(masked, fill.read_encoder(folder), "Ada [MASK].", 3)[0]) == 3
+    reader.init_from(EncoderWithHeads(reader.read_config(folder), {}), folder)
+    run(monkeypatch, cut, arguments)
+
+    paths = [tmp_path / name / "checkpoint/model.safetensors" for name in ("cut", "whole")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert last(cut)["history"] == last(tmp_path / "whole")["history"]
+
+
+def test_another_run_into_the_same_directory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], corpus_file: Path
+) -> None:
+    """A corpus with other text is another run, also under the same name; --fresh begins anew."""
+    text = tmp_path / "text.txt"
+    text.write_text(corpus_file.read_text())
+    arguments = {**arguments, "corpus": [str(text)], "steps": 2}
+    run(monkeypatch, tmp_path / "run", arguments)
+    text.write_text(corpus_file.read_text() + "Ada sold it.\n")
+    with pytest.raises(SystemExit, match=r"corpus: .*text\.txt has changed: SHA-256"):
+        run(monkeypatch, tmp_path / "run", arguments)
+    run(monkeypatch, tmp_path / "run", {**arguments, "fresh": True, "steps": 1})
+    assert len(last(tmp_path / "run")["history"]) == 1
 
 
 def test_dropout_is_on(
@@ -504,8 +565,8 @@ def test_minutes(
     run(monkeypatch, tmp_path / "steps", planned)
     assert last(tmp_path / "steps")["history"] == last(tmp_path / "run")["history"]
 
-    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 500})
-    assert len(last(tmp_path / "run")["history"]) == plan["steps"]
+    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
+    assert len(last(tmp_path / "run")["history"]) == 2 * plan["steps"]  # at the measured speed
 
     (tmp_path / "run/last.pt").unlink()  # which begins anew
     run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})

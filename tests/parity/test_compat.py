@@ -84,7 +84,8 @@ def ask(server: Server, family: str) -> Ask:
         path: str, columns: Mapping[str, Sequence[Any]], fields: Mapping[str, Any]
     ) -> list[Any]:
         body = {"model": family, **columns, **fields}
-        results: list[Any] = server.answer(path, body)["results"]
+        answer = server.answer(path, body)
+        results: list[Any] = answer.get("results") or answer["embeddings"]
         return results
 
     return answer
@@ -116,6 +117,21 @@ def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Documents come in the same order, with the same scores."""
     found = compare.rerank(ask, folder / family, inputs.pairs, MAX_LENGTH)
+
+    assert set() == set().union(*differences(found).values())
+
+
+def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """Vectors of texts and of tokens, and weights of tokens, are those of sentence-transformers."""
+    found = differences(compare.vectors(ask, folder / family, inputs.texts, MAX_LENGTH))
+
+    assert {"/embed", "/embed-tokens", "/embed-tokens, query", "/embed-sparse"} == found.keys()
+    assert set() == set().union(*found.values())
+
+
+def test_fill_mask(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+    """The tokens and their probabilities are the pipeline's."""
+    found = compare.fill_mask(ask, folder / family, inputs.texts, MAX_LENGTH)
 
     assert set() == set().union(*differences(found).values())
 

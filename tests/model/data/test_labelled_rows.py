@@ -201,7 +201,6 @@ PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
         ("a.jsonl.gz", b"text", "Not a gzipped file"),
         ("a.jsonl.xz", lzma.compress(b"a")[:-1], "ended before"),
         ("a.jsonl.xz", b"text", "not supported"),
-        ("a.jsonl", b"\xff\n", "utf-8"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
@@ -216,7 +215,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reas
     [
         (["anchor\tpositive", "a\tp\tn"], "t.tsv:2: 3 columns, and the first line names 2"),
         (["anchor\tpositive", "a"], "t.tsv:2: 1 columns, and the first line names 2"),
-        (["a\tp", "b\tq"], "t.tsv:1: the first line must name the columns"),
+        (
+            ["a\tp", "b\tq"],
+            "t.tsv:1: .* no text .*the columns are a, p. Say which is which: columns =",
+        ),
         (["anchor\tpositive", "a\t"], "t.tsv:2: no positive"),
         (["text\ttext_pair\tscore", "a\tb\thigh"], "t.tsv:2: score may not be 'high'"),
         ([""], "t.tsv: no rows"),
@@ -246,7 +248,7 @@ def test_errors_of_tables_name_the_line(tmp_path: Path, lines: list[str], reason
         ("classification", '{"text": "a", "label": true}', "label may not be True"),
         ("ner", "Ada", "not a token and its tag"),
         ("ner", "Ada PER", "not a token and its tag"),
-        ("ner", "Ada S-PER", "not a token and its tag"),
+        ("ner", "Ada X-PER", "not a token and its tag"),
         ("embedding", '{"texts": ["a"]}', "two or more strings"),
         ("embedding", '{"text": "a", "text_pair": "b", "score": "5"}', "score may not be '5'"),
     ],

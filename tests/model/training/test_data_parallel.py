@@ -156,6 +156,24 @@ def test_one_is_lost(start: Start, tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_one_is_signaled(start: Start, tmp_path: Path) -> None:
+    """A signal to one process stops all after the same step, which is saved; the run continues with the same losses."""
+    finish(start("whole", 2, steps=40))
+
+    run = start("parts", 2, steps=40, save_every=1)
+    while not (tmp_path / "parts" / "last.pt").is_file():
+        assert run.poll() is None
+        time.sleep(0.05)
+    os.kill(sorted(workers(run.pid))[-1], signal.SIGTERM)
+    said = finish(run, code=1)
+    done = last(tmp_path / "parts")["step"]
+    assert 0 < done < 40
+    assert f"SIGTERM: stopped after step {done} of 40" in said
+
+    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(start("parts", 2, steps=40))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 def workers(parent: int) -> list[int]:
     """The processes that a process has started."""
     found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -1,6 +1,7 @@
 """A run reads its settings, keeps what it learnt, and goes on where it stopped."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from model.training import optim, training_run
+from model.training.run_record import OtherRunError
+from model.training.stop_signals import StoppedRun
 from model.training.training_run import TrainingRun, read_settings, show_metrics
 
 
@@ -26,6 +29,7 @@ class Settings:
     files: list[str] = field(default_factory=list)
     phases: list[list[float]] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = False
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
@@ -71,6 +75,15 @@ class TestSettings:
         settings = read(monkeypatch, "--output", "a", "--steps", "1e4")
 
         assert repr(settings.steps) == "10000"
+
+    def test_booleans_need_no_value(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The option alone sets a boolean, also before the name of a file; the value false unsets it."""
+        path = tmp_path / "run.toml"
+        path.write_text('output = "runs/a"\nsteps = 7\npairs = false\n')
+
+        assert read(monkeypatch, "--pairs", str(path)).pairs is True
+        assert read(monkeypatch, str(path), "--pairs").pairs is True
+        assert read(monkeypatch, str(path), "--pairs", "false").pairs is False
 
     def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """What the command line says replaces what the file says."""
@@ -140,8 +153,9 @@ class TestSettings:
         [
             ("stpes = 7\n", "unknown setting 'stpes': one of output, steps, lr"),
             ("steps = 7\nlr = fast\n", "at line 2"),
+            ("fresh = true\n", "fresh: give --fresh on the command line, for one run only"),
         ],
-        ids=["unknown name", "no TOML"],
+        ids=["unknown name", "no TOML", "fresh"],
     )
     def test_wrong_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
         """It is refused by name: with the names there are, or with where it goes wrong."""
@@ -151,6 +165,11 @@ class TestSettings:
         _, said, reason = refused(str(path)).partition(f"{path}: ")
         assert said
         assert message in reason
+
+
+def recorded(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a run writes."""
+    return {name: value for name, value in vars(settings).items() if name != "fresh"}
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -173,21 +192,36 @@ class TestRun:
         """A run that begins has its directory, and what was asked for in it."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.resume(*trained(1))
-            assert json.loads((training_run.output / "settings.json").read_text()) == vars(settings)
+            assert json.loads((training_run.output / "settings.json").read_text()) == recorded(
+                settings
+            )
 
-    @pytest.mark.parametrize(("saved", "written"), [(3, True), (5, False), (6, False)])
-    def test_settings_of_what_is_there(self, settings: Settings, saved: int, written: bool) -> None:
-        """Other settings take the place of the first as long as there is a step that follows them."""
+    def test_a_longer_run(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        """More steps continue the run, which reports both numbers and has the settings of the longer one."""
         layer, optimizer = trained(1)
-        with TrainingRun.open(settings.output, 6, settings) as training_run:
+        with TrainingRun.open(settings.output, 5, settings) as training_run:
             training_run.resume(layer, optimizer)
-            training_run.save(saved, layer, optimizer)
-        other = replace(settings, lr=0.5)
-        with TrainingRun.open(settings.output, 5, other) as again:
+            training_run.save(5, layer, optimizer)
+        longer = replace(settings, steps=8)
+        with TrainingRun.open(settings.output, 8, longer) as again:
+            assert again.resume(layer, optimizer)["step"] == 5
+
+        assert "at step 5, now to step 8 instead of 5" in capsys.readouterr().out
+        assert json.loads((again.output / "settings.json").read_text()) == recorded(longer)
+
+    def test_a_run_that_is_already_longer(self, settings: Settings) -> None:
+        """Fewer steps than are done are refused; the old settings stay."""
+        layer, optimizer = trained(1)
+        with TrainingRun.open(settings.output, 5, settings) as training_run:
+            training_run.resume(layer, optimizer)
+            training_run.save(5, layer, optimizer)
+        with (
+            TrainingRun.open(settings.output, 4, replace(settings, steps=4)) as again,
+            pytest.raises(OtherRunError, match="is already at step 5, beyond the 4 of these"),
+        ):
             again.resume(layer, optimizer)
 
-        kept = json.loads((again.output / "settings.json").read_text())
-        assert kept == vars(other if written else settings)
+        assert json.loads((again.output / "settings.json").read_text()) == recorded(settings)
 
     def test_first_time(self, settings: Settings) -> None:
         """A run that never saved starts at step 0."""
@@ -293,6 +327,25 @@ class TestRun:
         assert line == capsys.readouterr().out
         assert [(93, 0.91333)] == later.series["dev/mood"].points
         assert [(93, 0.88512)] == later.series["dev/mood/macro_f1"].points
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_stop(
+        self, settings: Settings, capsys: pytest.CaptureFixture[str], fresh: bool
+    ) -> None:
+        """A stopped run has a picture of its loss, and reports which command resumes it."""
+        settings.fresh = fresh
+        with TrainingRun.open(settings.output, 5, settings) as stopped:
+            stopped.step(0, {"loss": 1.0}, 10, lr=0.1)
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(StoppedRun):
+                stopped.stop(1)
+
+        command = "the same command without --fresh" if fresh else "the same command"
+        said = (
+            f"SIGTERM: stopped after step 1 of 5 and saved to {settings.output}; {command} resumes"
+        )
+        assert said in capsys.readouterr().out
+        assert imread(stopped.output / "loss.png").std() > 0
 
     def test_finish(self, settings: Settings) -> None:
         """A finished run has its metrics and a picture of its loss."""

@@ -1,0 +1,85 @@
+"""Text files: UTF-8, with or without a byte order mark, or UTF-16 with one; compressed (`.gz`, `.xz`) or not."""
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from model.data.checksums import DataError
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # UTF-8 is read with any or none
+# The first bytes of files that are no text, and what to do with them.
+OTHER_FILES = {
+    b"PK\x03\x04": "a ZIP archive or an Excel workbook: export its table as CSV UTF-8",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook: export its table as CSV UTF-8",
+    b"PAR1": "a Parquet file: its name must end in .parquet",
+    b"\x1f\x8b": "a gzip file: its name must end in .gz",
+    b"\xfd7zXZ": "an xz file: its name must end in .xz",
+}
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a file, each with `\\n` at its end.
+
+    Raises DataError for a truncated or damaged file, with the last readable line, and for one that is no text, with
+    line and column.
+    """
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
+    except UnicodeError:
+        raise _undecodable(path) from None
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text with its own line ends. Raises DataError as `read_lines` does."""
+    try:
+        with _open(path, newline="") as file:
+            text: str = file.read()
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read to its end: {error}") from None
+    except UnicodeError:
+        raise _undecodable(path) from None
+    return text
+
+
+def _opener(path: Path) -> Any:
+    return OPENERS.get(path.suffix, open)
+
+
+def _open(path: Path, newline: str | None = None) -> Any:
+    with _opener(path)(path, "rb") as file:
+        first = file.read(8)
+    for start, description in OTHER_FILES.items():
+        if first.startswith(start):
+            raise DataError(f"{path} is no text but {description}")
+    encoding = BYTE_ORDER_MARKS.get(first[:2], "utf-8-sig")
+    return _opener(path)(path, "rt", encoding=encoding, newline=newline)
+
+
+def _undecodable(path: Path) -> DataError:
+    """Return the error for a file that is no text, with the place of the first wrong byte."""
+    with _opener(path)(path, "rb") as file:
+        content = file.read()
+    if content[:2] in BYTE_ORDER_MARKS:
+        return DataError(f"{path}: begins as UTF-16 and is none: save the file as UTF-8")
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start : error.start + 1]
+            column = len(error.object[: error.start].decode()) + 1
+            shown = byte.decode("windows-1252", errors="replace")
+            return DataError(
+                f"{path}:{number}: column {column}: the byte 0x{byte.hex().upper()} is not UTF-8 ({shown!r} in"
+                " Windows-1252 and Latin-1): save the file as UTF-8, or convert it with iconv -f WINDOWS-1252 -t UTF-8"
+            )
+    return DataError(f"{path}: not UTF-8")

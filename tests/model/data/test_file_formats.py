@@ -1,0 +1,402 @@
+"""Each task reads each format that its rows can have, with and without a byte order mark."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from model.data import columns, labelled_rows
+from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
+
+PAGE = Path(__file__).parents[3] / "docs" / "training.md"
+
+# Rows of each task, as JSON objects and as our rows.
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "classification": [
+        {"text": 'He said "no";\nthen, nothing', "label": "x"},
+        {"text": "café", "label": "y"},
+    ],
+    "ner": [
+        {"tokens": ["Ada", "Byron", "sat"], "ner_tags": ["B-PER", "E-PER", "O"]},
+        {"tokens": ["Turin"], "ner_tags": ["S-LOC"]},
+    ],
+    "qa": [
+        {
+            "question": "Who?",
+            "context": "Ada drew it.",
+            "answers": {"text": ["Ada"], "answer_start": [0]},
+        },
+        {
+            "question": "Why?",
+            "context": "Ada drew it.",
+            "answers": {"text": [], "answer_start": []},
+        },
+    ],
+    "embedding": [
+        {"anchor": "a, b", "positive": "p", "negative": "n"},
+        {"anchor": "c", "positive": "q", "negative": "m"},
+    ],
+}
+EXPECTED: dict[str, list[Any]] = {
+    "classification": [
+        Text("", 'He said "no";\nthen, nothing', None, ("x",)),
+        Text("", "café", None, ("y",)),
+    ],
+    "ner": [
+        Sentence("", ["Ada", "Byron", "sat"], ["B-PER", "I-PER", "O"]),
+        Sentence("", ["Turin"], ["B-LOC"]),
+    ],
+    "qa": [
+        QuestionRow("", "Who?", "Ada drew it.", (("Ada", 0),)),
+        QuestionRow("", "Why?", "Ada drew it.", ()),
+    ],
+    "embedding": [
+        Similar("", ("a, b", "p"), None, ("n",)),
+        Similar("", ("c", "q"), None, ("m",)),
+    ],
+}
+
+
+def table(rows: list[dict[str, Any]], delimiter: str) -> str:
+    """Return rows as a quoted table with the line ends of RFC 4180; lists and objects are JSON."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [*rows[0]], delimiter=delimiter)
+    writer.writeheader()
+    for row in rows:
+        cells = {n: v if isinstance(v, str) else json.dumps(v) for n, v in row.items()}
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+def conll(rows: list[dict[str, Any]]) -> str:
+    sentences = [zip(row["tokens"], row["ner_tags"], strict=True) for row in rows]
+    return "\n\n".join("\n".join(map(" ".join, sentence)) for sentence in sentences)
+
+
+def squad(rows: list[dict[str, Any]]) -> str:
+    paragraphs = []
+    for row in rows:
+        pairs = zip(*row["answers"].values(), strict=True)
+        answers = [{"text": text, "answer_start": start} for text, start in pairs]
+        question = {"id": "1", "question": row["question"], "answers": answers}
+        paragraphs.append({"context": row["context"], "qas": [question]})
+    return json.dumps({"data": [{"paragraphs": paragraphs}]})
+
+
+# The writer of each format, and the end of the file's name.
+FORMATS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+    "CSV": (".csv", lambda rows: table(rows, ",")),
+    "TSV": (".tsv", lambda rows: table(rows, "\t")),
+    "JSON lines": (".jsonl", lambda rows: "\n".join(map(json.dumps, rows))),
+    "JSON": (".json", json.dumps),
+    "CoNLL": (".conll", conll),
+    "SQuAD": (".json", squad),
+}
+ONLY = {"CoNLL": "ner", "SQuAD": "qa"}
+MARKS = {"none": "utf-8", "UTF-8": "utf-8-sig", "UTF-16": "utf-16"}
+
+
+def without_places(rows: list[Any]) -> list[Any]:
+    return [type(row)(**{**vars(row), "where": ""}) for row in rows]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [(name, task) for name in FORMATS for task in ROWS if ONLY.get(name, task) == task],
+)
+def test_formats_of_tasks(tmp_path: Path, name: str, task: str, mark: str) -> None:
+    """Equal rows come from every format; a byte order mark is no character."""
+    suffix, write = FORMATS[name]
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(write(ROWS[task]).encode(MARKS[mark]))
+
+    assert without_places(labelled_rows.read(path, task)) == EXPECTED[task]
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_parquet(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_list(ROWS[task]).to_parquet(path)
+
+    assert without_places(labelled_rows.read(path, task)) == EXPECTED[task]
+
+
+def test_parquet_by_name_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("text,label\n")
+    with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
+        labelled_rows.read(path, "classification")
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def read(path: Path, text: str | bytes, task: str = "classification", *more: Any) -> list[Any]:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return labelled_rows.read(path, task, *more)
+
+
+def pairs(rows: list[Any]) -> list[tuple[str, str]]:
+    return [(row.text, row.labels[0]) for row in rows]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|", ":", "^", "~"])
+def test_delimiters(tmp_path: Path, delimiter: str) -> None:
+    """The columns decide, also where a text has more of another delimiter."""
+    text = f'text{delimiter}label\r\n"a, b; c, d; e, f; g"{delimiter}x\r\nh{delimiter}y\r\n'
+    assert pairs(read(tmp_path / "a.csv", text)) == [("a, b; c, d; e, f; g", "x"), ("h", "y")]
+
+
+def test_excel_exports(tmp_path: Path) -> None:
+    """Its line `sep=;`, empty columns and rows at the end, and a line end in a cell; lines are the file's own."""
+    text = '\N{BYTE ORDER MARK}sep=;\r\nText;Label;;\r\n"a\nb";x;;\r\n;;;\r\nc;y;;\r\n'
+    path = tmp_path / "a.csv"
+    assert read(path, text) == [
+        Text(f"{path}:3", "a\nb", None, ("x",)),
+        Text(f"{path}:6", "c", None, ("y",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ('"a"\tx\nb\ty\n', '"a"'),  # a title in quotation marks
+        ('"a ""b"" c"\tx\nb\ty\n', 'a "b" c'),
+        ('"a, b"\tx\nb\ty\n', "a, b"),
+        ('"a, b"\tx\nb, c\ty\n', '"a, b"'),  # Excel would have quoted the second one, too
+        ('"a\tb"\tx\nb\ty\n', "a\tb"),
+        ('"I came.\tx\nI saw."\ty\n', '"I came.'),  # speech over two rows
+        ('a "b"\tx\nb\ty\n', 'a "b"'),
+    ],
+)
+def test_quotation_marks_in_tsv(tmp_path: Path, text: str, first: str) -> None:
+    """They are text, unless the file is as those that writers of tables quote."""
+    assert read(tmp_path / "a.tsv", f"text\tlabel\n{text}")[0].text == first
+
+
+def test_old_line_ends(tmp_path: Path) -> None:
+    assert pairs(read(tmp_path / "a.csv", "text,label\ra,x\rb,y\r")) == [("a", "x"), ("b", "y")]
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Text,Label", " TEXT , label ", "sentence,LABEL", "question,label"],
+)
+def test_names_of_columns(tmp_path: Path, header: str) -> None:
+    """In any case, with blanks around them."""
+    assert pairs(read(tmp_path / "a.csv", f"{header}\na,x\n")) == [("a", "x")]
+
+
+def test_pairs_in_tables(tmp_path: Path) -> None:
+    found = read(tmp_path / "a.tsv", "index\tSentence1\tSentence2\tlabel\n0\ta\tb\tx\n")
+    assert [(row.text, row.pair) for row in found] == [("a", "b")]
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    """The source names them, exactly as the file writes them."""
+    path = tmp_path / "a.csv"
+    path.write_text("Review text;Stars & more\na;5\n")
+    source = f"{path}?text=Review text&label=Stars %26 more"
+    assert pairs(labelled_rows.read(source, "classification")) == [("a", "5")]
+
+
+def test_a_question_mark_in_a_files_name(tmp_path: Path) -> None:
+    assert pairs(read(tmp_path / "what?.csv", "text,label\na,x\n")) == [("a", "x")]
+
+
+def test_lists_in_cells(tmp_path: Path) -> None:
+    """Names of several labels are separated by commas or a JSON list; words of a sentence by blanks."""
+    text = 'text,labels\na,"x, y"\nb,\nc,"[""z""]"\n'
+    found = read(tmp_path / "a.csv", text, "classification", "multi_label_classification")
+    assert [row.labels for row in found] == [("x", "y"), (), ("z",)]
+    [sentence] = read(tmp_path / "b.csv", "tokens,tags\nAda sat,B-PER O\n", "ner")
+    assert (sentence.words, sentence.tags) == (["Ada", "sat"], ["B-PER", "O"])
+
+
+def test_answers_in_cells(tmp_path: Path) -> None:
+    """One answer with its start; an empty cell is a question without an answer."""
+    text = "question,context,answer,answer_start\nWho?,Ada sat.,Ada,0\nWhy?,Ada sat.,,\n"
+    assert [row.answers for row in read(tmp_path / "a.csv", text, "qa")] == [(("Ada", 0),), ()]
+
+
+def test_numbers_in_cells(tmp_path: Path) -> None:
+    """A label of a regression is a number; so is one of pairs with fractions."""
+    found = read(tmp_path / "a.csv", "text,label\na,2.5\nb,3\n", "classification", "regression")
+    assert [row.score for row in found] == [2.5, 3.0]
+    text = "sentence1,sentence2,label\na,b,0.5\nc,d,2.5\n"
+    assert [row.score for row in read(tmp_path / "b.csv", text, "embedding")] == [0.0, 1.0]
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"Text": "a", "Label": "x"}',
+        '[{"text": "a", "label": "x"}]',
+        '{\n  "data": [\n    {"text": "a", "label": "x"}\n  ]\n}',
+        '{"text": "a", "label": "x"}\n',
+    ],
+)
+def test_json(tmp_path: Path, text: str) -> None:
+    """A list, an object with a list, one object, and lines, whatever the file is called."""
+    for name in ("a.json", "a.data"):
+        assert pairs(read(tmp_path / name, text)) == [("a", "x")]
+
+
+def test_tags_that_are_numbers(tmp_path: Path) -> None:
+    """The labels name them, in their order; BIOES becomes BIO."""
+    text = '{"tokens": ["Ada", "Byron"], "ner_tags": [1, 2]}'
+    labels = ["O", "B-PER", "E-PER"]
+    [found] = read(tmp_path / "a.jsonl", text, "ner", None, labels)
+    assert found.tags == ["B-PER", "I-PER"]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*set the head's labels in their order"):
+        labelled_rows.read(tmp_path / "a.jsonl", "ner")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: a tag may not be 2: the head has 2 labels"):
+        labelled_rows.read(tmp_path / "a.jsonl", "ner", None, labels[:2])
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.csv",
+            "text,label\na,x\ncafé,y\n".encode("latin-1"),
+            "a.csv:3: column 4: the byte 0xE9 is not UTF-8 ('é' in Windows-1252 and Latin-1): save",
+        ),
+        ("a.jsonl", b"\xff\n", "a.jsonl:1: column 1: the byte 0xFF is not UTF-8"),
+        ("a.csv", b"PK\x03\x04....", "a.csv is no text but a ZIP archive or an Excel workbook"),
+        (
+            "a.csv",
+            b"PAR1....",
+            "a.csv is no text but a Parquet file: its name must end in .parquet",
+        ),
+        ("a.csv", b"\x1f\x8b....", "a.csv is no text but a gzip file: its name must end in .gz"),
+        ("a.csv", b"text,label,label\na,x,y\n", "a.csv:1: 2 columns are called 'label': rename"),
+        (
+            "a.csv",
+            b"Text,text,label\na,b,x\n",
+            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': columns =",
+        ),
+        (
+            "a.csv",
+            b"Review;Stars\na;5\n",
+            "a.csv:1: the first line, which names the columns: no text (recognized names: text, premise,"
+            " sentence1, question1, question, sentence): classification needs text and label, or text and"
+            " labels, or text and score; the columns are Review, Stars. Say which is which: columns ="
+            ' { text = "COLUMN", label = "COLUMN" } in the head\'s table, or ?text=COLUMN&label=COLUMN '
+            "after the file's name",
+        ),
+        ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
+        ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),
+        ("a.csv", b'text,label\n"a,x\nb,y\n', "a.csv:2: a quotation mark opens a cell and none"),
+        ("a.csv", b'text,label\nb,y\n"a"b,x\n', "a.csv:3: ',' expected after '\"': quotation"),
+        ("a.csv", b"text,label\na,x\nb,\n", "a.csv:3: no label"),
+        (
+            "a.csv",
+            b"sentence,Label\na,\nb,x\nc,\nd, \n",
+            "a.csv:2: no Label (and 4, 5; 3 rows in all): fill the cells, or remove the rows",
+        ),
+        ("a.jsonl", b'{"text": "a", "label": "x"}\n{"text" 1}\n', "a.jsonl:2: column 9: not JSON"),
+        ("a.json", b'[\n{"text": "a",}]', "a.json:2: column 14: not JSON"),
+        ("a.json", b"3", "a.json: not a list of JSON objects"),
+        ("a.json", b"[3]", "a.json: row 1: not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "label": "x", "label": "y"}',
+            "a.jsonl:1: two fields are called 'label'",
+        ),
+        ("a.jsonl", b'{"body": "a"}', "a.jsonl:1: no text (recognized names: text, premise,"),
+        ("a.conll", b"Ada O\n", "a.conll: CoNLL files are for ner, not for classification"),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """The message has the line and the column, what is there, and what is accepted, in one line."""
+    with pytest.raises(DataError) as refused:
+        read(tmp_path / name, content)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("number", ["2,5", "nan", "inf", "high"])
+def test_a_wrong_number(tmp_path: Path, number: str) -> None:
+    """The message has the file's own name of the column."""
+    with pytest.raises(DataError, match=rf"a\.csv:2: Score may not be '{number}'"):
+        read(tmp_path / "a.csv", f'text,Score\na,"{number}"\n', "classification", "regression")
+
+
+def test_a_number_in_json_that_is_none(tmp_path: Path) -> None:
+    text = '{"text": "a", "score": NaN}'
+    with pytest.raises(DataError, match=r"a\.jsonl:1: score may not be nan"):
+        read(tmp_path / "a.jsonl", text, "classification", "regression")
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text"), [("ner", "a.conll", "Ada O\n"), ("qa", "a.json", squad(ROWS["qa"]))]
+)
+def test_columns_of_a_file_without_columns(tmp_path: Path, task: str, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match="has no named columns"):
+        labelled_rows.read(f"{path}?tokens=a&tags=b", task)
+
+
+@pytest.mark.parametrize("data", ['["x"]', '[{"paragraphs": [3]}]', '[{"paragraphs": 3}]'])
+def test_a_wrong_squad_file(tmp_path: Path, data: str) -> None:
+    with pytest.raises(DataError, match=r"a\.json: (data|paragraphs) (must|may not) be"):
+        read(tmp_path / "a.json", f'{{"data": {data}}}', "qa")
+
+
+# -- the tables of the documentation --------------------------------------------------------------
+
+
+def formats_table() -> str:
+    tasks = [*columns.FIELDS]
+    lines = [f"| format | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
+    for name in [*FORMATS, "Parquet"]:
+        marks = ["yes" if ONLY.get(name, task) == task else "" for task in tasks]
+        lines.append(f"| {name} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def columns_table() -> str:
+    lines = ["| task | field | recognized names |", "|---|---|---|"]
+    for task, fields in columns.FIELDS.items():
+        every = [*fields, "negative"] if task == "embedding" else fields
+        for field in every:
+            names = [f"`{name}`" for name in columns.accepted(field)]
+            names += ["`negatives`", "`negative_1`, `negative_2`, ..."] * (field == "negative")
+            lines.append(f"| {task} | `{field}` | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("name", "make"), [("formats", formats_table), ("columns", columns_table)])
+def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None:
+    """They are made of the formats that the tests above read, and of the names that the code has."""
+    block = re.search(
+        rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", PAGE.read_text(), re.S
+    )
+    assert block, f"docs/training.md has no block {name}"
+    assert block[1] == make(), make()
+
+
+@pytest.mark.parametrize("task", columns.FIELDS)
+def test_recognized_names_are_read(task: str) -> None:
+    """Each name of the table stands for its field."""
+    for field in columns.FIELDS[task]:
+        for name in columns.accepted(field):
+            if field == "text_pair" or name in ("premise", "sentence1", "question1"):
+                continue  # pairs are tested as pairs
+            assert columns.recognize(task, (name.upper(),))[field] == name.upper()

@@ -1,0 +1,68 @@
+"""Rows that are readable and probably not meant are counted and named, and training goes on."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from model.data import examples
+from model.data.examples import HeadSettings
+from model.data.labelled_rows import Sentence, Text
+from model.data.row_warnings import find_warnings
+
+
+def text(place: int, text: str, label: str) -> Text:
+    return Text(f"a.csv:{place}", text, None, (label,))
+
+
+def test_labels_that_differ_in_case_or_blanks() -> None:
+    """The most frequent one stays; the message has the setting that merges them."""
+    labels = ["very good", "very good", "Very  Good", "bad"]
+    rows = [text(number, "a", label) for number, label in enumerate(labels)]
+    assert list(find_warnings(rows)) == [
+        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case or blanks alone and are learned"
+        ' as different ones: label_map = { "Very  Good" = "very good" } merges them'
+    ]
+
+
+def test_types_of_entities_that_differ_in_case() -> None:
+    rows = [Sentence("", ["Ada"], ["B-PER"]), Sentence("", ["Ada"], ["B-Per"])]
+    [warning] = find_warnings(rows)
+    assert warning.startswith("the labels 'PER' (1 row), 'Per' (1 row) differ in case")
+
+
+def test_values_that_look_missing() -> None:
+    """They are counted by value and named by their places; other words stay what they are."""
+    rows = [text(2, "NaN", "x"), text(3, "a", "N/A"), text(4, " NaN ", "x"), text(5, "nano", "x")]
+    assert list(find_warnings(rows)) == [
+        "the text 'NaN' looks like a missing value (2 rows): a.csv:2, a.csv:4",
+        "the label 'N/A' looks like a missing value (1 row): a.csv:3",
+    ]
+
+
+def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Blanks around a label are none of its own; what label_map merges is no warning."""
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\na,"NUM "\nb,NUM\nc,Num\nd,HUM\n')
+    settings = HeadSettings("classification", [str(path)])
+    with caplog.at_level(logging.WARNING):
+        rows = examples.read_training(settings)
+    assert [row.labels[0] for row in rows] == ["NUM", "NUM", "Num", "HUM"]
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{path}: the labels 'NUM' (2 rows), 'Num' (1 row)")
+
+    caplog.clear()
+    examples.read_training(HeadSettings("classification", [str(path)], label_map={"Num": "NUM"}))
+    assert not caplog.records
+
+
+def test_columns_of_a_head(tmp_path: Path) -> None:
+    """The setting holds for all files of the head that name none of their own, and once."""
+    path = tmp_path / "a.csv"
+    path.write_text("Body,Kind\na,x\n")
+    columns = {"text": "Body", "label": "Kind"}
+    settings = HeadSettings("classification", [str(path)], dev=str(path), columns=columns)
+    assert [row.text for row in examples.read_training(settings)] == ["a"]
+    assert settings.dev == f"{path}?text=Body&label=Kind"
+    again = HeadSettings(**vars(settings))
+    assert again.train == settings.train

@@ -1,0 +1,41 @@
+"""Text files are UTF-8 or UTF-16 by their byte order mark; any other file is refused with the place of its fault."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from model.data import corpus
+from model.data.checksums import DataError
+from model.data.text_files import read_lines, read_text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_byte_order_marks(tmp_path: Path, encoding: str, suffix: str) -> None:
+    """They are no part of the first line, also of a corpus; line ends stay where the whole text is read."""
+    content = "café\r\nb\n".encode(encoding)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+
+    assert list(read_lines(path)) == [(1, "café\n"), (2, "b\n")]
+    assert read_text(path) == "café\r\nb\n"
+    assert list(corpus.documents([path])) == [["café", "b"]]
+
+
+def test_the_place_of_a_wrong_byte(tmp_path: Path) -> None:
+    """The column counts characters, behind a byte order mark, too; a compressed file is no exception."""
+    content = b"\xef\xbb\xbfcaf\xc3\xa9 \xfc\n"
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    for name in ("a.txt", "a.txt.gz"):
+        with pytest.raises(
+            DataError, match=rf"{name}:1: column 6: the byte 0xFC is not UTF-8 \('ü'"
+        ):
+            list(read_lines(tmp_path / name))
+
+
+def test_a_damaged_utf_16_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfea")
+    with pytest.raises(DataError, match=r"a\.txt: begins as UTF-16 and is none"):
+        read_text(tmp_path / "a.txt")

@@ -1,0 +1,40 @@
+"""The first SIGINT or SIGTERM is recorded; the second one has its usual effect."""
+
+import signal
+
+import pytest
+
+from model.training.stop_signals import StoppedRun, StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_recorded(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is announced, and afterwards both signals are handled as before."""
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as signals:
+        assert signals.received == 0
+        signal.raise_signal(number)
+        assert signals.received == number
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert "another signal stops at once" in capfd.readouterr().err
+
+
+def test_the_second_signal_interrupts() -> None:
+    with StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_nothing_is_left_of_a_run_without_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_exit_statuses(number: signal.Signals, status: int) -> None:
+    assert StoppedRun(number).code == status
