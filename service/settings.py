@@ -36,7 +36,7 @@ MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
-RootDialect = Literal["native", "openai", "tei"]
+RootDialect = Literal["native", "infinity", "openai", "tei"]
 
 
 class Slots(NamedTuple):
@@ -92,6 +92,11 @@ class Settings(BaseSettings):
     root_dialect: RootDialect = Field(
         "native",
         description="API whose endpoints have paths without a prefix; the native ones are always under /native, too",
+    )
+    tiktoken_file: Path | None = Field(
+        None,
+        description="file of OpenAI's tokens, cl100k_base.tiktoken; set, token ids sent to /v1/embeddings are these;"
+        " unset, the model's own",
     )
     metrics_port: int | None = Field(
         None,
@@ -383,6 +388,12 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return [
         f"{PREFIX}{name} is not a setting{did_you_mean(name, known, PREFIX)}" for name in unknown
     ]
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of settings that are secret, for a child process."""
+    secret = {variable(name) for name in NOT_FLAGS}
+    return {name: value for name, value in environ.items() if name.upper() not in secret}
 
 
 def is_ours(variable: str) -> bool:

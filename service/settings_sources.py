@@ -13,12 +13,13 @@ from pydantic import SecretStr, ValidationError
 
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.settings import Settings, Variables, did_you_mean, flag, variable
+from service.token_table import read_token_table
 
 FILE = Path("quartet.toml")  # read when no other file is named
 BUNDLES = Path("bundles")  # searched when no bundle is named
 NOT_IN_FILES = frozenset({"api_key", "config"})
 CANNOT_GO_ON = 4  # the exit status of a service in a state from which it cannot recover
-PATHS = frozenset({"api_keys", "bundles", "models_dir", "uds"})
+PATHS = frozenset({"api_keys", "bundles", "models_dir", "tiktoken_file", "uds"})
 
 Given = Mapping[str, Any]
 
@@ -48,6 +49,8 @@ def configure(flags: Given) -> Configuration:
     given, origins, path = gather(flags)
     if given.models_dir is not None and not given.models_dir.is_dir():
         raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
+    if given.tiktoken_file is not None:
+        check_token_table(given.tiktoken_file)
     bundles, keys = given.bundles or find_bundles(), find_keys(given)
     found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
     settings = given.model_copy(update=found)
@@ -179,6 +182,14 @@ def find_keys(given: Settings) -> Keys:
 def read_key_file(path: Path) -> Keys:
     try:
         return read_keys(path)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+
+
+def check_token_table(path: Path) -> None:
+    """Raise ConfigError for a file of tokens that cannot be read, before a request needs it."""
+    try:
+        read_token_table(path)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
 

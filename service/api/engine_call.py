@@ -24,6 +24,7 @@ from service.middleware.body_memory import MemoryReservation
 from service.middleware.request_context import RequestContext, context_of
 from service.middleware.service_state import Service, timeout_s
 from service.observability.logs import log_bug
+from service.scheduling.entries import Heads
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
@@ -55,9 +56,17 @@ class Call(Generic[R]):
         self.context.stages += (time.perf_counter() - began,)
         return response
 
-    async def compute(self, task: EngineTask[T]) -> Reply[T]:
-        """Compute a task until the client disconnects or the deadline passes."""
-        return await self._wait(self.engine.answer(task, self.ticket, self.body.wanted_heads))
+    async def compute(self, task: EngineTask[T], heads: Heads | None = None) -> Reply[T]:
+        """Compute a task until the client disconnects or the deadline passes.
+
+        heads: the names of the heads; None for those that the request wants
+        """
+        heads = self.body.wanted_heads if heads is None else heads
+        return await self._wait(self.engine.answer(task, self.ticket, heads))
+
+    def make_id(self, prefix: str, request_id: str | None = None) -> str:
+        """Return an id of the response from the prefix and the id of the request, or the service's own id for it."""
+        return f"{prefix}-{request_id or self.context.request_id}"
 
     async def within_deadline(self, work: Coroutine[Any, Any, W]) -> W:
         """Await work that needs no device until the client disconnects or the deadline passes."""

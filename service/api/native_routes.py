@@ -21,7 +21,7 @@ from service.api.analysis_schemas import (
     ZeroShotResponse,
 )
 from service.api.compression import compress
-from service.api.engine_call import json_response, receive_call, service_of
+from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.late_interaction_schemas import EmbedTokensRequest, EmbedTokensResponse
 from service.api.mask_schemas import FillMaskRequest, FillMaskResponse
 from service.api.ranking_schemas import (
@@ -52,6 +52,7 @@ from service.core.decode import (
     TokenScore,
     Vector,
 )
+from service.engines.engine import Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
 from service.tasks.analysis import Analysis
@@ -61,7 +62,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
-from service.tasks.reranking import make_ranking, rank
+from service.tasks.reranking import Ranked, Ranking, make_ranking, rank
 from service.tasks.similarity import Similarity
 from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
@@ -194,15 +195,23 @@ async def rerank(request: Request) -> Response:
         truncate=body.truncate,
         stride=body.stride,
     )
-    reply = await call.compute(ranking)
-    score = partial(ranking.scores, call.engine, reply)
-    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens))
+    reply, ranked = await rank_documents(call, ranking, body.top_n)
     results = [
         {"index": place, "score": score}
         | ({"text": body.documents[place]} if body.return_text else {})
-        for place, score in rank(scores, body.top_n)
+        for place, score in ranked
     ]
     return call.respond(reply, {"results": results})
+
+
+async def rank_documents(
+    call: Call[Any], ranking: Ranking[T], top_n: int | None
+) -> tuple[Reply[T], list[Ranked]]:
+    """Compute a ranking. Return the reply and the `top_n` documents (None: all) by falling score."""
+    reply = await call.compute(ranking)
+    score = partial(ranking.scores, call.engine, reply)
+    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens))
+    return reply, rank(scores, top_n)
 
 
 @router.post("/similarity", **openapi.task(SimilarityRequest, SimilarityResponse, in_lines=False))

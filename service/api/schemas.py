@@ -459,6 +459,7 @@ PHRASES: Mapping[str, str] = {
     "model_type": "must be an object with question and context",
     "string_too_long": "must have at most {max_length} characters",
     "string_type": "must be a string",
+    "too_long": "must have at most {max_length} items",
     "too_short": "must not be empty",
 }
 

@@ -6,6 +6,7 @@ on how a bundle is made or served.
 
 import hashlib
 import math
+import mmap
 import os
 import re
 import shutil
@@ -59,6 +60,11 @@ PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one 
 VECTORS: frozenset[str] = frozenset(
     {"embedding", "late-interaction", "sparse-embedding"}
 )  # tasks whose results are vectors
+
+MOST_GOLDEN_BYTES = 2**28  # of all arrays, uncompressed
+# In a graph's file: the name of a file with external data, after ONNX's field `external_data`, key "location". The
+# last byte is the length of the name.
+EXTERNAL_DATA = re.compile(rb"\x0a\x08location\x12(.)", re.DOTALL)
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -552,8 +558,13 @@ def load(path: Path | str) -> Bundle:
     folder = Path(path)
     text = _read_manifest(folder)
     manifest = _parse(folder, text)
+    for precision, tolerance in manifest.goldens.tolerance.items():
+        if tolerance.max_difference is None and not tolerance.min_cosine:
+            raise BundleError(folder, f"the golden tolerance for {precision} is empty")
     for name, expected in manifest.files().items():
         _check_file(folder, name, expected)
+    for graph in manifest.graphs:
+        _check_external_data(folder, graph)
     golden = _read_golden(folder, manifest)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest(), golden)
 
@@ -562,7 +573,7 @@ def _read_manifest(folder: Path) -> bytes:
     if not folder.is_dir():
         raise BundleError(folder, "no such bundle directory")
     path = folder / MANIFEST
-    if path.is_symlink():
+    if path.is_symlink() or path.is_fifo() or path.is_socket() or path.is_char_device():
         raise BundleError(folder, f"{MANIFEST} is not a plain file")
     try:
         return path.read_bytes()
@@ -594,19 +605,45 @@ def _check_file(folder: Path, name: str, expected: str) -> None:
         )
 
 
+def _check_external_data(folder: Path, graph: Graph) -> None:
+    """Raise BundleError for a graph that reads another file than the weights that the manifest names."""
+    allowed = {graph.weights.file} if graph.weights else set()
+    path = folder / graph.file
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return  # an empty file cannot be mapped
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for found in EXTERNAL_DATA.finditer(content):
+                name = content[found.end() : found.end() + found[1][0]]
+                if name.decode("utf-8", "replace") not in allowed:
+                    reason = f"{graph.file} reads {name!r}, which is not its weights file"
+                    raise BundleError(folder, reason)
+
+
 def _read_golden(folder: Path, manifest: Manifest) -> Golden:
     try:
         with (
             (folder / manifest.goldens.file).open("rb") as file,
             np.load(file, allow_pickle=False) as arrays,
         ):
+            size = sum(entry.file_size for entry in arrays.zip.infolist())
+            if size > MOST_GOLDEN_BYTES:
+                raise ValueError(f"its arrays have {size} bytes, more than {MOST_GOLDEN_BYTES}")
             golden = Golden(
                 arrays["input_ids"],
                 arrays["token_type_ids"],
                 arrays["lengths"],
                 {head: arrays[f"output.{head}"] for head in manifest.heads},
             )
-    except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        EOFError,
+        OSError,
+        zipfile.BadZipFile,
+    ) as error:
         raise BundleError(folder, f"{manifest.goldens.file} cannot be read: {error}") from None
     if len(golden.input_ids) != golden.lengths.sum():
         raise BundleError(folder, f"{manifest.goldens.file}: lengths and input_ids disagree")

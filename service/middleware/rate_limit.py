@@ -7,16 +7,22 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """Token bucket that holds one minute's amount and refills steadily.
+    """Token bucket that refills steadily.
 
     The level may become negative, because an amount may be known only after its use.
 
-    per_minute: inflow per minute; the bucket holds this much, and at least 1
+    per_minute: inflow per minute
+    size: the most that the bucket holds, at least 1; None for one minute's amount
     """
 
-    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_minute: float,
+        clock: Callable[[], float] = time.monotonic,
+        size: float | None = None,
+    ) -> None:
         self._per_second = per_minute / MINUTE_S
-        self._size = max(per_minute, 1.0)
+        self._size = max(per_minute if size is None else size, 1.0)
         self._clock = clock
         self._level = self._size
         self._filled_at = clock()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import structlog
-from opentelemetry import propagate
+from opentelemetry.context import Context
 from opentelemetry.trace import (
     Span,
     SpanKind,
@@ -26,6 +26,7 @@ from opentelemetry.trace import (
     format_trace_id,
     set_span_in_context,
 )
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -50,6 +51,7 @@ OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # export
 METHODS = frozenset(  # the methods that the semantic conventions list
     ["CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"]
 )
+TRACE_STATE = 512  # characters, the least that W3C Trace Context asks a service to pass on
 CLOSE_S = 1.0  # limit for the export of the last spans
 QUIET_S = 60.0  # between two log lines about lost spans
 
@@ -83,6 +85,18 @@ async def tracing() -> AsyncIterator[Trace | None]:
             ending = Thread(target=provider.shutdown, daemon=True)
             ending.start()
             await asyncio.to_thread(ending.join, CLOSE_S)
+
+
+def parent_context(headers: Headers) -> Context:
+    """Return the client's trace context. Baggage is not read, and neither is a long trace state.
+
+    The time to parse either grows with the square of its length.
+    """
+    names = ("traceparent", "tracestate")
+    carrier = {name: headers[name] for name in names if name in headers}
+    if len(carrier.get("tracestate", "")) > TRACE_STATE:
+        del carrier["tracestate"]
+    return TraceContextTextMapPropagator().extract(carrier)
 
 
 def requested_exporters(environ: Mapping[str, str]) -> list[str]:
@@ -177,7 +191,7 @@ class RequestSpans:
         known = method if method in METHODS else "HTTP"
         span = self._tracer.start_span(
             known if route == OTHER else f"{known} {route}",
-            propagate.extract(Headers(scope=scope)),
+            parent_context(Headers(scope=scope)),
             SpanKind.SERVER,
             attributes(method, route, scope, request_context),
             start_time=begin,

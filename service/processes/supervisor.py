@@ -42,7 +42,7 @@ from service.processes.control_channel import (
     ChildControl,
     Report,
 )
-from service.settings import Settings
+from service.settings import Settings, without_secrets
 from service.settings_sources import CANNOT_GO_ON, KeySource
 
 log = structlog.get_logger()
@@ -194,6 +194,7 @@ class Processes:
                 *(sys.executable, "-m", "service.processes.child_main", role),
                 *map(str, (os.getpid(), *inherited)),
                 stdin=PIPE,
+                env=without_secrets(os.environ),
                 pass_fds=inherited,
                 process_group=0,  # a signal from a terminal reaches only the main process
             )

@@ -13,8 +13,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.middleware.body_memory import BODIES
+from service.middleware.rate_limit import Bucket
 from service.middleware.request_lifecycle import RequestLifecycle
-from service.server.connection import Protocol
+from service.server.connection import CHUNKS_AT_ONCE, CHUNKS_PER_S, Protocol
 from service.server.connection_limits import (
     divide_connections,
     raise_file_limit,
@@ -77,6 +78,7 @@ def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio
     admitted: set[Protocol] = set()
     extra = ExcessConnections(excess)
     hangups = HangupWatcher()
+    chunk_rate = Bucket(60 * CHUNKS_PER_S, size=CHUNKS_AT_ONCE)
     piece = piece_size(BODIES * settings.max_body_bytes, served)
     buffer = memoryview(bytearray(BODY_PIECE * piece))
 
@@ -89,6 +91,7 @@ def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio
             header_timeout_s=settings.header_timeout_s,
             lifecycle=lifecycle,
             hangups=hangups,
+            chunk_rate=chunk_rate,
         )
         return Reader(protocol, buffer)
 

@@ -1,7 +1,7 @@
 """Embedding: one vector for each text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.core import decode
 from service.core.bundle import Head, InputType, OutputDtype, Ranges
@@ -10,7 +10,7 @@ from service.core.encode import Cut, Truncate
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, one_head
 from service.errors import InvalidInput
-from service.scheduling.entries import Heads
+from service.scheduling.entries import Heads, Outputs
 
 NAMED = 32  # largest number of prompts or dimensions that a message lists
 
@@ -135,6 +135,26 @@ class Embedding:
             )
             raise InvalidInput(reason, param="normalize")
         return known[wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingByType:
+    """The vector of each text in several types of numbers, by type, from one pass of the encoder."""
+
+    embedding: Embedding
+    output_dtypes: Sequence[OutputDtype]
+
+    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, dict[OutputDtype, Vector]]:
+        plans = {
+            dtype: replace(self.embedding, output_dtype=dtype).plan(engine, heads)
+            for dtype in self.output_dtypes
+        }
+        first = next(iter(plans.values()))
+
+        def by_type(index: int, item: Cut, outputs: list[Outputs]) -> dict[OutputDtype, Vector]:
+            return {dtype: plan.decode(index, item, outputs) for dtype, plan in plans.items()}
+
+        return TaskPlan(first.heads, first.sizes, first.encode, by_type)
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from service.core import decode
+from service.core.bundle import Head, Task
 from service.core.decode import Floats
 from service.core.encode import Cut, Truncate
 from service.engines.engine import Engine, EngineTask, Reply
@@ -109,7 +110,7 @@ def make_ranking(
 def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
     """Return the wanted head, or the first cross-encoder if there is none. Raises UnknownHead."""
     heads = engine.manifest.heads
-    found = [n for n, h in heads.items() if h.task == "classification" and len(h.labels) == 1]
+    found = [name for name, head in heads.items() if is_cross_encoder(head)]
     name = wanted[0] if wanted else next(iter(found), None)
     if name not in found:
         what = f"no head {name!r} that scores pairs with one label" if name else "no cross-encoder"
@@ -118,6 +119,22 @@ def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
         has = ", ".join(found) or "none"
         raise UnknownHead(f"{engine.id} has {what}; cross-encoders: {has}{hint}", param="head")
     return name
+
+
+def select_ranking_head(engine: Engine, tasks: Sequence[Task]) -> str | None:
+    """Return the first head of these tasks for a model without a cross-encoder; None for one that has it.
+
+    None, too, for a model without any of these: `make_ranking` then makes a ranking that raises UnknownHead.
+    """
+    heads = engine.manifest.heads
+    if any(is_cross_encoder(head) for head in heads.values()):
+        return None
+    by_task = {head.task: name for name, head in reversed(heads.items())}
+    return next((by_task[task] for task in tasks if task in by_task), None)
+
+
+def is_cross_encoder(head: Head) -> bool:
+    return head.task == "classification" and len(head.labels) == 1
 
 
 def rank(scores: Sequence[float | None], top_n: int | None = None) -> list[Ranked]:

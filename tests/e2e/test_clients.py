@@ -12,7 +12,11 @@ from service.keys import make_key, record
 from tests.e2e.client_calls.records import Call, Failure, KeyUse, error_class, modules
 from tests.e2e.conftest import Server, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    # cohere calls what pydantic will remove.
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
+]
 
 OPTIONS = ("--max-inputs-per-request", 8)
 MODULES = dict(modules())

@@ -217,3 +217,42 @@ def test_bodies_sent_ahead_take_little_memory(locked: Server, ahead: int) -> Non
         assert 200 == locked.get("/health/live").status
     assert most - before < ALLOWED_MB
     until(lambda: locked.get("/health/ready").status == 200)
+
+
+def send_chunks(port: int, size: int, stop: threading.Event) -> None:
+    """Send an endless body in chunks of a size, on one connection after the other."""
+    chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+    data = chunk * max(1, 65_536 // len(chunk))
+    head = b"POST /classify HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
+    while not stop.is_set():
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+            client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            while not stop.is_set():
+                client.sendall(data)
+
+
+def slowest_half(server: Server, size: int, connections: int) -> float:
+    """Return the median seconds of a small request next to clients that send chunks of a size."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(connections) as pool:
+        senders = [pool.submit(send_chunks, server.port, size, stop) for _ in range(connections)]
+        try:
+            time.sleep(1)
+            lasted = []
+            for _ in range(20):
+                began = time.monotonic()
+                assert 200 == server.get("/health/live").status
+                lasted.append(time.monotonic() - began)
+        finally:
+            stop.set()
+    for sender in senders:
+        sender.result()
+    return float(np.median(lasted))
+
+
+@pytest.mark.promise("A client that sends its body in small chunks slows down itself, not others.")
+def test_small_chunks_slow_down_their_sender(tiny_bundle: Path) -> None:
+    """Next to one-byte chunks, others wait about as long as next to large chunks; it had been seconds."""
+    with serving(tiny_bundle, "--body-timeout-s", 5) as server:
+        control, small = (slowest_half(server, size, 20) for size in (16_384, 1))
+    assert small < 0.2 + 2 * control

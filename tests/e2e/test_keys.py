@@ -168,3 +168,14 @@ def test_a_hangup_ends_nothing(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatc
         assert 200 == server.post("/embed", BODY).status
         assert before == children(server)
         assert server.process.poll() is None
+
+
+def test_children_do_not_have_the_key(tiny_bundle: Path) -> None:
+    """The environment of the other processes is readable for their user, and has no key."""
+    env = {**os.environ, "QUARTET_API_KEY": make_key(), "QUARTET_MAX_WAIT_MS": "0"}
+    with serving(tiny_bundle, env=env) as server:
+        for pid in [*children(server)["http"], *children(server)["inference"]]:
+            assert b"QUARTET_API_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert 401 == server.post("/embed", {"inputs": "a"}).status
+        key = {"Authorization": f"Bearer {env['QUARTET_API_KEY']}"}
+        assert 200 == server.post("/embed", {"inputs": "a"}, key).status

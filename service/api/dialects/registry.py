@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from fastapi import APIRouter
 
-from service.api.dialects import openai_dialect, tei_dialect
+from service.api.dialects import (
+    cohere_dialect,
+    infinity_dialect,
+    jina_dialect,
+    openai_dialect,
+    tei_dialect,
+    vllm_dialect,
+)
 from service.errors import ErrorForm, QuartetError, native_form
 from service.settings import RootDialect
 
@@ -18,6 +25,7 @@ FormError = Callable[[QuartetError], ErrorForm]
 NATIVE = "native"
 # First segments of the paths that the native API keeps under every root dialect.
 KEPT = frozenset({"admin", "docs", "health", "metrics", "models", "openapi.json", "static"})
+HEALTH = "/health"  # of other servers; the native API has paths below it
 
 
 class Dialect(NamedTuple):
@@ -33,9 +41,17 @@ class Dialect(NamedTuple):
 
 DIALECTS: Sequence[Dialect] = tuple(
     Dialect(module.PREFIX, module.router, module.error_form)
-    for module in (openai_dialect, tei_dialect)
+    for module in (
+        openai_dialect,
+        jina_dialect,
+        tei_dialect,
+        cohere_dialect,
+        infinity_dialect,
+        vllm_dialect,
+    )
 )
 ROOTS: Mapping[RootDialect, str] = {
+    "infinity": infinity_dialect.PREFIX,
     "openai": openai_dialect.PREFIX,
     "tei": tei_dialect.PREFIX,
 }  # the prefix of each dialect that can own the bare paths
@@ -53,7 +69,8 @@ class Paths:
         first = path[1:].partition("/")[0]
         if first == NATIVE:
             return path[len(NATIVE) + 1 :] or "/", native_form
-        if self._root and first not in self._firsts and (first or method == "POST"):
+        is_kept = first in self._firsts and path != HEALTH
+        if self._root and not is_kept and (first or method == "POST"):
             path = f"/{self._root}{path}".rstrip("/")
             first = self._root
         return path, self._forms.get(path[1:]) or self._forms.get(first, native_form)

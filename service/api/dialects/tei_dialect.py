@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -19,19 +18,31 @@ from starlette.responses import Response
 
 from service import __version__
 from service.api import openapi
+from service.api.dialects.common import REFUSED, allowed, filled, refused
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.native_routes import Route, label
-from service.api.schemas import AtLeastOne, InputsRequest, NotBlank, Request, Texts, numbered
+from service.api.native_routes import Route, label, numbers
+from service.api.schemas import (
+    AtLeastOne,
+    InputsRequest,
+    NotBlank,
+    Request,
+    ServedName,
+    Texts,
+    numbered,
+)
 from service.api.token_routes import check_vocabulary
 from service.api.token_schemas import DetokenizeRequest
+from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
 from service.engines.engine import Engine
 from service.errors import ErrorForm, InvalidInput, QuartetError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.reranking import Reranking, rank
 from service.tasks.similarity import Similarity
+from service.tasks.sparse_embedding import SparseEmbedding
 
 PREFIX = "tei"
 TAG = "text-embeddings-inference"
@@ -52,14 +63,10 @@ def error_form(error: QuartetError) -> ErrorForm:
 # -- requests -------------------------------------------------------------------------------------
 
 
-def check_direction(value: object) -> object:
-    if value is None or (isinstance(value, str) and value.lower() == "right"):
-        return value
-    raise PydanticCustomError("direction", 'must be "right": texts are cut at their end')
-
-
 Truncate = Annotated[bool | None, Field(description="false refuses long texts; else they are cut")]
-Direction = Annotated[str | None, BeforeValidator(check_direction)]
+Direction = Annotated[
+    str | None, allowed(None, "right", "Right", reason="texts are cut at their end")
+]
 
 
 class TeiRequest(Request):
@@ -80,6 +87,26 @@ class TeiEmbedRequest(TeiRequest, InputsRequest):
 
     normalize: bool = Field(True, description="scale vectors to length 1")
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
+    prompt_name: ServedName | None = Field(
+        None, description="the head's prompt before each text; its default prompt when absent"
+    )
+
+
+class TeiEmbedAllRequest(TeiRequest, InputsRequest):
+    task = "late-interaction"
+
+    prompt_name: Annotated[
+        InputType | None,
+        allowed(None, "query", "document", reason="how late interaction reads texts"),
+    ] = Field(None, description="query or document, which is the default")
+
+
+class TeiEmbedSparseRequest(TeiRequest, InputsRequest):
+    task = "sparse-embedding"
+
+    prompt_name: Annotated[None, refused("sparse heads have no prompts")] = Field(
+        None, description=REFUSED
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +215,11 @@ class TeiDecodeRequest(DetokenizeRequest):
 # -- responses ------------------------------------------------------------------------------------
 
 
+class TeiWeight(BaseModel):
+    index: int = Field(description="id of a token")
+    value: float
+
+
 class TeiLabel(BaseModel):
     score: float
     label: str
@@ -257,10 +289,39 @@ async def embed_texts(call: Call[TeiEmbedRequest]) -> Response:
         texts=body.inputs,
         normalize=body.normalize,
         dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
         truncate=body.cuts,
     )
     reply = await call.compute(task)
-    return json_response([*map(np.ascontiguousarray, reply.results)], call.headers(reply))
+    return json_response([*map(numbers, filled(reply.results))], call.headers(reply))
+
+
+@router.post("/embed_all", **openapi.dialect(TeiEmbedAllRequest, list[list[list[float]]], TAG))
+async def embed_all(request: HttpRequest) -> Response:
+    """The vectors of each text's tokens, by the model's head of late interaction."""
+    call = await receive_call(request, TeiEmbedAllRequest)
+    body = call.body
+    task = TokenEmbedding(
+        texts=body.inputs, input_type=body.prompt_name or "document", truncate=body.cuts
+    )
+    reply = await call.compute(task)
+    return json_response([*map(numbers, filled(reply.results))], call.headers(reply))
+
+
+@router.post("/embed_sparse", **openapi.dialect(TeiEmbedSparseRequest, list[list[TeiWeight]], TAG))
+async def embed_sparse(request: HttpRequest) -> Response:
+    """The weights of tokens for each text, by the model's sparse head."""
+    call = await receive_call(request, TeiEmbedSparseRequest)
+    reply = await call.compute(SparseEmbedding(texts=call.body.inputs, truncate=call.body.cuts))
+    shown = [
+        [*map(weight, found.indices.tolist(), found.values.tolist())]
+        for found in filled(reply.results)
+    ]
+    return json_response(shown, call.headers(reply))
+
+
+def weight(index: int, value: float) -> dict[str, object]:
+    return {"index": index, "value": value}
 
 
 @router.post(

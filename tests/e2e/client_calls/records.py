@@ -11,7 +11,11 @@ from typing import Any
 from tests.e2e.conftest import Server
 
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
-CLIENTS = ("openai", "huggingface_hub")  # importable packages; their modules here end with _client
+CLIENTS = (
+    "openai",
+    "huggingface_hub",
+    "cohere",
+)  # importable packages; their modules here end with _client
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
 Run = Callable[[Server], Any]
 

@@ -19,6 +19,24 @@ from quartet_client.api.administration import (
     roll_back_model,
     unload_model,
 )
+from quartet_client.api.cohere import (
+    cohere_detokenize,
+    cohere_embed_v1,
+    cohere_embed_v2,
+    cohere_model,
+    cohere_models,
+    cohere_rerank_v1,
+    cohere_rerank_v2,
+    cohere_tokenize,
+)
+from quartet_client.api.infinity import (
+    infinity_classify,
+    infinity_embeddings,
+    infinity_health,
+    infinity_models,
+    infinity_rerank,
+)
+from quartet_client.api.jina import jina_rerank
 from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
@@ -40,6 +58,8 @@ from quartet_client.api.tasks import (
 from quartet_client.api.text_embeddings_inference import (
     tei_decode,
     tei_embed,
+    tei_embed_all,
+    tei_embed_sparse,
     tei_health,
     tei_info,
     tei_predict,
@@ -47,6 +67,7 @@ from quartet_client.api.text_embeddings_inference import (
     tei_similarity,
     tei_tokenize,
 )
+from quartet_client.api.v_llm import vllm_classify, vllm_pooling, vllm_rerank, vllm_score
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -162,6 +183,53 @@ def call_dialects(client: AuthenticatedClient) -> None:
     assert tei_health.sync(client=client) is not None
     documents = models.TeiRerankRequest(query=TEXT, texts=[OTHER])
     assert tei_rerank.sync(client=client, body=documents) is None  # there is no cross-encoder
+    assert tei_embed_all.sync(client=client, body=models.TeiEmbedAllRequest(inputs=TEXT)) is None
+    sparse = models.TeiEmbedSparseRequest(inputs=TEXT)
+    assert tei_embed_sparse.sync(client=client, body=sparse) is None
+
+
+def call_cohere(client: AuthenticatedClient) -> None:
+    body = models.CohereEmbedRequest(texts=[TEXT, OTHER], input_type="search_query")
+    found = cohere_embed_v2.sync(client=client, body=body)
+    assert found is not None
+    plain = cohere_embed_v1.sync(client=client, body=body)
+    assert plain is not None
+    assert plain.embeddings == found.embeddings.float_
+    documents = models.CohereRerankRequest(query=TEXT, documents=[OTHER])
+    assert cohere_rerank_v1.sync(client=client, body=documents) is None
+    assert cohere_rerank_v2.sync(client=client, body=documents) is None
+    tokens = cohere_tokenize.sync(client=client, body=models.CohereTokenizeRequest(text=TEXT))
+    assert tokens is not None
+    ids = models.CohereDetokenizeRequest(tokens=tokens.tokens)
+    assert cohere_detokenize.sync(client=client, body=ids)
+    listed = cohere_models.sync(client=client)
+    assert listed is not None
+    assert listed.models[0] == cohere_model.sync(client=client, model="tiny")
+
+
+def call_infinity_and_others(client: AuthenticatedClient) -> None:
+    vectors = models.InfinityEmbeddingRequest(input_=TEXT, dimensions=4)
+    assert infinity_embeddings.sync(client=client, body=vectors)
+    labels = models.InfinityClassifyRequest(input_=TEXT)
+    assert infinity_classify.sync(client=client, body=labels)
+    documents = models.InfinityRerankRequest(query=TEXT, documents=[OTHER])
+    assert infinity_rerank.sync(client=client, body=documents) is None
+    assert infinity_models.sync(client=client)
+    assert infinity_health.sync(client=client)
+
+    others = models.JinaRerankRequest(query=TEXT, documents=[OTHER])
+    assert jina_rerank.sync(client=client, body=others) is None
+
+    assert vllm_classify.sync(client=client, body=models.VllmClassifyRequest(input_=TEXT))
+    assert vllm_pooling.sync(client=client, body=models.VllmPoolingRequest(input_=[TEXT]))
+    pairs = models.VllmScoreRequest(text_1=TEXT, text_2=[OTHER, TEXT])
+    scores = vllm_score.sync(client=client, body=pairs)
+    assert scores is not None
+    assert 2 == len(scores.data)
+    ranked = models.VllmRerankRequest(query=TEXT, documents=[OTHER, TEXT])
+    best = vllm_rerank.sync(client=client, body=ranked)
+    assert best is not None
+    assert TEXT == best.results[0].document.text
 
 
 def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient) -> None:
@@ -230,6 +298,8 @@ def main(url: str, client_key: str, admin_key: str) -> None:
     call_tasks(client)
     call_more_tasks(client)
     call_dialects(client)
+    call_cohere(client)
+    call_infinity_and_others(client)
     call_pages(url, client, admin)
     call_administration(admin)
     call_errors(client)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -442,6 +444,36 @@ class TestFiles:
 
         bundle.load(folder)
 
+    def test_empty_tolerance(self, folder: Path) -> None:
+        """A tolerance that compares nothing is refused."""
+        manifest = json.loads(loaded_text(folder))
+        manifest["goldens"]["tolerance"]["int8"] = {}
+
+        assert "the golden tolerance for int8 is empty" == refusal(save(folder, manifest))
+
+    @pytest.mark.parametrize("name", ["manifest.json", "golden.npz"])
+    def test_fifo(self, folder: Path, name: str) -> None:
+        """A named pipe in place of a file is refused, and does not hold up the load."""
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+        assert refusal(folder).endswith("not a plain file")
+
+    def test_external_data(self, folder: Path) -> None:
+        """A graph that reads another file than its weights is refused, since no hash covers that file."""
+        for name, allowed in (("weights.bin", True), ("other.bin", False)):
+            entry = onnx.StringStringEntryProto(key="location", value=name)
+            tensor = onnx.TensorProto(name="w", data_location=1, external_data=[entry])
+            graph = onnx.ModelProto(graph=onnx.GraphProto(initializer=[tensor]))
+            (folder / "packed.onnx").write_bytes(graph.SerializeToString())
+            manifest = json.loads(loaded_text(folder))
+            manifest["graphs"][0].update(bundle.describe_file(folder / "packed.onnx"))
+            save(folder, manifest)
+            if allowed:
+                bundle.load(folder)
+            else:
+                assert "packed.onnx reads b'other.bin'" in refusal(folder)
+
     def test_other_files(self, folder: Path) -> None:
         """Files that the manifest does not know, a model card say, are let be."""
         (folder / "README.md").write_text("A card.")
@@ -471,6 +503,15 @@ class TestGoldens:
         manifest["goldens"].update(bundle.describe_file(folder / "golden.npz"))
 
         assert refusal(save(folder, manifest)).startswith("golden.npz cannot be read: ")
+
+    def test_inflated(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Goldens that would take much memory are refused before they are inflated."""
+        monkeypatch.setattr(bundle, "MOST_GOLDEN_BYTES", 1_000_000)
+        np.savez_compressed(folder / "golden.npz", input_ids=np.zeros(200_000, np.int64))
+        manifest = json.loads(loaded_text(folder))
+        manifest["goldens"].update(bundle.describe_file(folder / "golden.npz"))
+
+        assert "bytes, more than 1000000" in refusal(save(folder, manifest))
 
     def test_single_array(self, folder: Path) -> None:
         """A lone array in place of the archive is refused."""

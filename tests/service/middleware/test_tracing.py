@@ -143,6 +143,18 @@ async def test_it_is_part_of_the_trace_of_its_client(client: httpx.AsyncClient, 
     assert span.context.trace_state.get("vendor") == "value"
 
 
+@pytest.mark.parametrize("name", ["baggage", "tracestate"])
+async def test_long_headers_cost_no_time(client: httpx.AsyncClient, made: Any, name: str) -> None:
+    """The library's parsers take time that grows with the square of these headers' length: neither is parsed."""
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", name: "a=1" + "\t" * 8000 + "b"}
+    began = time.process_time()
+    for _ in range(10):
+        await client.post("/classify", json=BODY, headers=headers)
+    assert time.process_time() - began < 0.5
+    spans = [span for span in made.get_finished_spans() if span.kind.name == "SERVER"]
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
+
+
 async def test_a_client_that_does_not_sample_is_heeded(
     client: httpx.AsyncClient, made: Any
 ) -> None:

@@ -1030,3 +1030,55 @@ async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(
 def test_pieces_fit_the_memory_of_bodies(memory: int, connections: int, size: int) -> None:
     """One for each connection, within bounds."""
     assert size == piece_size(memory, connections)
+
+
+def in_chunks(body: bytes, size: int = 1) -> bytes:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small chunks of all connections wait for their rate; large chunks and other requests do not."""
+    seen = 0
+    parse = Protocol.on_body
+
+    def count(self: Protocol, body: bytes) -> None:
+        nonlocal seen
+        seen += len(body) < 2
+        parse(self, body)
+
+    monkeypatch.setattr(Protocol, "on_body", count)
+    async with listen() as server, AsyncExitStack() as stack:
+        began = time.monotonic()
+        for _ in range(10):
+            client = await stack.enter_async_context(server.client())
+            client.send(CHUNKED + in_chunks(b" " * 100_000))
+        for _ in range(20):
+            other = await stack.enter_async_context(server.client())
+            other.send(CHUNKED + in_chunks(BODY + b" " * 300_000, 4096) + b"0\r\n\r\n")
+            assert 200 == (await other.answer()).status
+        lasted = time.monotonic() - began
+    slices = (
+        10 * connection_module.SLICE / len(in_chunks(b" "))
+    )  # of ten connections, each one more
+    most = connection_module.CHUNKS_AT_ONCE + connection_module.CHUNKS_PER_S * lasted + slices
+    assert 0 < seen <= most
+    assert seen < 1_000_000
+
+
+async def test_a_body_in_small_chunks_is_read(listen: Listen) -> None:
+    """It is slow, but complete, and the next request on the connection is answered, too."""
+    text = b"a " * 10_000
+    async with listen() as server, server.client() as client:
+        client.send(CHUNKED + in_chunks(b'{"inputs": "%s"}' % text) + b"0\r\n\r\n" + GET)
+        assert 200 == (await client.answer()).status
+        assert 200 == (await client.answer()).status
+
+
+async def test_the_rest_of_a_refused_chunked_body_is_not_parsed(listen: Listen) -> None:
+    """The connection closes after the refusal, since the rest of the body has no known length."""
+    async with listen() as server, server.client() as client:
+        head = HEAD.replace(b"application/json", b"text/plain")
+        client.send(head + b"Transfer-Encoding: chunked\r\n\r\n" + in_chunks(b" " * 100))
+        assert 415 == (await client.answer()).status
+        assert await client.ended()

@@ -7,7 +7,7 @@ import pytest
 
 from service.core import decode
 from service.errors import InvalidInput, UnknownHead
-from service.tasks.embedding import Embedding
+from service.tasks.embedding import Embedding, EmbeddingByType
 from tests.service.tasks.helpers import WORDS, engine
 
 PROMPTS = {"query": "query: ", "passage": "passage: "}
@@ -157,3 +157,19 @@ def test_types() -> None:
     unit = decode.embed([np.array(output, np.float32)], [1], normalize=True, dimensions=None)
     expected = np.clip(np.floor(unit / 2 * 255), 0, 255) - 128
     assert expected.tolist() == vector(made, output, output_dtype="int8").tolist()
+
+
+def test_several_types() -> None:
+    """A vector in several types equals the vector in each type alone; one type that is refused refuses all."""
+    made = engine(vectors={"quantization_ranges": {4: [[0.0] * 4, [2.0] * 4]}})
+    output = [3, -4, 0, 12]
+    embedding, types = Embedding(texts=["sea"]), ("float", "uint8", "binary")
+    plan = EmbeddingByType(embedding=embedding, output_dtypes=types).plan(made, ())
+    (item,) = plan.encode(slice(0, 1))
+    found = plan.decode(0, item, [{"vectors": np.asarray(output, np.float32)}])
+    assert [*types] == [*found]
+    for dtype, one in found.items():
+        assert vector(made, output, output_dtype=dtype).tolist() == one.tolist()
+    without = engine(vectors={})
+    with pytest.raises(InvalidInput, match="no quantization ranges for uint8"):
+        EmbeddingByType(embedding=embedding, output_dtypes=types).plan(without, ())

@@ -1,12 +1,15 @@
 """The paths of the native API and of other servers' APIs."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
 
-from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Paths
+from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Dialect, Paths
+from service.api.native_routes import Route
+from service.errors import BadRequest, InvalidInput, UnknownModel
 from service.keys import Key, digest
 from service.settings import RootDialect
 
@@ -22,6 +25,10 @@ BODY = {"inputs": "a text"}
         ("native", "GET", "/native", "/", "native"),
         ("native", "POST", "/tei/embed", "/tei/embed", "tei"),
         ("native", "POST", "/v1/embeddings", "/v1/embeddings", "v1"),
+        ("native", "POST", "/v1/rerank", "/v1/rerank", "v1/rerank"),
+        ("native", "POST", "/cohere/v2/embed", "/cohere/v2/embed", "cohere"),
+        ("native", "POST", "/vllm/v1/score", "/vllm/v1/score", "vllm"),
+        ("native", "GET", "/health", "/health", "native"),
         ("native", "POST", "/", "/", "native"),
         ("tei", "POST", "/embed", "/tei/embed", "tei"),
         ("tei", "POST", "/native/embed", "/embed", "native"),
@@ -30,7 +37,11 @@ BODY = {"inputs": "a text"}
         ("tei", "GET", "/", "/", "native"),
         ("tei", "POST", "/tei/embed", "/tei/embed", "tei"),
         ("tei", "POST", "/v1/embeddings", "/v1/embeddings", "v1"),
+        ("tei", "GET", "/health", "/tei/health", "tei"),
         ("openai", "POST", "/embeddings", "/v1/embeddings", "v1"),
+        ("openai", "POST", "/rerank", "/v1/rerank", "v1/rerank"),
+        ("infinity", "POST", "/classify", "/infinity/classify", "infinity"),
+        ("infinity", "GET", "/health", "/infinity/health", "infinity"),
         *(("tei", "GET", f"/{kept}/a", f"/{kept}/a", "native") for kept in sorted(KEPT)),
         ("tei", "OPTIONS", "*", "*", "native"),
     ],
@@ -79,3 +90,36 @@ async def test_keys_of_clients(client_with: Connect, name: str) -> None:
         assert 200 == (await client.post("/embed", json=BODY, headers={name: value})).status_code
         other = {name: value, "Authorization": "Bearer other", "x-api-key": "quartet_search"}
         assert 401 == (await client.post("/embed", json=BODY, headers=other)).status_code
+
+
+MALFORMED = (
+    *(b"", b"{", b"null", b"[]", b'"a"', b"\xff", b"{}"),
+    *(b'{"model": 1}', b'{"model": "none"}', b'{"unknown": 1}', b'{"a":' * 100),
+    b'{"input": {}, "inputs": {}, "texts": {}, "documents": {}, "text": {}, "tokens": {}, "ids": {}}',
+    b'{"query": null, "documents": [null], "input": [null], "inputs": [null], "texts": [null]}',
+)
+POSTS = [
+    (dialect, re.sub(r"{\w+(:path)?}", "tiny", route.path))
+    for dialect in DIALECTS
+    for route in dialect.router.routes
+    if isinstance(route, Route) and "POST" in route.methods
+]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path"), POSTS, ids=[f"{dialect.prefix} {path}" for dialect, path in POSTS]
+)
+async def test_malformed_bodies(client: httpx.AsyncClient, dialect: Dialect, path: str) -> None:
+    """They are refused in the form of the dialect's errors."""
+    forms = {
+        frozenset(dialect.error_form(error("")).body)
+        for error in (BadRequest, InvalidInput, UnknownModel)
+    }
+    for body in MALFORMED:
+        response = await client.post(path, content=body)
+        assert 400 <= response.status_code < 500, body
+        assert frozenset(response.json()) in forms, body
+    headers = {"Content-Type": "text/plain", "Content-Encoding": "none"}
+    response = await client.post(path, content=b"{}", headers=headers)
+    assert 415 == response.status_code
+    assert frozenset(response.json()) in forms

@@ -1,0 +1,80 @@
+"""OpenAI's API: the tokens of OpenAI's tokenizer, by a small table in place of its own."""
+
+import base64
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+import tiktoken
+
+from service.api.dialects.openai_dialect import cached_token_table
+from service.tasks.embedding import Embedding
+from service.token_table import SPECIAL_TOKENS
+from tests.service.fakes import FakeEngine
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+WORDS = [b"Ad", b"Ada", b" d", b" dr", "é".encode(), "🪁".encode()]
+RANKS = {bytes([byte]): byte for byte in range(256)} | {
+    word: rank for rank, word in enumerate(WORDS, start=256)
+}
+TEXT = "Ada drew a café 🪁"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "small.tiktoken"
+    lines = [f"{base64.b64encode(word).decode()} {rank}\n" for word, rank in RANKS.items()]
+    path.write_text("".join(lines))
+    cached_token_table.cache_clear()
+    return path
+
+
+def encode(text: str) -> list[int]:
+    """Return the ids that a client of OpenAI's models sends."""
+    tokenizer = tiktoken.Encoding(
+        "small", pat_str=r"\S+|\s+\S*", mergeable_ranks=RANKS, special_tokens={}
+    )
+    return tokenizer.encode(text)
+
+
+async def embedded(client: httpx.AsyncClient, engine: FakeEngine, body: object) -> object:
+    """Return the texts that a request embeds."""
+    response = await client.post("/v1/embeddings", json={"input": body})
+    assert 200 == response.status_code, response.text
+    assert isinstance(engine.asked, Embedding)
+    return engine.asked.texts
+
+
+async def test_ids_of_the_table(client_with: Connect, engine: FakeEngine, table: Path) -> None:
+    """Ids become the texts that they are of, without special tokens; a text cut inside a letter stays valid."""
+    ids = encode(TEXT)
+    assert len(ids) < len(TEXT.encode())
+    async with client_with(tiktoken_file=table) as client:
+        assert [TEXT] == await embedded(client, engine, ids)
+        assert [TEXT, "a"] == await embedded(client, engine, [ids, encode("a")])
+        assert ["a"] == await embedded(client, engine, [[*encode("a"), min(SPECIAL_TOKENS)]])
+        assert ["a\ufffd"] == await embedded(client, engine, [[97, 0xC3]])
+        assert ["plain"] == await embedded(client, engine, "plain")
+
+
+async def test_ids_that_are_not_in_the_table(client_with: Connect, table: Path) -> None:
+    """They are refused by the id, the place and the file."""
+    async with client_with(tiktoken_file=table) as client:
+        response = await client.post("/v1/embeddings", json={"input": [[97], [70000]]})
+    assert 400 == response.status_code
+    message = response.json()["error"]["message"]
+    for part in ("input[1]", "70000", "small.tiktoken", "QUARTET_TIKTOKEN_FILE"):
+        assert part in message
+
+
+async def test_texts_of_ids_are_limited(client_with: Connect, tmp_path: Path) -> None:
+    """A few bytes of ids can be many of text, but not more than a body may have."""
+    path = tmp_path / "long.tiktoken"
+    path.write_text(f"{base64.b64encode(b'a' * 128).decode()} 0\n")
+    async with client_with(tiktoken_file=path, max_body_bytes=1000) as client:
+        response = await client.post("/v1/embeddings", json={"input": [[0] * 4] * 2})
+    assert 400 == response.status_code
+    assert "1000 characters" in response.json()["error"]["message"]
