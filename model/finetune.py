@@ -82,7 +82,7 @@ class FinetuneSettings:
     seed: int = 1
     precision: str = "auto"  # auto, fp32 or bf16
     eval_every: int | None = None  # steps; ten evaluations in a run or more, unless given
-    # evaluations without a better score after which a run ends; 0: none. 5 where `epochs` and `steps` are defaults
+    # evaluations without a better score after which a run ends; 0: none. 7 where `epochs` and `steps` are defaults
     patience: int | None = None
     dev_share: float = 0.1  # of the rows of a head without a dev file, held out to evaluate it
     dev_limit: int = 0  # dev rows of each head that are evaluated while training (0: all)

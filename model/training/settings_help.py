@@ -62,15 +62,15 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "anneal": ("for heads with a teacher: from its outputs to the labels over the steps", "true"),
     "temperature": ("temperature of the logits of teacher and student", "2.0"),
     "epochs": (
-        "passes over the rows of the head with the longest epoch; by default 20 for up to 500 rows, "
-        "10 for up to 2,000, 5 for up to 10,000, else 3",
+        "passes over the rows of the head with the longest epoch; by default 15 for up to 500 rows, "
+        "6 for up to 2,000, 4 for up to 10,000, else 3",
         "4",
     ),
     "steps": ("optimizer steps; 0 in fine-tuning: as many as `epochs` needs", "2000"),
     "gradient_accumulation": ("micro-batches of each head whose gradients one step adds up", "4"),
     "optimizer": ("adamw, or muon for the matrices of the layers", "muon"),
     "lr": (
-        "peak learning rate; by default of fine-tuning 5e-4 for hidden states of up to 256 numbers, 3e-4 up to 384, "
+        "peak learning rate; by default of fine-tuning 3e-4 for hidden states of up to 256 numbers, 2e-4 up to 384, "
         "1e-4 up to 512, 5e-5 up to 768, else 2e-5",
         "3e-4",
     ),
@@ -90,7 +90,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
         "100",
     ),
     "patience": (
-        "evaluations without a better score after which the run ends, 0 for none; by default 5 where neither "
+        "evaluations without a better score after which the run ends, 0 for none; by default 7 where neither "
         "`epochs` nor `steps` is given, else 0",
         "3",
     ),

@@ -455,10 +455,10 @@ def test_defaults_follow_rows_and_width(
     result = start(table, steps=0, lr=None, patience=0)
 
     settings = json.loads((tmp_path / "run/settings.json").read_text())
-    assert (20.0, 5e-4, 7) == tuple(settings[name] for name in ("epochs", "lr", "eval_every"))
+    assert (15.0, 3e-4, 5) == tuple(settings[name] for name in ("epochs", "lr", "eval_every"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert (72, 11) == (result["steps"], len(lines))
-    assert lines[0].startswith("step 7 of 72: names: accuracy 0.")
+    assert (54, 11) == (result["steps"], len(lines))
+    assert lines[0].startswith("step 5 of 54: names: accuracy 0.")
     assert lines[0].endswith(" (best so far)")
 
 
