@@ -393,7 +393,7 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
 
 def unused_fields(head: Head) -> set[str]:
     """Return the fields that heads of the first formats did not have, as far as this head does not use them."""
-    added = {"late_interaction", "mask_token_id", "vocabulary_size", *FORMAT_5_FIELDS}
+    added = {"late_interaction", "sparse", "mask_token_id", "vocabulary_size", *FORMAT_5_FIELDS}
     unset = {name for name in added if getattr(head, name) is None}
     return unset | {*FORMAT_4_FIELDS} - {*head.format_4_fields()}
 
