@@ -132,7 +132,7 @@ $(VENV)/.audit: $(VENV)/.python
 # Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
 $(VENV)/.test: $(VENV)/.serve
 	@echo "Installing what training, export and the tests need (some minutes; torch is large)"
-	@$(RUN) deploy/requirements.py $(DEVICE) otel train test > $(VENV)/test.txt
+	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train test > $(VENV)/test.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
 	@touch $@

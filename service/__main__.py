@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import socket
 import sys
@@ -67,6 +68,7 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     """Serve until a stop signal; source: from which API keys are read again."""
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
+    reserved: list[socket.socket] = []
     if settings.uds is None:
         listeners = [bind(settings.host, settings.port)]
     else:
@@ -76,6 +78,10 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             listeners.append(bind(settings.host, settings.metrics_port))
             bound = {"metrics_port": listeners[1].getsockname()[1]}  # 0 has become a port
             settings = settings.model_copy(update=bound)
+        if settings.grpc_port is not None:
+            reserved.append(reserve(settings.host, settings.grpc_port))
+            port = reserved[0].getsockname()[1]
+            settings = settings.model_copy(update={"grpc_port": port})
         on_gpu = settings.http_workers is None and settings.provider != "cpu" and has_gpu()
         workers = settings.workers(on_gpu, usable_cores())
         settings = settings.model_copy(update={"http_workers": workers})
@@ -87,7 +93,7 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
 
         serve_alone(settings, listeners, source)
     finally:
-        for listener in listeners:
+        for listener in [*listeners, *reserved]:
             listener.close()  # also removes the file of a Unix socket
 
 
@@ -123,11 +129,21 @@ def add_argument(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int) -> socket.socket:
+    """Bind the port of gRPC, on which each HTTP process listens itself. Exits as `bind` does, and without the extra."""
+    if importlib.util.find_spec("grpc") is None:
+        raise fail(
+            "grpc_port needs the extra grpc: pip install grpcio protobuf, or leave grpc_port unset",
+            2,
+        )
+    return bind(host, port, socket.SO_REUSEPORT)
+
+
+def bind(host: str, port: int, option: int = socket.SO_REUSEADDR) -> socket.socket:
     """Bind a port before any slow work. Exits with status 1 and one line when the port is busy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -36,7 +36,7 @@ MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
 
 
-RootDialect = Literal["native", "infinity", "openai", "tei"]
+RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]
 
 
 class Slots(NamedTuple):
@@ -103,6 +103,12 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
         description="port of their own for metrics, and health checks, without keys; unset, they share the other",
+    )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the Open Inference Protocol over gRPC; unset, not served; it needs the extra grpc",
     )
     http_workers: int | None = Field(
         None,
@@ -283,6 +289,13 @@ class Settings(BaseSettings):
     def _apart(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and value == info.data.get("port"):
             raise ValueError("must not be the other port")
+        return value
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _alone(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and value in (info.data.get("port"), info.data.get("metrics_port")):
+            raise ValueError("must not be another port of the service")
         return value
 
     @field_validator("api_key")

@@ -84,9 +84,10 @@ def test_the_picture_of_the_rooms_is_current():
 def test_service_imports_only_what_serving_installs():
     """Every library that the service imports is a declared serving dependency."""
     # FastAPI and pydantic each hand on their foundation, and choose its version themselves. What the extra for
-    # spans brings shares its name with the API, and is imported only where spans are asked for.
+    # spans brings shares its name with the API, and is imported only where spans are asked for. The packages of the
+    # extra for gRPC are imported only where `grpc_port` is set: tests/service/api/dialects/test_open_inference.py.
     handed_on = {"starlette", "pydantic_core"}
-    known = {"service"} | handed_on | declared("cpu") | sys.stdlib_module_names
+    known = {"service"} | handed_on | declared("cpu", "grpc") | sys.stdlib_module_names
     used = {
         name.split(".")[0]
         for module in MODULES

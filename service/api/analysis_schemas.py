@@ -23,6 +23,7 @@ from service.api.schemas import (
     numbered,
 )
 from service.core.decode import OffsetUnit
+from service.tasks.zero_shot import TEMPLATE
 
 
 def check_template(value: object) -> object:
@@ -42,7 +43,7 @@ class ZeroShotRequest(HeadRequest, InputsRequest):
 
     labels: Texts = Field(description="one label, or several")
     hypothesis_template: Annotated[NotBlank, BeforeValidator(check_template)] = Field(
-        "This example is {}.", description="the hypothesis about a label, which replaces {}"
+        TEMPLATE, description="the hypothesis about a label, which replaces {}"
     )
     multi_label: bool = Field(
         False, description="whether several labels may hold together, each with a score of its own"

@@ -21,6 +21,7 @@ from service import __version__
 from service.api import admin, openapi, token_routes
 from service.api.dialects.registry import DIALECTS, Paths
 from service.api.native_routes import Route, router
+from service.api.route_index import RouteIndex
 from service.core.bundle import Task
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound, QuartetError
@@ -121,7 +122,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     # `include_router` would match and wrap the routes twice.
-    app.router.routes.extend(served)
+    app.router.routes.extend([RouteIndex(served), *served])
     add_pages(app)
     app.openapi = cache(partial(openapi.document, app))  # type: ignore[method-assign]
     return app
@@ -138,6 +139,8 @@ async def lifespan(
             log.info("opened", model=engine.id, runs=engine.fingerprint)
         yield
         service.draining = True
+        if service.closing is not None:
+            await service.closing
     service.engines = None
 
 

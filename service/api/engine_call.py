@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
-from service.api.request_body import answer_in_time, read_json
+from service.api.request_body import answer_in_time, read_body, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import Engine, EngineTask, Reply, Ticket
-from service.errors import QuartetError
+from service.errors import InvalidInput, QuartetError
 from service.middleware.body_memory import MemoryReservation
 from service.middleware.request_context import RequestContext, context_of
 from service.middleware.service_state import Service, timeout_s
@@ -174,17 +174,44 @@ class Call(Generic[R]):
 
 
 async def receive_call(
-    request: HttpRequest, schema: type[R], choose: Callable[[object], type[R]] | None = None
+    request: HttpRequest,
+    schema: type[R],
+    choose: Callable[[object], type[R]] | None = None,
+    fields: Mapping[str, object] | None = None,
 ) -> Call[R]:
     """Read and validate one request and select its engine. Raises the errors of `service.errors` that apply.
 
     choose: returns the schema for a parsed body, in place of `schema`
+    fields: fields of the body that the path has
     """
+    service_of(request).open_engines()
+    deadline = deadline_of(request)
+    body = await receive_json(request, deadline)
+    if fields:
+        body = add_fields(body, fields)
+    return open_call(request, choose(body) if choose else schema, body, deadline)
+
+
+def deadline_of(request: HttpRequest) -> float:
+    """Return when the client stops waiting, in seconds of `time.monotonic`. Raises InvalidInput."""
+    context = context_of(request.scope)
+    return context.arrival + timeout_s(context.headers, service_of(request).settings)
+
+
+def add_fields(body: object, fields: Mapping[str, object]) -> object:
+    """Return a body with the fields that the path has. Raises InvalidInput for a field with two values."""
+    if not isinstance(body, dict):
+        return body
+    for name, value in fields.items():
+        if body.get(name, value) not in (None, value):
+            raise InvalidInput(f"{name}: the path has {value!r}; leave {name} out", param=name)
+    return {**body, **fields}
+
+
+def open_call(request: HttpRequest, schema: type[R], body: object, deadline: float) -> Call[R]:
+    """Validate a parsed body and select its engine. Raises the errors of `service.errors` that apply."""
     service, context = service_of(request), context_of(request.scope)
     settings, engines = service.settings, service.open_engines()
-    deadline = context.arrival + timeout_s(context.headers, settings)
-    body = await receive_json(request, deadline)
-    schema = choose(body) if choose else schema
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
     engine = engines.get(valid.model)
@@ -207,18 +234,36 @@ async def receive_call(
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises the errors of `read_json`."""
-    service, context = service_of(request), context_of(request.scope)
-    settings, reservation = service.settings, MemoryReservation(service.body_memory)
-    context.on_finish.append(lambda _: reservation.release())
+    settings = service_of(request).settings
     return await read_json(
-        context.headers,
+        context_of(request.scope).headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
-        take=reservation.take,
+        take=reserve_memory(request),
     )
+
+
+async def receive_body(request: HttpRequest, deadline: float = math.inf) -> bytes:
+    """Read a request's body of any type within the limits of the service. Raises the errors of `read_body`."""
+    settings = service_of(request).settings
+    return await read_body(
+        context_of(request.scope).headers,
+        request.receive,
+        max_bytes=settings.max_body_bytes,
+        timeout_s=settings.body_timeout_s,
+        deadline=deadline,
+        take=reserve_memory(request),
+    )
+
+
+def reserve_memory(request: HttpRequest) -> Callable[[int], None]:
+    """Return a function that reserves bytes for the body until the request is finished."""
+    reservation = MemoryReservation(service_of(request).body_memory)
+    context_of(request.scope).on_finish.append(lambda _: reservation.release())
+    return reservation.take
 
 
 def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:

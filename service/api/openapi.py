@@ -300,10 +300,12 @@ def task(request: type[Request], response: type[BaseModel], *, in_lines: bool = 
     }
 
 
-def dialect(request: type[Request], response: Any, tag: str) -> Object:
-    """Return the declaration of a task's route in the API of another server."""
+def dialect(request: type[Request], response: Any, tag: str, *, of: str | None = None) -> Object:
+    """Return the declaration of a task's route in the API of another server; of: see `admin`"""
     DIALECT_REQUESTS.append(request)
     declared = task(request, response, in_lines=False)
+    if of is not None:
+        declared["openapi_extra"]["parameters"] = [*REQUEST_HEADERS, path_parameter(of)]
     for answer in declared["responses"].values():
         answer.pop("model", None)  # errors have the other server's form
     return {**declared, "tags": [tag]}
@@ -315,9 +317,10 @@ def dialect_page(
     *,
     errors: Iterable[type[QuartetError]] = (),
     of: str | None = None,
+    open_to_all: bool = False,
 ) -> Object:
-    """Return the declaration of a GET route in the API of another server; of: see `admin`"""
-    declared = page(response, errors=errors)
+    """Return the declaration of a GET route in the API of another server; of: see `admin`, open_to_all: see `page`"""
+    declared = page(response, errors=errors, open_to_all=open_to_all)
     if of is not None:
         declared["openapi_extra"]["parameters"] = [path_parameter(of)]
     for answer in declared["responses"].values():

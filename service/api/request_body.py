@@ -45,16 +45,37 @@ async def read_json(
     deadline: float = math.inf,
     take: Callable[[int], None],
 ) -> object:
-    """Read and parse one JSON body, within `timeout_s` and until `deadline` (`time.monotonic`).
+    """Read and parse one JSON body. `max_parts` limits the number of its strings, commas, colons and opening brackets.
 
-    The body may be compressed; `max_bytes` then limits both its compressed and its inflated size. `max_parts` limits
-    the number of its strings, commas, colons and opening brackets. The function calls `take` with the size of each
-    piece.
-
-    Raises UnsupportedMediaType, TooLarge (before reading if `Content-Length` exceeds the limit),
-    RequestTimeout, DeadlineExceeded, BadRequest and ClientDisconnected, and the errors of `take`.
+    Raises UnsupportedMediaType, BadRequest, TooLarge and the errors of `read_body`.
     """
     check_media_type(headers)
+    body = await read_body(
+        headers, receive, max_bytes=max_bytes, timeout_s=timeout_s, deadline=deadline, take=take
+    )
+    if len(body) > max_parts:
+        check_parts(body, max_parts)
+        await asyncio.sleep(0)  # lets other tasks run
+    return parse_json(body)
+
+
+async def read_body(
+    headers: Mapping[str, str],
+    receive: Receive,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    deadline: float = math.inf,
+    take: Callable[[int], None],
+) -> bytes:
+    """Read one body, within `timeout_s` and until `deadline` (`time.monotonic`).
+
+    The body may be compressed; `max_bytes` then limits both its compressed and its inflated size. The function calls
+    `take` with the size of each piece.
+
+    Raises UnsupportedEncoding, TooLarge (before reading if `Content-Length` exceeds the limit), RequestTimeout,
+    DeadlineExceeded, BadRequest and ClientDisconnected, and the errors of `take`.
+    """
     inflate = inflater(headers.get("content-encoding", ""))
     check_size(content_length(headers), max_bytes)
     left_s = seconds_left(deadline)
@@ -64,11 +85,7 @@ async def read_json(
     else:
         late = partial(RequestTimeout, f"the body did not arrive within {timeout_s:g} s")
     with TaskTimeout(min(timeout_s, left_s), late):
-        body = await read_bytes(receive, max_bytes, inflate, take)
-    if len(body) > max_parts:
-        check_parts(body, max_parts)
-        await asyncio.sleep(0)  # lets other tasks run
-    return parse_json(body)
+        return await read_bytes(receive, max_bytes, inflate, take)
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

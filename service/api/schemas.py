@@ -77,7 +77,7 @@ Texts = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -89,7 +89,7 @@ ON_ERROR = "what one bad input does: the request fails, or has null for its resu
 OnError = Literal["fail", "null"]
 
 
-class Request(_Strict):
+class Request(Strict):
     """The fields and the interface of all requests to a model."""
 
     task: ClassVar[str]  # its name in logs, metrics and traces
@@ -257,7 +257,7 @@ class EmbedRequest(TextRequest):
         return self
 
 
-class QaInput(_Strict):
+class QaInput(Strict):
     question: NotBlank = Field(description="what is asked of the context")
     context: NotBlank = Field(description="the text that the answer is a span of")
 
@@ -325,7 +325,7 @@ class QaRequest(HeadRequest):
         return [self.context or ""] if self.inputs is None else [i.context for i in self.inputs]
 
 
-class AdminRequest(_Strict):
+class AdminRequest(Strict):
     """The options of promoting a bundle, so that it answers for its name."""
 
     keep_old: bool = Field(
@@ -367,7 +367,7 @@ class PromoteRequest(AdminRequest):
 # The fields that hold a list of inputs, or as many items as there are inputs.
 LISTS = ("inputs", "input", "text_pair", "texts", "documents", "labels", "ids", "targets")
 R = TypeVar("R", bound=Request)
-S = TypeVar("S", bound=_Strict)
+S = TypeVar("S", bound=Strict)
 
 
 def parse(schema: type[R], body: object, max_inputs: int) -> R:
@@ -456,7 +456,7 @@ PHRASES: Mapping[str, str] = {
     "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
     "missing": "required",
-    "model_type": "must be an object with question and context",
+    "model_type": "must be an object",
     "string_too_long": "must have at most {max_length} characters",
     "string_type": "must be a string",
     "too_long": "must have at most {max_length} items",

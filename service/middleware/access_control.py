@@ -20,10 +20,11 @@ from service.settings import Settings
 PRIORITY_HEADER = "X-Priority"
 OPEN = frozenset({"/", "/docs", "/openapi.json"})
 HEALTH = "/health/"
-OPEN_BELOW = (HEALTH, "/static/")
+OPEN_BELOW = (HEALTH, "/v2/health/", "/static/")
 METRICS = "/metrics"
 KEY_HEADERS = ("api-key", "x-api-key")  # of clients of other servers
 ADMIN = "/admin"
+ADMIN_BELOW = (f"{ADMIN}/", "/v2/repository/models/")
 
 
 def access_checks(settings: Settings) -> Sequence[Check]:
@@ -179,7 +180,7 @@ def permission(path: str) -> Permission:
     """Return the permission that a path requires, for a path that needs a key."""
     if path == METRICS:
         return "metrics"
-    return "admin" if path == ADMIN or path.startswith(f"{ADMIN}/") else "inference"
+    return "admin" if path == ADMIN or path.startswith(ADMIN_BELOW) else "inference"
 
 
 def requested_priority(priority: int, headers: Mapping[str, str]) -> int:

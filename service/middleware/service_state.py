@@ -1,7 +1,7 @@
 """The state of one process of the service, and the timeout of a request."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from service.engines.registry import Engines
@@ -16,13 +16,18 @@ MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
 
 @dataclass(slots=True)
 class Service:
-    """The state of this process; `engines` is set while they are open."""
+    """The state of this process.
+
+    engines: set while they are open
+    closing: what has to end before the engines close, once the process drains
+    """
 
     settings: Settings
     metrics: Recorder
     engines: Engines | None = None
     leaving: bool = False  # clients should use another server; requests are still answered
     draining: bool = False
+    closing: Awaitable[None] | None = None
     body_memory: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ from service.errors import InternalError
 from service.observability.log_writer import LogWriter
 
 # Requested every few seconds.
-QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})
+QUIET_ROUTES = frozenset(
+    {"/health/live", "/health/ready", "/metrics", "/v2/health/live", "/v2/health/ready"}
+)
 # The fields that each log line of the current request contains.
 NAMES: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxyType({}))
 

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 import uvicorn
@@ -26,6 +26,9 @@ from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
 from service.server.sockets import url_of
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.api.dialects.inference_grpc import GrpcServer
 
 log = structlog.get_logger()
 
@@ -50,6 +53,8 @@ class Server(GracefulServer):
             timeout_graceful_shutdown=max(0, math.floor(settings.drain_s - GRACE_S)),
         )
         super().__init__(config, app.state.service)
+        self._app = app
+        self._grpc: GrpcServer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept. The event loop gets duplicates of the listeners, so that the server keeps the originals.
@@ -61,14 +66,32 @@ class Server(GracefulServer):
         raise_file_limit(share_of_connections(self.service.settings))
         self.listening = [listener.dup() for listener in sockets or []]
         await super().startup(self.listening)
+        if self.started and self.service.settings.grpc_port is not None:
+            await self.start_grpc()
         gc.collect()
         gc.freeze()  # excludes long-lived objects from garbage collection
         gc.set_threshold(GARBAGE)
         await self.report_serving(sockets or [])
 
+    async def start_grpc(self) -> None:
+        """Start to accept calls over gRPC, whose packages are imported only here."""
+        from service.api.dialects.inference_grpc import GrpcServer
+
+        settings = self.service.settings
+        self._grpc = GrpcServer(self._app, settings, share_of_connections(settings))
+        await self._grpc.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._grpc is not None:
+            seconds = max(0.0, self.service.settings.drain_s - GRACE_S)
+            self.service.closing = asyncio.create_task(self._grpc.stop(seconds))
+        await super().shutdown(sockets)
+
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
+            if self._grpc is not None:
+                urls["grpc"] = self._grpc.url
             log.info("serving", **urls, pid=os.getpid())
 
 

@@ -18,6 +18,8 @@ class QuestionAnswering:
     handle_impossible_answer: whether the null answer competes
     offset_unit: of the positions
     stride: tokens that neighboring windows share; None for the default
+    max_answer_tokens, max_query_tokens: the longest answer, and the part of a question that is read; None for the
+        head's own
     """
 
     questions: Sequence[str]
@@ -27,6 +29,8 @@ class QuestionAnswering:
     offset_unit: OffsetUnit = "code_point"
     truncate: Truncate = "window"
     stride: int | None = None
+    max_answer_tokens: int | None = None
+    max_query_tokens: int | None = None
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Encoded, list[AnswerSpan]]:
         name, head = engine.select_head("qa", heads)
@@ -38,7 +42,7 @@ class QuestionAnswering:
                 self.contexts[part],
                 truncate=self.truncate,
                 stride=stride,
-                max_query_tokens=head.max_query_tokens,
+                max_query_tokens=self.max_query_tokens or head.max_query_tokens,
             )
 
         def answers(index: int, item: Encoded, outputs: list[Floats]) -> list[AnswerSpan]:
@@ -50,7 +54,7 @@ class QuestionAnswering:
                 top_k=self.top_k,
                 handle_impossible_answer=self.handle_impossible_answer,
                 null_threshold=head.null_threshold,
-                max_answer_tokens=head.max_answer_tokens,
+                max_answer_tokens=self.max_answer_tokens or head.max_answer_tokens,
             )
             return decode.to_utf16(found, context) if self.offset_unit == "utf16" else found
 

@@ -14,6 +14,7 @@ from service.errors import UnknownHead
 from service.scheduling.entries import Heads
 
 ENTAILMENT, CONTRADICTION = "entail", "contra"  # beginnings of labels, in lower case
+TEMPLATE = "This example is {}."  # of transformers' pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class ZeroShot:
 
     texts: Sequence[str]
     labels: Sequence[str]
-    hypothesis_template: str = "This example is {}."
+    hypothesis_template: str = TEMPLATE
     multi_label: bool = False
     truncate: bool = True
 

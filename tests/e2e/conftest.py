@@ -21,6 +21,7 @@ import pytest
 START_S = 60  # a loaded machine may take its time
 LIVENESS_S = 60.0  # for what has to happen, however busy the machine is
 URL = re.compile(r'"url": ?"(http://[^"]+)"')
+GRPC_ADDRESS = re.compile(r'"grpc": ?"([^"]+)"')
 METRICS_URL = re.compile(r'"metrics": ?"(http://[^"]+)"')
 
 
@@ -64,6 +65,13 @@ class Server:
         reply = self.post(path, body)
         assert 200 == reply.status, reply.body.decode()
         return reply.json()
+
+    @property
+    def grpc_address(self) -> str:
+        """Host and port of gRPC, for a server with a `grpc_port`."""
+        found = GRPC_ADDRESS.search("".join(self.log))
+        assert found, "the server has no grpc_port"
+        return found.group(1)
 
     @property
     def port(self) -> int:

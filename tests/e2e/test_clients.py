@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
 ]
 
-OPTIONS = ("--max-inputs-per-request", 8)
+OPTIONS = ("--max-inputs-per-request", 8, "--grpc-port", 0)
 MODULES = dict(modules())
 
 
@@ -96,7 +96,7 @@ def test_keys(tasks_bundle: Path, tmp_path: Path, use: KeyUse) -> None:
     """A client sends its key where the service reads it, and repeats a refused request after `Retry-After`."""
     free, slow, keys = make_key(), make_key(), tmp_path / "keys.toml"
     keys.write_text(record("free", free) + record("slow", slow) + "requests_per_minute = 60\n")
-    with serving(tasks_bundle, "--api-keys", keys) as server:
+    with serving(tasks_bundle, "--api-keys", keys, "--grpc-port", 0) as server:
         expected = use.run(server, free, False)
         with pytest.raises(error_class(use.unauthorized)):
             use.run(server, "wrong", False)

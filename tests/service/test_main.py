@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service import __main__ as service_main
-from service.__main__ import bind, bind_unix, main
+from service.__main__ import bind, bind_unix, main, reserve
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of
@@ -121,6 +121,28 @@ def test_a_free_port_is_taken() -> None:
     """Port 0 is one that the system chooses, and the address says which."""
     with bind("127.0.0.1", 0) as listener:
         assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_grpc_port_needs_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the packages, a start with grpc_port ends with one line."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        reserve("127.0.0.1", 0)
+    assert 2 == ended.value.code
+    assert "pip install grpcio" in capsys.readouterr().err
+
+
+def test_processes_share_the_port_of_grpc() -> None:
+    """The reserved port does not accept; others that allow it can listen there."""
+    with reserve("127.0.0.1", 0) as reserved, socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(reserved.getsockname())
+        listener.listen()
+        for _ in range(20):
+            with socket.create_connection(reserved.getsockname()):
+                listener.accept()[0].close()
 
 
 def test_a_busy_port_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,14 @@ def test_bad_values_are_refused(name: str, value: object) -> None:
         Settings(**{name: value})
 
 
+@pytest.mark.parametrize("other", ["port", "metrics_port"])
+def test_grpc_cannot_share_a_port(other: str) -> None:
+    """gRPC has a port of its own; 0 is any."""
+    Settings(**{other: 0}, grpc_port=0)
+    with pytest.raises(ValidationError, match="must not be another port"):
+        Settings(**{other: 9000}, grpc_port=9000)
+
+
 def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
     """Two listeners want two ports, unless each takes a free one."""
     with pytest.raises(ValidationError, match="must not be the other port"):

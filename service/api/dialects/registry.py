@@ -11,6 +11,8 @@ from fastapi import APIRouter
 
 from service.api.dialects import (
     cohere_dialect,
+    huggingface_dialect,
+    inference_dialect,
     infinity_dialect,
     jina_dialect,
     openai_dialect,
@@ -48,9 +50,12 @@ DIALECTS: Sequence[Dialect] = tuple(
         cohere_dialect,
         infinity_dialect,
         vllm_dialect,
+        huggingface_dialect,
+        inference_dialect,
     )
 )
 ROOTS: Mapping[RootDialect, str] = {
+    "hf": huggingface_dialect.PREFIX,
     "infinity": infinity_dialect.PREFIX,
     "openai": openai_dialect.PREFIX,
     "tei": tei_dialect.PREFIX,

@@ -14,6 +14,7 @@ TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 CLIENTS = (
     "openai",
     "huggingface_hub",
+    "tritonclient",
     "cohere",
 )  # importable packages; their modules here end with _client
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8

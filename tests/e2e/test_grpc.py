@@ -1,0 +1,240 @@
+"""The Open Inference Protocol over gRPC, where tritonclient does not reach."""
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.keys import make_key, record
+from tests.e2e.client_calls.records import TEXTS
+from tests.e2e.conftest import Server, serving, start, until
+
+grpc = pytest.importorskip("grpc")
+
+from service.api.dialects import open_inference_pb2 as messages  # noqa: E402
+from service.api.dialects.inference_grpc import RPCS, SERVICE  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+INFER = "ModelInfer"
+LONG = "Ada drew a comet, and it rained in Turin. " * 4000
+
+
+@contextmanager
+def channel_to(server: Server) -> Iterator[Any]:
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path) -> Iterator[Server]:
+    options = ("--grpc-port", 0, "--max-inputs-per-request", 8, "--http-workers", 2)
+    with serving(tiny_bundle, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channel(server: Server) -> Iterator[Any]:
+    with channel_to(server) as channel:
+        yield channel
+
+
+def begin(channel: Any, name: str, asked: Any, **options: Any) -> Any:
+    """Begin a call; the result is its future."""
+    method = channel.unary_unary(
+        f"/{SERVICE}/{name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=getattr(messages, f"{name}Response").FromString,
+    )
+    return method.future(asked, timeout=60, **options)
+
+
+def texts(values: list[str] = TEXTS, name: str = "text") -> Any:
+    contents = {"bytes_contents": [value.encode() for value in values]}
+    return {"name": name, "datatype": "BYTES", "shape": [len(values)], "contents": contents}
+
+
+def infer(*inputs: Any, **fields: Any) -> Any:
+    return messages.ModelInferRequest(model_name="tiny", inputs=[*inputs], **fields)
+
+
+def refusal(channel: Any, name: str, asked: Any, **options: Any) -> tuple[str, str]:
+    """Return the status and the message of a call that fails."""
+    with pytest.raises(grpc.RpcError) as raised:
+        begin(channel, name, asked, **options).result()
+    return raised.value.code().name, raised.value.details()
+
+
+def test_contents(server: Server, channel: Any) -> None:
+    """A request whose tensors have contents gets contents, and the id and the request's id back."""
+    asked = infer(texts(), id="7", outputs=[{"name": "embeddings"}, {"name": "entities"}])
+    call = begin(channel, INFER, asked, metadata=[("x-request-id", "from-a-client")])
+    found = call.result()
+    assert ("tiny", "1", "7") == (found.model_name, found.model_version, found.id)
+    vectors, entities = found.outputs
+    assert ([2, 64], [2]) == ([*vectors.shape], [*entities.shape])
+    expected = server.answer("/embed", {"inputs": TEXTS})["embeddings"]
+    np.testing.assert_allclose(
+        np.reshape(vectors.contents.fp32_contents, [2, 64]), expected, atol=1e-6
+    )
+    assert 2 == len(entities.contents.bytes_contents)
+    assert [] == [*found.raw_output_contents]
+    assert "from-a-client" == dict(call.trailing_metadata())["x-request-id"]
+
+
+def test_ids(channel: Any) -> None:
+    """Ids may be INT32 or INT64, in contents or raw."""
+    results = []
+    for datatype, field, kind in (
+        ("INT64", "int64_contents", "<i8"),
+        ("INT32", "int_contents", "<i4"),
+    ):
+        columns = {"input_ids": [2, 5, 6, 3], "lengths": [2, 2]}
+        tensors = [
+            {"name": name, "datatype": datatype, "shape": [len(column)]}
+            for name, column in columns.items()
+        ]
+        filled = [
+            {**tensor, "contents": {field: column}}
+            for tensor, column in zip(tensors, columns.values(), strict=True)
+        ]
+        found = begin(channel, INFER, infer(*filled, outputs=[{"name": "topics"}])).result()
+        results.append([*found.outputs[0].contents.fp32_contents])
+        raw = [np.array(column, kind).tobytes() for column in columns.values()]
+        asked = infer(*tensors, outputs=[{"name": "topics"}], raw_input_contents=raw)
+        found = begin(channel, INFER, asked).result()
+        results.append(np.frombuffer(found.raw_output_contents[0], "<f4").tolist())
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], atol=1e-6)
+
+
+BOOL = {"a": {"bool_param": True}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "named"),
+    [
+        (infer(), "INVALID_ARGUMENT", "inputs"),
+        (infer(texts([])), "INVALID_ARGUMENT", "shape"),
+        (
+            infer({"name": "text", "datatype": "BYTES", "shape": [1]}),
+            "INVALID_ARGUMENT",
+            "0 elements",
+        ),
+        (infer({"name": "text", "datatype": "FP64", "shape": [1]}), "INVALID_ARGUMENT", "FP64"),
+        (infer({"name": "text", "datatype": "BYTES", "shape": [-1]}), "INVALID_ARGUMENT", "shape"),
+        (infer(texts(["a"] * 9)), "INVALID_ARGUMENT", "9 elements"),
+        (infer({**texts(["a"] * 5000), "shape": [1]}), "INVALID_ARGUMENT", "raw_input_contents"),
+        (infer(texts(), raw_input_contents=[b"", b""]), "INVALID_ARGUMENT", "align"),
+        (infer(texts(["a"]), raw_input_contents=[b"\1\0\0"]), "INVALID_ARGUMENT", "length"),
+        (infer(texts(), parameters=BOOL), "INVALID_ARGUMENT", "parameters.a"),
+        (infer({**texts(), "parameters": BOOL}), "INVALID_ARGUMENT", "parameters.a"),
+        (infer(texts(), parameters={"a": {}}), "INVALID_ARGUMENT", "parameters.a"),
+        (
+            infer(texts(), outputs=[{"name": "topics", "parameters": BOOL}]),
+            "INVALID_ARGUMENT",
+            "parameters.a",
+        ),
+        (
+            infer(texts(), parameters={"binary_data_output": {"bool_param": True}}),
+            "INVALID_ARGUMENT",
+            "binary_data_output",
+        ),
+        (
+            infer(texts(), parameters={"timeout": {"string_param": "a"}}),
+            "INVALID_ARGUMENT",
+            "timeout",
+        ),
+        (infer(texts(), outputs=[{"name": "logits"}]), "NOT_FOUND", "logits"),
+        (messages.ModelInferRequest(inputs=[texts()]), "NOT_FOUND", "''"),
+    ],
+)
+def test_errors(channel: Any, asked: Any, status: str, named: str) -> None:
+    """A request that is not valid has a status and our message."""
+    found, message = refusal(channel, INFER, asked)
+    assert status == found
+    assert named in message
+
+
+def test_other_errors(server: Server, channel: Any) -> None:
+    """So has a call of other kinds, of a message that is too large, and one that does not exist."""
+    index = messages.RepositoryIndexRequest(repository_name="other")
+    assert "INVALID_ARGUMENT" == refusal(channel, "RepositoryIndex", index)[0]
+    huge = messages.ModelReadyRequest(name="huge")
+    assert "NOT_FOUND" == refusal(channel, "ModelReady", huge)[0]
+    load = messages.RepositoryModelLoadRequest(model_name="tiny")
+    assert "PERMISSION_DENIED" == refusal(channel, "RepositoryModelLoad", load)[0]
+    large = infer(texts(["a" * 11_000_000]))
+    assert "RESOURCE_EXHAUSTED" == refusal(channel, INFER, large)[0]
+    late = infer(texts(), parameters={"timeout": {"int64_param": 1}})
+    assert refusal(channel, INFER, late)[0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+    metadata = [("x-request-timeout-ms", "soon")]
+    assert "INVALID_ARGUMENT" == refusal(channel, INFER, infer(texts()), metadata=metadata)[0]
+    until(lambda: f'path":"/{SERVICE}/ModelReady"' in "".join(server.log).replace('": "', '":"'))
+    page = server.get("/metrics").body.decode()
+    assert re.search(rf'route="/{SERVICE}/{INFER}"', page)
+
+
+def test_client_that_leaves(server: Server, channel: Any) -> None:
+    """A call that its client cancels is no longer computed."""
+    call = begin(channel, INFER, infer(texts([LONG] * 8), outputs=[{"name": "embeddings"}]))
+    call.cancel()
+    begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_keys(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Calls need a key, health checks none; a refused call says when to repeat it."""
+    slow, keys = make_key(), tmp_path / "keys.toml"
+    keys.write_text(record("slow", slow) + "requests_per_minute = 60\n")
+    options = ("--api-keys", keys, "--grpc-port", 0)
+    with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
+        assert begin(channel, "ServerLive", messages.ServerLiveRequest()).result().live
+        assert begin(channel, "ServerReady", messages.ServerReadyRequest()).result().ready
+        for name in RPCS.keys() - {"ServerLive", "ServerReady"}:
+            assert "UNAUTHENTICATED" == refusal(channel, name, RPCS[name].asked())[0], name
+        unload = messages.RepositoryModelUnloadRequest(model_name="tiny")
+        metadata = [("api-key", slow)]
+        found = refusal(channel, "RepositoryModelUnload", unload, metadata=metadata)
+        assert "PERMISSION_DENIED" == found[0]
+        calls = [begin(channel, INFER, infer(texts()), metadata=metadata) for _ in range(100)]
+        refused = next(error for call in calls if (error := call.exception()))
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED == refused.code()
+        after = dict(refused.trailing_metadata())
+        assert ("1", "1000") == (after["retry-after"], after["grpc-retry-pushback-ms"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_drain(tiny_bundle: Path, workers: int) -> None:
+    """From SIGTERM on, accepted calls are answered, and new ones are refused."""
+    options = ("--grpc-port", 0, "--http-workers", workers)
+    with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
+        asked = infer(texts([LONG]), outputs=[{"name": "embeddings"}])
+        calls = [begin(channel, INFER, asked) for _ in range(3)]
+        # On the same connection, this call arrives after the others.
+        begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
+        assert not any(call.done() for call in calls)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: any('"draining"' in line for line in server.log))
+        with ThreadPoolExecutor() as pool:
+            found = [*pool.map(lambda call: call.result(), calls)]
+        assert [[1, 64]] * 3 == [[*one.outputs[0].shape] for one in found]
+        assert 0 == server.process.wait(60)
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_busy_port(tiny_bundle: Path, server: Server) -> None:
+    """A port that another service has ends the start with one line."""
+    port = server.url.rpartition(":")[2]
+    process = start(tiny_bundle, "--port", "0", "--grpc-port", port)
+    assert process.stderr is not None
+    with process.stderr:
+        said = process.stderr.read()
+    assert 1 == process.wait(60)
+    assert f"cannot listen on 127.0.0.1:{port}" in said

@@ -1,0 +1,45 @@
+"""The index of routes by the first segment of their path."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from service.api.route_index import RouteIndex
+
+
+async def endpoint(request: Request) -> Response:
+    return Response()
+
+
+ROUTES = [
+    Route("/embed", endpoint, methods=["POST"]),
+    Route("/tei/embed", endpoint, methods=["POST"]),
+    Route("/tei", endpoint, methods=["POST"]),
+    Route("/v2/models/{model}", endpoint, methods=["GET"]),
+    Route("/v2/models/{model}/infer", endpoint, methods=["POST"]),
+    Route("/", endpoint, methods=["GET"]),
+]
+
+
+def test_each_request_has_the_route_of_a_linear_search() -> None:
+    """The index finds the first route that matches fully, with its parameters, and none otherwise."""
+    index = RouteIndex(ROUTES)
+    for path in (
+        "/",
+        "/embed",
+        "/tei",
+        "/tei/embed",
+        "/v2/models/a/infer",
+        "/v2/models/a",
+        "/v3",
+        "*",
+    ):
+        for method in ("GET", "POST"):
+            scope = {"type": "http", "method": method, "path": path, "root_path": ""}
+            expected = next((r for r in ROUTES if r.matches(scope)[0] is Match.FULL), None)
+            match, found = index.matches(scope)
+            assert (expected is not None) == (match is Match.FULL), (method, path)
+            assert expected is found.get("route")
+            if expected:
+                assert expected.matches(scope)[1]["path_params"] == found["path_params"]
+    assert Match.NONE is index.matches({"type": "websocket", "path": "/embed"})[0]
