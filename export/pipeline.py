@@ -17,7 +17,16 @@ from typing import Any
 import onnx
 from pydantic import ValidationError
 
-from export import evaluation, goldens, model_card, provenance, trace_graphs, vector_ranges, verify
+from export import (
+    evaluation,
+    goldens,
+    model_card,
+    provenance,
+    run_report,
+    trace_graphs,
+    vector_ranges,
+    verify,
+)
 from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
 from export.passes import biases, first_token_only, half_stream, quantize, three_products
@@ -29,6 +38,7 @@ from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import (
     FORMAT_4_FIELDS,
+    FORMAT_5_FIELDS,
     Bundle,
     BundleError,
     Golden,
@@ -126,6 +136,7 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         with bundle.writing(request.out, replace=request.replace) as folder:
             card = model_card.render(finished, request.metadata, report.lines)
             write_bundle(finished, full, folder, card)
+    run_report.add_export(request.checkpoint, request.out, finished, report.lines, show)
     return finished
 
 
@@ -382,7 +393,7 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
 
 def unused_fields(head: Head) -> set[str]:
     """Return the fields that heads of the first formats did not have, as far as this head does not use them."""
-    added = {"late_interaction", "mask_token_id", "vocabulary_size"}
+    added = {"late_interaction", "sparse", "mask_token_id", "vocabulary_size", *FORMAT_5_FIELDS}
     unset = {name for name in added if getattr(head, name) is None}
     return unset | {*FORMAT_4_FIELDS} - {*head.format_4_fields()}
 

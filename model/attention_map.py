@@ -1,10 +1,11 @@
-"""Draw the attention weights of every layer and head: `python -m model.attention_map "The cat sat." -o map.png`.
+"""Draw attention weights: `python -m model.attention_map "The cat sat." -o map.png [--pair TEXT] [--layer 1]`.
 
 L layers, N heads, S tokens
 """
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,9 +33,20 @@ def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
     return torch.cat(captured.attention_weights)
 
 
-def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:
-    """Draw one cell per layer (row) and head (column), with the tokens at the left and below."""
+def draw(
+    maps: Tensor,
+    tokens: list[str],
+    text: str,
+    layer_numbers: Sequence[int] = (),
+    head_numbers: Sequence[int] = (),
+) -> Figure:
+    """Draw one cell per layer (row) and head (column), with the tokens at the left and below.
+
+    layer_numbers, head_numbers: the layers and heads of `maps`, from 1; by default all in order
+    """
     layers, heads, size, _ = maps.shape
+    layer_numbers = layer_numbers or range(1, layers + 1)
+    head_numbers = head_numbers or range(1, heads + 1)
     cell = max(1.4, 0.14 * size)  # inches: room for a label of 7 points per token
     figure = Figure(figsize=(heads * cell + 2, layers * cell + 2), dpi=100, layout="compressed")
     grid = figure.subplots(layers, heads, squeeze=False, sharex=True, sharey=True)
@@ -45,8 +57,8 @@ def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:
             axes.tick_params(length=0, labelsize=7)
             axes.spines[:].set_color("0.8")
             if layer == 0:
-                axes.set_title(f"head {head + 1}", fontsize=9)
-        row[0].set_ylabel(f"layer {layer + 1}", fontsize=9)
+                axes.set_title(f"head {head_numbers[head]}", fontsize=9)
+        row[0].set_ylabel(f"layer {layer_numbers[layer]}", fontsize=9)
         row[0].set_yticks(range(size), tokens, parse_math=False)
     for axes in grid[-1]:
         axes.set_xticks(range(size), tokens, rotation=90, parse_math=False)
@@ -64,9 +76,32 @@ def draw(maps: Tensor, tokens: list[str], text: str) -> Figure:
     return figure
 
 
+def choose(name: str, numbers: Sequence[int], count: int) -> list[int]:
+    """Return the chosen layers or heads, from 1; all for none. Raises ValueError for one that does not exist.
+
+    name: of the option
+    """
+    for number in numbers:
+        if not 1 <= number <= count:
+            raise ValueError(f"{name}: {number} is not from 1 to {count}")
+    return sorted({*numbers}) or list(range(1, count + 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("text")
+    parser.add_argument("text", help="a text")
+    parser.add_argument(
+        "--pair", metavar="TEXT", help="a second text, which is read with the first"
+    )
+    for what in ("layer", "head"):
+        parser.add_argument(
+            f"--{what}",
+            type=int,
+            nargs="+",
+            default=[],
+            metavar="N",
+            help=f"draw only these {what}s, from 1; default: all. Example: --{what} 1 4",
+        )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, help="a picture: .png, .svg or .pdf"
     )
@@ -77,16 +112,21 @@ def main() -> None:
     try:
         folder = find_checkpoint(arguments.checkpoint)
         cut = read_encoder(folder)
-        [encoded] = cut.texts([arguments.text])
+        single = cut.texts([arguments.text]) if arguments.pair is None else None
+        [encoded] = single or cut.pairs([arguments.text], [arguments.pair])
         if len(encoded.windows[0]) > MAX_TOKENS:
             raise ValueError(
                 f"{len(encoded.windows[0])} tokens are too many to draw: at most {MAX_TOKENS}"
             )
         maps = attention_maps(reader.load_encoder(folder, pooler=False), encoded.windows[0])
+        layers = choose("--layer", arguments.layer, maps.shape[0])
+        heads = choose("--head", arguments.head, maps.shape[1])
     except ValueError as error:
         parser.error(str(error))
     tokens = [cut.tokenizer.id_to_token(i) for i in encoded.windows[0].input_ids]
-    draw(maps, tokens, arguments.text).savefig(arguments.output)
+    chosen = maps[[layer - 1 for layer in layers]][:, [head - 1 for head in heads]]
+    title = " / ".join(filter(None, (arguments.text, arguments.pair)))
+    draw(chosen, tokens, title, layers, heads).savefig(arguments.output)
     print(arguments.output)
 
 

@@ -82,6 +82,9 @@ class DistillSettings(finetune.FinetuneSettings):
         if not (self.heads or self.corpus):
             raise ValueError("missing: heads with rows, or a corpus")
 
+    def check_heads(self) -> None:
+        """Accept settings without heads: plain text trains a student, too."""
+
     def check_start(self) -> None:
         if not self.teacher:
             raise ValueError("missing: teacher")
@@ -365,7 +368,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
         distillation.teacher_encoder(
             main_teacher, Encoder(tokenizer, longest), weighted, by_token=True
         )
-    described, teacher_heads, tasks = finetune.read_tasks(
+    described, teacher_heads, tasks, dev = finetune.read_tasks(
         s, encoders, shape.hidden_size, teacher_of, s.losses, encoder_teacher
     )
     if s.corpus:
@@ -400,7 +403,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
 
     before = reader.read_teachers(whole.name) if whole else []
     return finetune.train(
-        s, student, objective, encoders, tokenizer_file, before, kept, record=record
+        s, student, objective, encoders, tokenizer_file, dev, before, kept, record=record
     )
 
 

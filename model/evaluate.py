@@ -68,10 +68,34 @@ def judge(
     Raises DataError for data that does not fit the head, and for a label that the head does not have.
     """
     rows = spread(examples.read(file, head), limit)
+    return judge_rows(run, encoder, head, name, rows, stride=stride)
+
+
+def judge_rows(
+    run: Run,
+    encoder: Encoder,
+    head: bundle.Head,
+    name: str,
+    rows: Sequence[Any],
+    *,
+    stride: int = STRIDE,
+) -> Evaluation:
+    """Evaluate the head `name` on rows of its task. Raises DataError as `judge` does."""
+    return judge_outputs(rows, head_outputs(run, encoder, head, name, rows, stride), head)
+
+
+def head_outputs(
+    run: Run, encoder: Encoder, head: bundle.Head, name: str, rows: Sequence[Any], stride: int
+) -> HeadOutputs:
+    """Return the outputs of the head `name` for each text of the rows, in their order."""
     encoded = list(examples.encode(rows, head, encoder, stride))
     windows = [window for row in encoded for text in row for window in text.windows]
     outputs = (output[name] for output in run_sorted(run, windows))
-    texts = [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
+    return [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
+
+
+def judge_outputs(rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head) -> Evaluation:
+    """Evaluate a head by its outputs for rows, see `head_outputs`."""
     match head.task:
         case "classification":
             return judge_texts(rows, texts, head)

@@ -8,6 +8,7 @@ its state, and the same command resumes it, with the losses of an uninterrupted 
 
 import dataclasses
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +20,22 @@ import numpy as np
 import tokenizers
 import torch
 
-from model import config, evaluate, settings_checks
+from model import config, evaluate, findings, settings_checks
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples
+from model.data.held_out import hold_out
+from model.evaluate import HeadOutputs
 from model.heads import EncoderWithHeads
-from model.training import distillation, optim
+from model.report import page
+from model.report.curves import curves
+from model.report.page import Report, Section
+from model.training import defaults, distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import TrainingRun, run_script
+from model.training.training_run import TrainingRun, run_script, show_metrics
 from service.core import bundle
 from service.core.encode import Encoder, load_tokenizer
 
@@ -37,7 +43,11 @@ from service.core.encode import Encoder, load_tokenizer
 @dataclass
 class FinetuneSettings:
     output: str
-    heads: dict[str, Any]  # a table for each, in the manifest's order: see examples.HeadSettings
+    # a table for each, in the manifest's order: see examples.HeadSettings
+    heads: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: str = ""  # instead of heads: a file to train one head on
+    task: str = "classification"  # of the head of `data`
+    dev: str = ""  # a file to evaluate the head of `data` on
     only: str = ""  # train this head only
     init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
     keep_heads: bool = False  # initialize heads from init_from where it has them; else all are new
@@ -52,10 +62,12 @@ class FinetuneSettings:
     anneal_sampling: bool = False
     anneal: bool = False  # for heads with a teacher: from its outputs to the labels over the steps
     temperature: float = 1.0  # of the logits of teacher and student
-    epochs: float = 3.0  # of the head (or the plain text) with the longest epoch
+    # of the head (or the plain text) with the longest epoch; by its number of rows, unless given
+    epochs: float | None = None
     steps: int = 0  # 0: as many as `epochs` needs
+    gradient_accumulation: int = 1  # micro-batches of each head whose gradients a step adds up
     optimizer: str = "adamw"  # or muon, for the layers' matrices
-    lr: float = 5e-5
+    lr: float | None = None  # by the width of the encoder, unless given
     muon_lr: float = 0.01
     head_lr: float | None = None  # the same, unless given
     warmup: float = 0.06
@@ -69,8 +81,11 @@ class FinetuneSettings:
     )
     seed: int = 1
     precision: str = "auto"  # auto, fp32 or bf16
-    eval_every: int = 500
-    dev_limit: int = 0  # rows of each dev file that are evaluated while training (0: all)
+    eval_every: int | None = None  # steps; ten evaluations in a run or more, unless given
+    # evaluations without a better score after which a run ends; 0: none. 7 where `epochs` and `steps` are defaults
+    patience: int | None = None
+    dev_share: float = 0.1  # of the rows of a head without a dev file, held out to evaluate it
+    dev_limit: int = 0  # dev rows of each head that are evaluated while training (0: all)
     save_every: int = 500
     fresh: bool = False  # delete the run that `output` has, and begin anew
 
@@ -78,16 +93,35 @@ class FinetuneSettings:
         settings_checks.check_types(self)
         if not 0 <= self.hold <= 1:
             raise ValueError(f"hold: {self.hold} is not from 0 to 1")
+        if self.data and self.heads:
+            raise ValueError("data: the settings have heads, which name their own files in train")
+        if self.dev and not self.data:
+            raise ValueError("dev: it belongs to data; a head has its own dev")
+        if self.data:
+            head = {"task": self.task, "train": [self.data], "dev": self.dev}
+            self.heads = {self.task: head}
         self.check_start()
         settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
         settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
         if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0")
-        settings_checks.check_counts(self, "eval_every", "save_every")
+        settings_checks.check_counts(self, "save_every", "gradient_accumulation")
+        if self.eval_every is not None:
+            settings_checks.check_counts(self, "eval_every")
+        if self.patience is not None and self.patience < 0:
+            raise ValueError(f"patience: {self.patience} is below 0")
+        if not 0 <= self.dev_share <= 0.5:
+            raise ValueError(f"dev_share: {self.dev_share} is not from 0 to 0.5")
         if self.only:
             settings_checks.check_choice("only", self.only, self.heads)
             self.heads = {self.only: self.heads[self.only]}
         self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raise ValueError where there is no head to train."""
+        if not self.heads:
+            raise ValueError("missing: data, a file to train one head on, or heads")
 
     def check_start(self) -> None:
         """Raise ValueError where the settings name no initial encoder, or two."""
@@ -118,59 +152,106 @@ def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
     return head
 
 
+@dataclass(frozen=True)
+class DevRows:
+    """The rows that a head is evaluated on, and a description of their origin."""
+
+    rows: list[Any]
+    origin: str
+    is_held_out: bool = False
+
+
 def evaluate_heads(
     model: EncoderWithHeads,
     s: FinetuneSettings,
     encoders: dict[str, Encoder],
+    dev: Mapping[str, DevRows],
     dtype: torch.dtype,
     limit: int = 0,
+    kept: dict[str, HeadOutputs] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of every head that has a dev file, by the names in the settings.
+    """Return the metrics of every head that has dev rows, by the names in the settings.
 
-    Where the file has questions without an answer, the head's null threshold becomes the best one for the file.
+    kept: gets the outputs of each head, if given
+
+    Where the rows have questions without an answer, the head's null threshold becomes the best one for the rows.
     """
     metrics = {}
     for (name, h), saved in zip(s.heads.items(), list(model.described), strict=True):
-        if not h.dev:
+        if name not in dev:
             continue
-        judge = functools.partial(
-            evaluate.judge,
-            evaluate.torch_run(model, [saved], dtype),
-            encoders[name],
-            name=saved,
-            file=h.dev,
-            stride=h.stride,
-            limit=limit,
-        )
+        rows = evaluate.spread(dev[name].rows, limit)
+        run = evaluate.torch_run(model, [saved], dtype)
         head = model.described[saved]
-        metrics[name] = judge(head=head).metrics
+        outputs = evaluate.head_outputs(run, encoders[name], head, saved, rows, h.stride)
+        if kept is not None:
+            kept[name] = outputs
+        metrics[name] = evaluate.judge_outputs(rows, outputs, head).metrics
         if "best_f1_threshold" in metrics[name]:
             threshold = metrics[name]["best_f1_threshold"]
             head = model.described[saved] = head.model_copy(update={"null_threshold": threshold})
-            metrics[name] = judge(head=head).metrics
+            metrics[name] = evaluate.judge_outputs(rows, outputs, head).metrics
     return metrics
 
 
+def dev_scalars(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return metrics by the names of their scalars: `dev/HEAD` for the main one, `dev/HEAD/METRIC` for others."""
+    return {
+        f"dev/{name}/{metric}" if number else f"dev/{name}": value
+        for name, values in metrics.items()
+        for number, (metric, value) in enumerate(values.items())
+    }
+
+
+def record_held_out(output: Path, dev: Mapping[str, DevRows]) -> None:
+    """Write the places of the rows that were held out of training, by head, to `held_out.json`."""
+    held = {
+        name: [row.where for row in each.rows] for name, each in dev.items() if each.is_held_out
+    }
+    if held:
+        (output / "held_out.json").write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+
+
 def judge_teachers(
-    objective: DistillationObjective, s: FinetuneSettings, encoders: Mapping[str, Encoder]
+    objective: DistillationObjective,
+    s: FinetuneSettings,
+    encoders: Mapping[str, Encoder],
+    dev: Mapping[str, DevRows],
 ) -> dict[str, dict[str, Any]]:
-    """Return each teacher's size and its own metrics on the dev files of the heads that it teaches."""
+    """Return each teacher's size and its own metrics on the dev rows of the heads that it teaches."""
     results = {
         teacher.name: {"parameters": count_parameters(teacher.model), "heads": {}}
         for teacher in objective.teachers
     }
     for name, teacher_head in objective.teacher_heads.items():
-        if teacher_head and s.heads[name].dev:
+        if teacher_head and name in dev:
             encoder = Encoder(teacher_head.teacher.tokenizer, encoders[name].max_length)
-            results[teacher_head.teacher.name]["heads"][name] = evaluate.judge(
+            results[teacher_head.teacher.name]["heads"][name] = evaluate.judge_rows(
                 evaluate.torch_run(teacher_head.teacher.model, [teacher_head.head]),
                 encoder,
                 teacher_head.described,
                 teacher_head.head,
-                s.heads[name].dev,
+                dev[name].rows,
                 stride=s.heads[name].stride,
             ).metrics
     return results
+
+
+def complete(s: FinetuneSettings, tasks: Sequence[TrainingTask], hidden_size: int) -> int:
+    """Fill in the settings that follow from the data and the encoder, where they are not given; return the steps."""
+    of_rows = [task.stream for task in tasks if task.stream.head]
+    streams = of_rows or [task.stream for task in tasks]
+    if s.patience is None:
+        s.patience = 0 if s.steps or s.epochs else defaults.PATIENCE
+    if s.epochs is None:
+        s.epochs = defaults.epochs_for(max(stream.size for stream in streams))
+    if s.lr is None:
+        s.lr = defaults.learning_rate_for(hidden_size)
+    batches = max(stream.size / stream.batch_size for stream in streams)
+    steps = s.steps or math.ceil(s.epochs * batches / s.gradient_accumulation)
+    if s.eval_every is None:
+        s.eval_every = defaults.eval_every_for(steps)
+    return steps
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -220,21 +301,33 @@ def read_tasks(
     teacher_of: Mapping[str, Teacher],
     weights: Mapping[str, float],
     encoder_teacher: Teacher | None = None,
-) -> tuple[dict[str, bundle.Head], dict[str, TeacherHead | None], list[TrainingTask]]:
-    """Return each head's description, its teacher's head, and the training tasks of its rows.
+) -> tuple[
+    dict[str, bundle.Head],
+    dict[str, TeacherHead | None],
+    list[TrainingTask],
+    dict[str, DevRows],
+]:
+    """Return each head's description, its teacher's head, the training tasks of its rows, and its dev rows.
 
     teacher_of: the teacher by head
     weights: of each of `distillation.LOSSES`
     encoder_teacher: of hidden states and relations
     Raises ValueError where a head's own teacher has no compatible head.
     """
-    described, teacher_heads, tasks = {}, {}, []
+    described, teacher_heads, tasks, dev = {}, {}, [], {}
     for name, h in s.heads.items():
         rows = examples.read_training(h)
         examples.check_contrast(rows, h)
         described[name] = head = examples.describe(h, rows, hidden_size)
-        if h.dev:  # report its errors before training
-            examples.check(examples.read(h.dev, h), head)
+        if h.dev:
+            dev[name] = DevRows(examples.read(h.dev, h), h.dev)
+            examples.check(dev[name].rows, head)  # report its errors before training
+        else:
+            rows, held = hold_out(rows, s.dev_share, s.seed)
+            if held:
+                whole = f"{len(rows) + len(held):,} rows of {', '.join(h.train)}"
+                origin = f"{len(held):,} of {whole}, held out by seed {s.seed} (held_out.json)"
+                dev[name] = DevRows(held, origin, is_held_out=True)
         teacher = teacher_of.get(name)
         teacher_heads[name] = (
             distillation.match_teacher_head(teacher, name, head) if teacher else None
@@ -253,7 +346,7 @@ def read_tasks(
                 teacher_heads[name] if is_taught else None,
                 encoder_teacher,
             )
-    return described, teacher_heads, tasks
+    return described, teacher_heads, tasks, dev
 
 
 def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConfig:
@@ -283,7 +376,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     teachers = {name: distillation.load(name, optim.pick_device()) for name in {*own.values()}}
     teacher_of = {name: teachers[source] for name, source in own.items()}
     weights = {"labels": 1.0, "logits": 1.0, "embedding": 1.0}
-    described, teacher_heads, tasks = read_tasks(
+    described, teacher_heads, tasks, dev = read_tasks(
         s, encoders, shape.hidden_size, teacher_of, weights
     )
 
@@ -301,7 +394,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     objective = DistillationObjective(model, tasks, teacher_heads, weights, **options)
 
     before = reader.read_teachers(source) if source else []
-    return train(s, model, objective, encoders, tokenizer_file, before, kept, record=record)
+    return train(s, model, objective, encoders, tokenizer_file, dev, before, kept, record=record)
 
 
 def train(
@@ -310,6 +403,7 @@ def train(
     objective: DistillationObjective,
     encoders: dict[str, Encoder],
     tokenizer_file: Path,
+    dev: Mapping[str, DevRows],
     before: Sequence[str] = (),
     kept: Sequence[str] | None = None,
     *,
@@ -318,6 +412,7 @@ def train(
     """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
     encoders: of texts, by head, for evaluation
+    dev: the rows that each head is evaluated on
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
     record: the settings as they were given, by default these
@@ -329,16 +424,14 @@ def train(
     teachers = list(dict.fromkeys([*before, *(each.name for each in objective.teachers)]))
     if not tasks:
         raise ValueError("there is nothing to train on")
+    steps = complete(s, tasks, model.config.hidden_size)
     of_rows = [task.stream for task in tasks if task.stream.head]
-    streams = of_rows or [task.stream for task in tasks]
-    epoch = max(stream.size / stream.batch_size for stream in streams)
-    most = max(stream.size for stream in streams)
+    most = max(stream.size for stream in of_rows or [task.stream for task in tasks])
     initial_shares = [
         min(1.0, task.stream.size / most) if s.anneal_sampling else 1.0 for task in tasks
     ]
     if s.matching_layers:
         init_token_matching(model.encoder, s.matching_layers, s.seed)
-    steps = s.steps or math.ceil(s.epochs * epoch)
     model.to(device).train()
     objective.to(device)
 
@@ -357,11 +450,16 @@ def train(
         if kept is not None and model.described:
             new = [name for name in model.described if name not in kept]
             run.log(f"heads kept: {', '.join(kept) or 'none'}; new: {', '.join(new) or 'none'}")
-        run.log(f"{steps:,} steps; {device.type}, {dtype}")
+        for name, each in dev.items():
+            run.log(f"{name} is evaluated on {each.origin}")
+        record_held_out(run.output, dev)
+        run.log(f"{steps:,} steps at a learning rate of {s.lr:g}; {device.type}, {dtype}")
         state = run.resume(model, optimizer)
         writer.put_back(run.output / "checkpoint")
         objective.load_state_dict(state.get("maps", objective.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
+        improved_step = state.get("improved_step", 0)  # an equal score is the best, too
+        end = state["step"] if state.get("ended_early") else steps
         save = functools.partial(
             save_checkpoint,
             run.output / "checkpoint",
@@ -369,7 +467,7 @@ def train(
             teachers=teachers,
             describe=run.describe_checkpoint,
         )
-        for step in range(state["step"], steps):
+        for step in range(state["step"], end):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
             optim.seed_dropout(s.seed, step)
@@ -380,64 +478,132 @@ def train(
                 if turn == optim.scheduled_steps(step + 1, steps, least):
                     continue
                 progress = step / max(1, steps - 1)
-                batch, retokenized = task.batch((s.seed, number), turn, progress)
-                parts = objective(model, task, batch, retokenized, progress, dtype)
-                share = task.stream.weight * sum(
-                    weight * loss.value / (loss.uniform if len(tasks) > 1 else 1.0)
-                    for weight, loss in parts.values()
-                )
-                optim.check_finite(share.item(), step)
-                if s.equal_gradients:
-                    optim.add_normalized_gradients(share, trained, task.stream.weight, shared)
-                else:
-                    share.backward()
-                losses["loss"] += share.item()
-                losses |= {name: loss.value.item() for name, (_, loss) in parts.items()}
-                tokens += batch.tokens
+                weight = task.stream.weight / s.gradient_accumulation
+                for micro in range(s.gradient_accumulation):
+                    place = turn * s.gradient_accumulation + micro
+                    batch, retokenized = task.batch((s.seed, number), place, progress)
+                    parts = objective(model, task, batch, retokenized, progress, dtype)
+                    share = weight * sum(
+                        factor * loss.value / (loss.uniform if len(tasks) > 1 else 1.0)
+                        for factor, loss in parts.values()
+                    )
+                    optim.check_finite(share.item(), step)
+                    if s.equal_gradients:
+                        optim.add_normalized_gradients(share, trained, weight, shared)
+                    else:
+                        share.backward()
+                    losses["loss"] += share.item()
+                    for name, (_, loss) in parts.items():
+                        part = loss.value.item() / s.gradient_accumulation
+                        losses[name] = losses.get(name, 0.0) + part
+                    tokens += batch.tokens
             torch.nn.utils.clip_grad_norm_(trained, s.clip)
             optimizer.step()
             run.step(step, losses, tokens, lr)
             last = step + 1 == steps
             if (step + 1) % s.eval_every == 0 or last:
-                metrics = evaluate_heads(model, s, encoders, dtype, s.dev_limit)
-                main = {n: next(iter(values.values())) for n, values in metrics.items()}
-                for name, value in main.items():
-                    run.scalar(f"dev/{name}", value, step)
-                if main:
-                    scores = "  ".join(f"{name} {value:.4f}" for name, value in main.items())
-                    run.log(f"step {step + 1}: {scores}")
-                score = float(np.mean(list(main.values()))) if main else 0.0
+                metrics = evaluate_heads(model, s, encoders, dev, dtype, s.dev_limit)
+                main = [next(iter(values.values())) for values in metrics.values()]
+                score = float(np.mean(main)) if main else 0.0
+                if metrics:
+                    line = "; ".join(f"{n}: {show_metrics(found)}" for n, found in metrics.items())
+                    note = " (best so far)" if score > best else ""
+                    run.evaluated(step, dev_scalars(metrics), line + note)
+                if score > best:
+                    improved_step = step + 1
                 if score >= best:
                     best, best_step = score, step + 1
                     save(model, step=best_step)
+                waited = step + 1 - improved_step
+                if metrics and s.patience and waited >= s.patience * s.eval_every and not last:
+                    last, end = True, step + 1
+                    run.log(f"no better score since step {improved_step:,}: the run ends early")
             is_stopped = run.signals.received and not last
             if (step + 1) % s.save_every == 0 or last or is_stopped:
-                maps = objective.state_dict()
-                run.save(step + 1, model, optimizer, best=best, best_step=best_step, maps=maps)
+                state = {"best": best, "best_step": best_step, "improved_step": improved_step}
+                state |= {"ended_early": end < steps, "maps": objective.state_dict()}
+                run.save(step + 1, model, optimizer, **state)
             if is_stopped:
-                if not best_step or not any(h.dev for h in s.heads.values()):
+                if not (best_step and dev):
                     save(model, step=step + 1)
+                write_report(run, s, describe_run(run, model, step + 1, best_step), [])
                 run.stop(step + 1)
+            if last:
+                break
 
-        metrics = {}
+        metrics, calibrations, sections = {}, {}, []
         if s.heads:
-            kept = reader.load_model(run.output / "checkpoint").to(device)
-            metrics = evaluate_heads(kept, s, encoders, torch.float32)
-            save(kept, step=best_step)
-        result = {
-            "heads": metrics,
-            "parameters": count_parameters(model),
-            "steps": steps,
-            "best_step": best_step,
-            "tokens_per_second": run.tokens_per_second(),
-        }
+            best_model, outputs = reader.load_model(run.output / "checkpoint").to(device), {}
+            metrics = evaluate_heads(best_model, s, encoders, dev, torch.float32, 0, outputs)
+            calibrations, sections = examine(best_model, s, dev, outputs)
+            save(best_model, step=best_step)
+        result = {"heads": metrics, **describe_run(run, model, end, best_step)}
+        if calibrations:
+            result["calibration"] = calibrations
         if objective.teachers:
-            result["teachers"] = judge_teachers(objective, s, encoders)
+            result["teachers"] = judge_teachers(objective, s, encoders, dev)
         run.finish(result)
         for name, values in metrics.items():
-            scores = "  ".join(f"{metric} {value:.4f}" for metric, value in values.items())
-            run.log(f"{name}: {scores}")
+            run.log(f"checkpoint of step {best_step:,}: {name}: {show_metrics(values)}")
+        write_report(run, s, result, sections)
+        run.log(f"report: {run.output / page.PAGE}")
     return result
+
+
+def describe_run(
+    run: TrainingRun, model: EncoderWithHeads, steps: int, best_step: int
+) -> dict[str, Any]:
+    """Return the numbers of a run after some steps."""
+    return {
+        "parameters": count_parameters(model),
+        "steps": steps,
+        "best_step": best_step,
+        "tokens_per_second": run.tokens_per_second(),
+    }
+
+
+def examine(
+    model: EncoderWithHeads,
+    s: FinetuneSettings,
+    dev: Mapping[str, DevRows],
+    outputs: Mapping[str, HeadOutputs],
+) -> tuple[dict[str, dict[str, float]], list[Section]]:
+    """Calibrate the heads by their outputs for the dev rows; return the temperatures, and a section for each head."""
+    calibrations, sections = {}, []
+    for name, saved in zip(s.heads, list(model.described), strict=True):
+        if name not in outputs:
+            continue
+        rows, head = dev[name].rows, model.described[saved]
+        found = findings.fit(rows, outputs[name], head)
+        if found:
+            temperature = found.temperature
+            update = {"calibration_temperature": temperature}
+            model.described[saved] = head.model_copy(update=update)
+            errors = {"error_before": found.error_before, "error_after": found.error_after}
+            calibrations[name] = {"temperature": temperature, **errors}
+        sections.append(findings.describe(name, rows, outputs[name], head, dev[name].origin, found))
+    return calibrations, sections
+
+
+def write_report(
+    run: TrainingRun, s: FinetuneSettings, result: Mapping[str, Any], sections: Sequence[Section]
+) -> None:
+    """Write the page of a run, with the sections of its heads."""
+    values = {
+        "steps": result["steps"],
+        "checkpoint of step": result["best_step"],
+        "parameters": result["parameters"],
+        "tokens per second": round(result["tokens_per_second"]),
+        "started from": s.init_from or s.tokenizer or getattr(s, "teacher", ""),
+        "learning rate": f"{s.lr:g}",
+        "seed": s.seed,
+    }
+    report = Report(f"Training {run.output}")
+    report.add(Section("run", "Run", page.facts(values)))
+    report.add(curves(run.series))
+    for section in sections:
+        report.add(section)
+    report.write(run.output)
 
 
 def main() -> None:

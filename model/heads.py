@@ -24,6 +24,8 @@ from service.core import bundle
 VOCABULARY_PART = 4096  # tokens whose logits are in memory at once; limits the memory of a batch
 IGNORE_INDEX = -100  # a label that losses skip
 Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
+# By objective: logits [n, C] and classes [n], or logits [n] and 0 or 1 [n].
+Predictions = dict[str, tuple[Tensor, Tensor]]
 
 
 class SequenceClassification(nn.Module):
@@ -248,15 +250,33 @@ class Pretraining(nn.Module):
             return token_logits, None
         return token_logits, self.next_sentence(hidden_states, layout)
 
-    def losses(
+    def predictions(
         self, inputs: Inputs, masked: Tensor, labels: Tensor, is_next: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the mean loss over masked tokens [M] and, with a next-sentence head, over pairs [B], by name."""
+    ) -> Predictions:
+        """Return logits and targets of masked tokens [M] and, with a next-sentence head, of pairs [B], by objective."""
         token_logits, next_logits = self(*inputs, masked)  # [M, V], [B, 2]
-        losses = {"mlm": F.cross_entropy(token_logits.float(), labels)}
+        predictions = {"mlm": (token_logits, labels)}
         if next_logits is not None:
-            losses[self.pair_objective] = F.cross_entropy(next_logits.float(), is_next)
-        return losses
+            predictions[self.pair_objective] = (next_logits, is_next)
+        return predictions
+
+
+def losses_of(predictions: Predictions) -> dict[str, Tensor]:
+    """Return the mean loss of each objective: cross-entropy of logits [n, C], binary cross-entropy of logits [n]."""
+    losses = {}
+    for name, (logits, targets) in predictions.items():
+        is_binary = logits.dim() == 1
+        loss = F.binary_cross_entropy_with_logits if is_binary else F.cross_entropy
+        losses[name] = loss(logits.float(), targets.float() if is_binary else targets)
+    return losses
+
+
+def accuracies_of(predictions: Predictions) -> dict[str, Tensor]:
+    """Return the share of right predictions of each objective."""
+    return {
+        name: ((logits > 0) if logits.dim() == 1 else logits.argmax(-1)).eq(targets).float().mean()
+        for name, (logits, targets) in predictions.items()
+    }
 
 
 def make_pretraining(config: BertConfig, next_sentence: bool) -> nn.Module:

@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from model import config, settings_checks
+from model import cloze_examples, config, settings_checks
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
@@ -30,7 +30,10 @@ from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, S
 from model.families.bert_names import BERT
 from model.families.registry import FAMILIES, family_of
 from model.families.spec import Family
-from model.heads import make_pretraining
+from model.heads import Predictions, accuracies_of, losses_of, make_pretraining
+from model.report import page
+from model.report.curves import curves
+from model.report.page import Report, Section
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.run_record import check_output
@@ -79,6 +82,7 @@ class PretrainSettings:
     compile: str = "auto"  # torch.compile the step: yes, no or auto (on a GPU only)
     save_every: int = 200
     eval_every: int = 500
+    held_out: float = 0.01  # share of the documents, held out to evaluate on
     cache: str = "runs/cache"
     fresh: bool = False  # delete the run that `output` has, and begin anew
 
@@ -93,6 +97,8 @@ class PretrainSettings:
         settings_checks.check_choice("preset", self.preset, config.PRESETS)
         if self.family:
             settings_checks.check_choice("family", self.family, FAMILIES)
+        if not 0 <= self.held_out <= 0.5:
+            raise ValueError(f"held_out: {self.held_out} is not from 0 to 0.5")
         for name in ("mask_rate", "final_mask_rate"):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < 1:
@@ -144,7 +150,19 @@ def losses(
 
     shares: the micro-batch's share of the step's whole batch, by loss, which scales the loss
     """
-    means = model.losses(batch.inputs, batch.masked, batch.labels, batch.is_next)
+    return weighted_losses(model, predict(model, batch), shares)
+
+
+def predict(model: nn.Module, batch: PretrainingBatch) -> Predictions:
+    """Return the logits and targets of each objective."""
+    return model.predictions(batch.inputs, batch.masked, batch.labels, batch.is_next)
+
+
+def weighted_losses(
+    model: nn.Module, predictions: Predictions, shares: Mapping[str, float] | None
+) -> dict[str, Tensor]:
+    """Return the mean loss of each objective, scaled by its share, and as `loss` their weighted sum."""
+    means = losses_of(predictions)
     parts = {name: mean * (shares[name] if shares else 1.0) for name, mean in means.items()}
     whole = sum(model.weights[name] * part for name, part in parts.items())
     return {"loss": whole, **parts}
@@ -178,7 +196,7 @@ def micro_batches(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held: Sequence[Samples], tokens: int = 0) -> dict[str, float]:
-    """Return the mean losses of fixed samples, with a fixed random seed.
+    """Return the mean losses of fixed samples, and the accuracy of each objective (`mlm_accuracy`), by a fixed seed.
 
     tokens: of a micro-batch, see `micro_batches`
     """
@@ -188,10 +206,25 @@ def evaluate(model: nn.Module, held: Sequence[Samples], tokens: int = 0) -> dict
         torch.manual_seed(0)
         for whole in held:
             for batch, shares in micro_batches(whole, tokens, whole.counts):
-                for name, part in losses(model, batch, shares).items():
+                predictions = predict(model, batch)
+                parts = weighted_losses(model, predictions, shares)
+                parts |= {
+                    f"{name}_accuracy": accuracy * shares[name]
+                    for name, accuracy in accuracies_of(predictions).items()
+                }
+                for name, part in parts.items():
                     means[name] = means.get(name, 0.0) + part.item() / len(held)
     model.train()
     return means
+
+
+def describe(means: Mapping[str, float]) -> str:
+    """Return an evaluation as text: `MLM loss 5.123, accuracy 18.2 %; NSP loss 0.645, accuracy 63.1 %`."""
+    names = [name.removesuffix("_accuracy") for name in means if name.endswith("_accuracy")]
+    return "; ".join(
+        f"{name.upper()} loss {means[name]:.3f}, accuracy {means[f'{name}_accuracy']:.1%}"
+        for name in names
+    )
 
 
 def read_shape(
@@ -334,12 +367,12 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
         raise ValueError(f"next_sentence: {family.model_type} is given one text at a time")
     with ranks.leader_first():
         text = corpus.load(corpus.corpus_files(s.corpus), Path(s.tokenizer), Path(s.cache))
-    sampler = Sampler(
-        text,
-        specials,
-        family.pairs if in_pairs else None,
-        ranks.device,
-        pretraining_batches.continues(tokenizer) if s.whole_words else None,
+    text, held_text = text.split(s.held_out, s.seed)
+    pairs = family.pairs if in_pairs else None
+    pieces = pretraining_batches.continues(tokenizer) if s.whole_words else None
+    sampler = Sampler(text, specials, pairs, ranks.device, pieces)
+    held_sampler = (
+        Sampler(held_text, specials, pairs, ranks.device, pieces) if held_text else sampler
     )
     first_rate = family.mask_rate if s.mask_rate is None else s.mask_rate
     last_rate = first_rate if s.final_mask_rate is None else s.final_mask_rate
@@ -358,14 +391,16 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
     if smallest < ranks.world:
         raise ValueError(f"{ranks.world} processes cannot share steps of {smallest} samples")
 
-    def draw(step: int, phase: Phase, seed: int = s.seed, rate: float = mean_rate) -> Samples:
-        return sampler.samples(
-            seed=seed, step=step, size=phase.size, length=phase.length, rate=rate
-        )
+    def draw(step: int, phase: Phase, rate: float = mean_rate) -> Samples:
+        sizes = {"size": phase.size, "length": phase.length}
+        return sampler.samples(seed=s.seed, step=step, rate=rate, **sizes)
 
     steps = plan_steps(s, phases, make, draw, ranks) if s.minutes else s.steps
     fixed = Phase(1.0, min(128, longest), s.batch_tokens)
-    held = [draw(step, fixed, s.seed + 10_000) for step in range(8)]
+    sizes = {"size": fixed.size, "length": fixed.length, "rate": mean_rate}
+    held = [held_sampler.samples(seed=s.seed + 10_000, step=step, **sizes) for step in range(8)]
+    what = "held-out text" if held_text else "training text"
+    chosen = cloze_examples.choose(held_text or text, specials, tokenizer, longest, s.seed)
 
     def work(step: int) -> float:
         return phase_at(step, steps, phases).batch_tokens
@@ -378,6 +413,12 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             f"{len(text.ids):,} tokens in {text.num_documents:,} documents; "
             f"{ranks.world} x {ranks.device.type}, {trainer.dtype}"
         )
+        if held_text:
+            run.log(
+                f"{len(held_text.ids):,} tokens in {held_text.num_documents:,} documents are held out"
+            )
+        else:
+            run.log("no text is held out: evaluations are on training text")
         writer.put_back(run.output / "checkpoint")
 
         def save(step: int) -> None:
@@ -388,7 +429,27 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
                     writer.save_teachers(partial, teachers)
                     run.describe_checkpoint(partial, step)
 
-        first = run.resume(model, optimizer)["step"]
+        def report(step: int, **results: float) -> None:
+            """Write the page of the run after `step` steps."""
+            values = {
+                "steps": step,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "tokens of text": len(text.ids),
+                "tokens per second": round(run.tokens_per_second()),
+                **results,
+            }
+            document = Report(f"Pretraining {run.output}")
+            document.add(Section("run", "Run", page.facts(values)))
+            document.add(curves(run.series))
+            if chosen and clozes:
+                document.add(cloze_examples.describe(chosen, clozes, what))
+                document.add(cloze_examples.attention(model, chosen[0], tokenizer))
+            document.write(run.output)
+            run.log(f"report: {run.output / page.PAGE}")
+
+        state = run.resume(model, optimizer)
+        clozes = [(at, found) for at, found in state.get("clozes", [])]
+        first = state["step"]
         for step in range(first, steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
             rate = rate_at(step, steps, first_rate, last_rate)
@@ -397,23 +458,27 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             last = step + 1 == steps
             if ranks.is_leader and ((step + 1) % s.eval_every == 0 or last):
                 means = evaluate(model, held, s.micro_batch_tokens)
-                for name, value in means.items():
-                    run.scalar(f"held/{name}", value, step)
-                run.log(f"step {step + 1}: fixed-batch losses {means}")
+                scalars = {f"held/{name}": value for name, value in means.items()}
+                run.evaluated(step, scalars, f"{what}: {describe(means)}")
+                clozes.append((step + 1, cloze_examples.predict(model, chosen, tokenizer)))
             received = ranks.total({str(n): float(run.signals.received == n) for n in HANDLED})
             run.signals.received = next((n for n in HANDLED if received[str(n)]), 0)
             is_stopped = run.signals.received and not last
             if (step + 1) % s.save_every == 0 or last or is_stopped:
-                run.save(step + 1, model, optimizer)
+                run.save(step + 1, model, optimizer, clozes=clozes)
                 save(step + 1)
             if is_stopped:
+                if ranks.is_leader:
+                    report(step + 1)
                 run.stop(step + 1)
         if first == steps:  # a process may have ended between its two last writes
             save(steps)
         if ranks.is_leader:
             means = evaluate(model, held, s.micro_batch_tokens)
             speed = run.tokens_per_second()
-            run.finish({"fixed_batches": means, "tokens_per_second": speed})
+            name = "held_out" if held_text else "fixed_batches"
+            run.finish({name: means, "tokens_per_second": speed})
+            report(steps, **means)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from export.goldens import torch_outputs
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.families.registry import FAMILIES, family_of
-from model.heads import EncoderWithHeads, Pretraining, make_pretraining
+from model.heads import EncoderWithHeads, Pretraining, losses_of, make_pretraining
 from model.tokenizer import train
 from model.training.capture import capture
 from service.core import bundle
@@ -396,7 +396,7 @@ def test_pretraining(case: Case, tmp_path: Path) -> None:
         labels[PAIR_LABELS[case.model_type]] = answers
     with torch.no_grad():
         logits = [found for found in model.eval()(*ours(packed)) if found is not None]
-        losses = model.losses(ours(packed), masked, words, answers)
+        losses = losses_of(model.predictions(ours(packed), masked, words, answers))
         assert losses.keys() == model.weights.keys()
         for folder in ("theirs", "ours"):
             peer, report = auto.from_pretrained(tmp_path / folder, output_loading_info=True)
@@ -435,7 +435,7 @@ def test_replaced_tokens(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model.eval().generator(*ours(packed), masked)
         torch.manual_seed(0)
-        losses = model.losses(ours(packed), masked, words, answers)
+        losses = losses_of(model.predictions(ours(packed), masked, words, answers))
         torch.manual_seed(0)
         seen = model.replace(ours(packed), masked, logits)
         verdicts = model.discriminator(*seen)

@@ -38,6 +38,7 @@ ALL = _file(
     *honored("sbert_ce_default_activation_function", note="of an older CrossEncoder"),
     *honored(
         *("normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"),
+        "calibration_temperature",
         "matryoshka_dimensions",
         note="Quartet's own",
     ),

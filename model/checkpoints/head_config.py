@@ -27,7 +27,10 @@ from model.checkpoints.settings_table import shown
 from service.core import bundle
 
 # Fields of `bundle.Head` that the hub has no name for; `config.json` has them where they differ from the default.
-HEAD_FIELDS = {"normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"}
+HEAD_FIELDS = {
+    *("normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"),
+    "calibration_temperature",
+}
 CARD = "README.md"
 # As a model card of sentence-transformers states the parameters of MatryoshkaLoss.
 MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)+\])')

@@ -7,7 +7,7 @@ import bisect
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from service.core.packing import Ints
 
 VERSION = 3  # of the rules for splitting and tokenizing text, part of the cache's name
 
+FEWEST_DOCUMENTS = 20  # of fewer documents none are held out
 
 # A sentence ends at . ! or ? (and closing quotes) before a space and a possible first character. Not after these.
 BOUNDARY = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
@@ -95,6 +96,30 @@ class Corpus:
         document = bisect.bisect_right(self.document_starts, sentence) - 1
         return int(self.document_starts[document]), int(self.document_starts[document + 1])
 
+    def split(self, share: float, seed: int) -> tuple["Corpus", "Corpus | None"]:
+        """Return the documents without a share of them, and these, which the seed chooses.
+
+        The second is None for fewer than FEWEST_DOCUMENTS documents and for a share of 0.
+        """
+        if not share or self.num_documents < FEWEST_DOCUMENTS:
+            return self, None
+        held = np.zeros(self.num_documents, dtype=bool)
+        count = max(2, round(share * self.num_documents))  # a pair may need a second document
+        chosen = np.random.default_rng(seed).choice(self.num_documents, count, replace=False)
+        held[chosen] = True
+        return self._select(~held), self._select(held)
+
+    def _select(self, is_kept: NDArray[np.bool]) -> "Corpus":
+        """Return some of the documents. is_kept: [documents]"""
+        edges = np.flatnonzero(
+            np.diff(is_kept, prepend=False, append=False)
+        )  # of runs of kept ones
+        token_starts = self.sentence_starts[self.document_starts]
+        runs = [self.ids[a:b] for a, b in token_starts[edges].reshape(-1, 2)]
+        counts = np.diff(self.document_starts)
+        lengths = np.diff(self.sentence_starts)[np.repeat(is_kept, counts)]
+        return Corpus(np.concatenate(runs), _starts(lengths), _starts(counts[is_kept]))
+
 
 def build(files: list[Path], tokenizer: tokenizers.Tokenizer) -> Corpus:
     """Tokenize files. Raises ValueError for a vocabulary that does not fit 16 bits, and for no text."""
@@ -125,7 +150,7 @@ def _chunks(items: Iterator[list[str]], size: int) -> Iterator[list[list[str]]]:
         yield chunk
 
 
-def _starts(lengths: list[int]) -> Ints:
+def _starts(lengths: Sequence[int] | Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

@@ -35,6 +35,7 @@ from service.core.packing import Ints
 LOGGER = logging.getLogger(__name__)
 Bools = NDArray[np.bool]
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
+BALANCED = "balanced"
 SCALE = 20.0  # factor of cosines before a softmax
 
 # Distances of two vectors `[..., D]`, and the default margin of each.
@@ -63,6 +64,8 @@ class HeadSettings:
     # Classification: replacements for labels of training rows; rows with a dropped label are left out.
     label_map: dict[str, str] = field(default_factory=dict)
     drop_labels: list[str] = field(default_factory=list)
+    # Classification: the weight of each label in the loss, 1 unless given; or "balanced", see `class_weights`.
+    class_weights: str | dict[str, float] = field(default_factory=dict)
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that adjacent windows share
     # Losses of embeddings.
@@ -105,8 +108,23 @@ class HeadSettings:
                 )
             if both := sorted(set(self.label_map) & set(self.drop_labels)):
                 raise ValueError(f"label_map and drop_labels both contain {both[0]!r}")
+        if self.class_weights:
+            self.check_class_weights()
         if self.problem_type == "regression" and len(self.labels) > 1:
             raise ValueError(f"labels: a regression has one, not {', '.join(self.labels)}")
+
+    def check_class_weights(self) -> None:
+        """Raise ValueError for weights of a head that has no classes, and for weights that are not above 0."""
+        if self.task != "classification" or is_graded(self):
+            raise ValueError(
+                "class_weights: for classification with labels, not for numbers or other tasks"
+            )
+        if isinstance(self.class_weights, str):
+            check_choice("class_weights", self.class_weights, (BALANCED,))
+            return
+        for label, weight in self.class_weights.items():
+            if not weight > 0:
+                raise ValueError(f"class_weights: {weight} of {label!r} is not above 0")
 
 
 def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:
@@ -510,7 +528,11 @@ def streams(
     """Return a head's streams: one; or for embeddings, one of related texts and one of scored pairs."""
     if head.task != "embedding":
         loss = {
-            "classification": functools.partial(text_loss, problem_type=head.problem_type),
+            "classification": functools.partial(
+                text_loss,
+                problem_type=head.problem_type,
+                weights=class_weights(settings, head, examples),
+            ),
             "ner": token_loss,
             "qa": span_loss,
         }[head.task]
@@ -528,6 +550,32 @@ def streams(
         for kind, some, size, loss in kinds
         if some
     ]
+
+
+def class_weights(
+    settings: HeadSettings, head: bundle.Head, examples: Sequence[Example]
+) -> Tensor | None:
+    """Return the weight of each label in the loss, `[C]`; None where the settings have none.
+
+    "balanced" gives every label the same weight in total: rows / (labels * rows of the label), as scikit-learn has it;
+    where labels may hold together, rows without the label / rows with it.
+    Raises ValueError for the weight of an unknown label.
+    """
+    stated = settings.class_weights
+    if not stated:
+        return None
+    if isinstance(stated, dict):
+        if unknown := sorted(set(stated) - set(head.labels)):
+            known = ", ".join(head.labels)
+            raise ValueError(f"class_weights: {unknown[0]!r} is none of the labels {known}")
+        return torch.tensor([stated.get(label, 1.0) for label in head.labels])
+    labels, size = np.stack([example.labels for example in examples]), len(head.labels)
+    if head.problem_type == "multi_label_classification":
+        counts = labels.sum(axis=0)
+        balanced = (len(labels) - counts) / np.maximum(counts, 1)
+    else:
+        balanced = len(labels) / (size * np.maximum(np.bincount(labels, minlength=size), 1))
+    return torch.as_tensor(balanced, dtype=torch.float32)
 
 
 def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
@@ -557,14 +605,21 @@ def _joined(batch: Batch, logits: Tensor, join: Callable[..., NDArray[Any]] = np
     return torch.as_tensor(join(batch.labels), device=logits.device)
 
 
-def text_loss(logits: Tensor, batch: Batch, problem_type: str | None) -> Loss:
-    """Return the loss of logits [B, C]: cross-entropy (binary for several labels or a single one), or squared error."""
+def text_loss(
+    logits: Tensor, batch: Batch, problem_type: str | None, weights: Tensor | None = None
+) -> Loss:
+    """Return the loss of logits [B, C]: cross-entropy (binary for several labels or a single one), or squared error.
+
+    weights: of each label [C]; of its occurrences, where labels may hold together
+    """
     labels = _joined(batch, logits)
+    weights = None if weights is None else weights.to(logits.device)
     if problem_type == "regression":
         return Loss(F.mse_loss(logits, labels), 1.0)
     if problem_type == "multi_label_classification" or logits.shape[1] == 1:
-        return Loss(F.binary_cross_entropy_with_logits(logits, labels), uniform_loss(2))
-    return Loss(F.cross_entropy(logits, labels), uniform_loss(logits.shape[1]))
+        loss = F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weights)
+        return Loss(loss, uniform_loss(2))
+    return Loss(F.cross_entropy(logits, labels, weights), uniform_loss(logits.shape[1]))
 
 
 def token_loss(logits: Tensor, batch: Batch) -> Loss:

@@ -168,21 +168,17 @@ class ReplacedTokens(nn.Module):
         sampled = torch.multinomial(probabilities, 1).squeeze(1)  # [M]
         return (input_ids.index_copy(0, masked, sampled), *others)
 
-    def losses(
+    def predictions(
         self, inputs: ElectraInputs, masked: Tensor, labels: Tensor, is_next: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the generator's mean loss over masked tokens [M], and the discriminator's over all tokens [T].
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return logits and targets: the generator's of masked tokens [M], the discriminator's of all tokens [T].
 
         A token counts as replaced only if it differs from the original: a correct prediction does not count.
         """
         token_logits = self.generator(*inputs, masked)  # [M, V]
         corrupted = self.replace(inputs, masked, token_logits)
         replaced = corrupted[0] != inputs[0].index_copy(0, masked, labels)  # [T]
-        logits = self.discriminator(*corrupted)  # [T]
-        return {
-            "mlm": F.cross_entropy(token_logits.float(), labels),
-            "rtd": F.binary_cross_entropy_with_logits(logits.float(), replaced.float()),
-        }
+        return {"mlm": (token_logits, labels), "rtd": (self.discriminator(*corrupted), replaced)}
 
 
 ELECTRA = replace(

@@ -28,6 +28,7 @@ WRITTEN = (
     "loss.png",
     "held_out.json",
     "report.html",
+    "report.json",
 )
 FOLDERS = ("checkpoint", "tensorboard")
 # Settings that do not change what a step learns, and settings of the length of a run.

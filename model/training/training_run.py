@@ -26,9 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from model.training import run_record
+from model.data.examples import HeadSettings
+from model.training import run_record, settings_help
 from model.training.run_record import OtherRunError, RunRecord
+from model.training.series import Series
 from model.training.stop_signals import StoppedRun, StopSignals
+
+SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 
 S = TypeVar("S")
 BOOLEANS = ("true", "false", "null")  # values of a boolean setting on the command line
@@ -39,12 +43,23 @@ def read_settings(kind: type[S], description: str) -> S:
 
     Lists and tables are JSON on the command line. Exits with status 2 for a wrong setting.
     """
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    tables = {field.name for field in fields(kind)} & {"heads"}  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        epilog=settings_help.describe_heads(fields(HeadSettings)) if tables else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "config", nargs="?", type=Path, help="a TOML file, one run each: see model/configs/"
     )
     for field in fields(kind):  # type: ignore[arg-type]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=settings_help.describe(field).replace("%", "%%"),
+        )
     options = vars(parser.parse_args(_with_values(sys.argv[1:], kind)))
     config = options.pop("config")
     try:
@@ -184,6 +199,8 @@ class TrainingRun:
         )
         self.bar = self.progress.add_task("training", total=self.steps, state="")
         self.work_before = [*itertools.accumulate(map(self.work, range(self.steps)), initial=0.0)]
+        self.series: dict[str, Series] = {}
+        self.clock = self.last_line = self.started  # of the last step, and of the last line
         self.signals = StopSignals()
         self.tokens = 0
         self.steps_done = 0
@@ -202,6 +219,7 @@ class TrainingRun:
 
     def step(self, step: int, losses: dict[str, float], tokens: int, lr: float) -> None:
         """Record one optimizer step: its losses by name (`loss` is the sum), its tokens, its learning rate."""
+        now = time.monotonic()
         self.tokens += tokens
         self.steps_done += 1
         loss = losses["loss"]
@@ -210,11 +228,14 @@ class TrainingRun:
         for name, value in losses.items():
             self.scalar(f"train/{name}", value, step)
         self.scalar("train/lr", lr, step)
+        self.scalar("train/tokens_per_second", tokens / max(now - self.clock, 1e-9), step)
+        self.clock = now
         left = self.seconds_left(step + 1) / 60
         speed = self.tokens_per_second()
         state = f"loss {self.smooth:.3f}  {speed:,.0f} tokens/s  {left:.0f} min left"
         self.progress.update(self.bar, completed=step + 1, state=state)
-        if self.progress.disable and (step + 1) % 50 == 0:
+        if self.progress.disable and now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
             self.log(f"step {step + 1}/{self.steps}  {state}")
 
     def seconds_left(self, step: int) -> float:
@@ -226,7 +247,15 @@ class TrainingRun:
     def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
+    def evaluated(self, step: int, scalars: dict[str, float], line: str) -> None:
+        """Record the results of an evaluation after a step, and log them in a line."""
+        for name, value in scalars.items():
+            self.scalar(name, value, step)
+        self.log(f"step {step + 1:,} of {self.steps:,}: {line}")
+        self.clock = time.monotonic()  # the next step does not include the evaluation
+
     def scalar(self, name: str, value: float, step: int) -> None:
+        self.series.setdefault(name, Series()).add(step, value)
         if self.writer:
             self.writer.add_scalar(name, value, step)
 
@@ -245,11 +274,13 @@ class TrainingRun:
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "history": self.history,
+            "series": {name: series.state() for name, series in self.series.items()},
             "steps": self.steps,
         }
         partial = self.output / "last.pt.partial"
         torch.save({**state, **extra}, partial)
         os.replace(partial, self.output / "last.pt")
+        self.clock = time.monotonic()
 
     def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         """Load the last saved state, if there is one; its `step` is the next one.
@@ -270,6 +301,8 @@ class TrainingRun:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.history = [tuple(point) for point in state["history"]]
+        stored = state.get("series", {})
+        self.series = {name: Series.restore(each) for name, each in stored.items()}
         self._write_settings()
         length = f", now to step {self.steps} instead of {steps}" if steps != self.steps else ""
         self.log(f"resuming {self.output} at step {done}{length}")
@@ -306,6 +339,18 @@ class TrainingRun:
             metrics = {**metrics, "tokens_per_second": speed}
         path.write_text(json.dumps(metrics, indent=2) + "\n")
         draw_loss(self.history, self.output / "loss.png")
+
+
+def show_metrics(values: dict[str, float]) -> str:
+    """Return metrics as text: `accuracy 0.9133, macro F1 0.8851`."""
+    return ", ".join(f"{show_metric(name)} {value:.4f}" for name, value in values.items())
+
+
+def show_metric(name: str) -> str:
+    """Return the name of a metric as people write it."""
+    words = {"f1": "F1", "mrr": "MRR", "em": "exact match", "mlm": "MLM", "nsp": "NSP"}
+    words |= {"sop": "SOP", "rtd": "RTD"}
+    return " ".join(words.get(word, word) for word in name.split("_"))
 
 
 def draw_loss(history: list[tuple[int, float]], path: Path) -> None:

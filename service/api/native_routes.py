@@ -108,6 +108,7 @@ async def classify(request: Request) -> Response:
         stride=body.stride,
         threshold=body.threshold,
         function_to_apply=body.function_to_apply,
+        calibrated=body.calibrated,
     )
     return await call.answer(task, "result", each(label))
 

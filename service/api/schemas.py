@@ -184,6 +184,10 @@ class ClassifyRequest(TextRequest):
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
         None, description="turns logits into scores; as the head's problem type says when absent"
     )
+    calibrated: bool = Field(
+        False,
+        description="divide logits by the head's `calibration_temperature`, so that scores are shares of right answers",
+    )
     truncate: TruncateField = Field(
         True,
         description="cut a long text (true), refuse it (false), or read it in windows",
@@ -572,6 +576,9 @@ class ServedHead(BaseModel):
         None, description="of an embedding head: the values of `output_dtype`"
     )
     normalize: bool
+    calibration_temperature: float | None = Field(
+        None, description="of a classification head whose scores can be `calibrated`"
+    )
     null_threshold: float
     max_answer_tokens: int
     max_query_tokens: int

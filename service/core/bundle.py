@@ -55,6 +55,7 @@ FORMAT_4_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
 )
+FORMAT_5_FIELDS = ("calibration_temperature",)
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
 VECTORS: frozenset[str] = frozenset(
     {"embedding", "late-interaction", "sparse-embedding"}
@@ -147,6 +148,8 @@ class Head(_Record):
 
     mask_token_id: the id of the token that a fill-mask head fills in
     vocabulary_size: the logits of a fill-mask head for each mask token, or the tokens that a sparse head may weigh
+    calibration_temperature: what logits of a classification head are divided by to calibrate its scores (Guo et al.
+        2017); None where it was not fitted
     """
 
     task: Task
@@ -163,6 +166,8 @@ class Head(_Record):
     late_interaction: LateInteraction | None = None
     sparse: Sparse | None = None
     demo: bool = False
+    # Of classification heads, since format 5:
+    calibration_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     # Of embedding heads, since format 4:
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
@@ -179,6 +184,8 @@ class Head(_Record):
             self._check_embedding()
         elif self.format_4_fields():
             raise ValueError(f"{self.format_4_fields()[0]} is for embedding heads only")
+        if self.calibration_temperature is not None and not self.has_classes:
+            raise ValueError("calibration_temperature is for classification heads with labels only")
         if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
             raise ValueError("a late-interaction head needs its dimensions and late_interaction")
         if self.late_interaction is not None and self.task != "late-interaction":
@@ -224,6 +231,15 @@ class Head(_Record):
             if getattr(self, name) != type(self).model_fields[name].default
         ]
         return changed + ["pooling"] * (self.pooling not in ("mean", "cls", None))
+
+    def format_5_fields(self) -> list[str]:
+        """Return the names of the fields whose values need format 5."""
+        return [name for name in FORMAT_5_FIELDS if getattr(self, name) is not None]
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the outputs are logits of labels of a text, which scores can be calibrated for."""
+        return self.task == "classification" and self.problem_type != "regression"
 
     @property
     def pooling_modes(self) -> tuple[PoolingMode, ...]:
@@ -385,7 +401,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
-    format_version: Literal[1, 2, 3, 4]
+    format_version: Literal[1, 2, 3, 4, 5]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -413,6 +429,8 @@ class Manifest(_Record):
                 self._check_late_interaction(name, head.late_interaction)
             if head.format_4_fields() and self.format_version < 4:
                 raise ValueError(f"{name}: {head.format_4_fields()[0]} needs format_version 4")
+            if head.format_5_fields() and self.format_version < 5:
+                raise ValueError(f"{name}: {head.format_5_fields()[0]} needs format_version 5")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -705,7 +723,10 @@ def format_version(graphs: Iterable[Mapping[str, Any]], heads: Iterable[Head] = 
 
     graphs: as the manifest's records
     """
-    if any(head.format_4_fields() for head in heads):
+    described = list(heads)
+    if any(head.format_5_fields() for head in described):
+        return 5
+    if any(head.format_4_fields() for head in described):
         return 4
     fields = {name for graph in graphs for name, value in graph.items() if value is not None}
     if "memory" in fields:

@@ -139,17 +139,26 @@ def classify(
     top_k: int | None,
     threshold: float | None = None,
     function_to_apply: str | None = None,
+    temperature: float | None = None,
 ) -> list[LabelScore]:
     """Return the `top_k` labels (None: all) by falling score, equal scores in label order.
 
     windows: logits `[C]` of each window; their mean, weighted by `lengths` in tokens, is activated.
     threshold: the smallest score of a label that is returned; function_to_apply: see `activate`
+    temperature: what logits are divided by, to calibrate the scores; None for scores as they are
     """
-    logits = _weighted_mean(windows, lengths).astype(np.float32)
+    logits = mean_logits(windows, lengths)
+    if temperature is not None:
+        logits = logits / np.float32(temperature)
     scores = activate(logits, problem_type, function_to_apply)
     order = np.argsort(-scores, kind="stable")[:top_k]
     found = [LabelScore(labels[index], float(scores[index])) for index in order]
     return found if threshold is None else [one for one in found if one.score >= threshold]
+
+
+def mean_logits(windows: Sequence[Floats], lengths: Sequence[int]) -> Floats:
+    """Return the mean logits `[C]` of a text's windows, weighted by `lengths` in tokens."""
+    return _weighted_mean(windows, lengths).astype(np.float32)
 
 
 def embed(

@@ -20,6 +20,7 @@ class Classification:
     top_k: the number of labels, None for all
     threshold: the smallest score of a label that is returned
     function_to_apply: see `decode.activate`
+    calibrated: whether scores are calibrated by the head's temperature
     stride: tokens that neighboring windows share; None for the default
     """
 
@@ -28,11 +29,18 @@ class Classification:
     top_k: int | None = None
     threshold: float | None = None
     function_to_apply: str | None = None
+    calibrated: bool = False
     truncate: Truncate = True
     stride: int | None = None
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
         name, head = engine.select_head("classification", heads)
+        temperature = head.calibration_temperature if self.calibrated else None
+        if self.calibrated and temperature is None:
+            raise InvalidInput(
+                f"head {name} has no calibration_temperature: leave calibrated out",
+                param="calibrated",
+            )
         stride, pairs = engine.check_stride(self.stride), self.pairs
 
         def encode(part: slice) -> Sequence[Cut]:
@@ -52,6 +60,7 @@ class Classification:
                 top_k=self.top_k,
                 threshold=self.threshold,
                 function_to_apply=self.function_to_apply,
+                temperature=temperature,
             )
 
         sizes = characters(self.texts) if pairs is None else characters(self.texts, pairs)

@@ -1,14 +1,17 @@
 """The export as a function: `pipeline.export` returns the manifest, and reports its steps to its caller alone."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from export import measure_memory, pipeline
+from export import measure_memory, pipeline, run_report
 from export.goldens import run_torch
 from model.checkpoints.source import read_source
+from model.report.page import Report, Section
 from service.core import bundle
 from service.core.bundle import Head
 from service.core.encode import Encoder
@@ -111,6 +114,54 @@ def test_unmeasured_memory_is_left_out(
         f"memory was not measured: {tmp_path / 'none'} cannot be read: No such file or directory"
     )
     assert [f"fp32 packed: {reason}", f"int8 packed: {reason}"] == lines[-2:]
+
+
+def test_the_page_of_the_run(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """The page next to the checkpoint gets parity, quantization and sizes, once however often it is exported."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_checkpoint, run / "checkpoint")
+    Report("Training", [Section("run", "Run", "before")]).write(run)
+    lines: list[str] = []
+
+    pipeline.export(make_request(run / "checkpoint", out), lines.append)
+    manifest = pipeline.export(make_request(run / "checkpoint", out, replace=True), lines.append)
+
+    assert f"{run / 'report.html'}: parity and quantization were added" == lines[-1]
+    report = Report.read(run)
+    assert report is not None
+    assert ["run", "export tiny"] == [section.name for section in report.sections]
+    page = (run / "report.html").read_text(encoding="utf-8")
+    shown = ("Export tiny@1", "differs from PyTorch by", "against fp32 on the goldens", " MB")
+    assert [] == [text for text in (*shown, *manifest.files()) if text not in page]
+
+
+def test_quantization_of_the_page(tiny_checkpoint: Path, out: Path) -> None:
+    """The page has each metric by precision, with its difference to fp32."""
+    manifest = pipeline.export(make_request(tiny_checkpoint, out), print)
+    metrics = {"sentiment": {"fp32": {"accuracy": 91.5}, "int8": {"accuracy": 91.0}}}
+    manifest = manifest.model_copy(update={"metrics": metrics})
+
+    body = run_report.describe(out, manifest, {"int8 packed": "<close>"}).body
+
+    assert '<td>int8</td><td class="number">91.0000</td><td>-0.50</td>' in body
+    assert "&lt;close&gt;" in body
+
+
+def test_a_temperature_is_carried(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """A fitted temperature makes a bundle of format 5 with the same graphs, goldens and space of vectors."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    heads = json.loads((checkpoint / "heads.json").read_text())
+    heads["sentiment"]["calibration_temperature"] = 1.25
+    (checkpoint / "heads.json").write_text(json.dumps(heads))
+
+    plain = pipeline.export(make_request(tiny_checkpoint, tmp_path / "plain"), print)
+    manifest = pipeline.export(make_request(checkpoint, out), print)
+
+    assert 1.25 == bundle.load(out).manifest.heads["sentiment"].calibration_temperature
+    assert (1, 5) == (plain.format_version, manifest.format_version)
+    assert plain.embedding_space == manifest.embedding_space
+    assert plain.files() == manifest.files()
 
 
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 40)]

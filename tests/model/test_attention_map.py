@@ -87,9 +87,34 @@ def test_command(
     assert capsys.readouterr().out == f"{tmp_path / 'map.png'}\n"
 
 
+def test_some_layers_and_heads_of_a_pair(
+    monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
+) -> None:
+    """`--layer`, `--head` and `--pair` draw the named cells, by their numbers, of both texts together."""
+    drawn = []
+    draw = attention_map.draw
+    monkeypatch.setattr(attention_map, "draw", lambda *given: drawn.append(given) or draw(*given))
+    chosen = ["--pair", "It cost nothing.", "--layer", "2", "--head", "4", "1"]
+    run(monkeypatch, TEXT, "-o", str(tmp_path / "map.png"), "--checkpoint", str(saved), *chosen)
+
+    [(maps, tokens, title, *numbers)] = drawn
+    [encoded] = read_encoder(saved).pairs([TEXT], ["It cost nothing."])
+    expected = attention_map.attention_maps(reader.load_encoder(saved), encoded.windows[0])
+    torch.testing.assert_close(maps, expected[1:, [0, 3]])
+    assert (f"{TEXT} / It cost nothing.", [[2], [1, 4]]) == (title, numbers)
+    assert 2 == tokens.count("[SEP]")
+    cells = draw(*drawn[0]).axes
+    assert ["layer 2", "head 1", "head 4"] == [
+        cells[0].get_ylabel(),
+        *(axes.get_title() for axes in cells[:2]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
+        ("the", ["-o", "map.png", "--layer", "3"], "--layer: 3 is not from 1 to 2"),
+        ("the", ["-o", "map.png", "--head", "0"], "--head: 0 is not from 1 to 4"),
         ("the " * 47, ["-o", "map.png"], "49 tokens are too many to draw: at most 48"),
         ("the", ["-o", "map.png", "--checkpoint", "package:nobody"], "no installed package"),
         ("the", [], "-o/--output"),

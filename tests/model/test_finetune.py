@@ -22,11 +22,12 @@ from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig
 from model.finetune import FinetuneSettings
 from model.heads import EncoderWithHeads
-from model.training import optim
+from model.training import defaults, optim
 from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
 from service.core.bundle import Head
 from tests.model.helpers import interrupted, run_with_signal, shape, stopped, watch_steps
+from tests.model.report.test_page import EXTERNAL
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
@@ -396,6 +397,165 @@ def test_the_seed_is_all_that_chance_depends_on(
     assert first == same != other
 
 
+def test_accumulated_batches_are_one_batch(
+    data: Mapping[str, str], start: Start, tmp_path: Path
+) -> None:
+    """Two micro-batches of four rows have the loss and the gradient of one batch of eight."""
+    for output, size, count in (("one", 8, 1), ("two", 4, 2)):
+        table = {"names": {**heads(data)["names"], "batch_size": size}}
+        start(table, output=str(tmp_path / output), steps=6, gradient_accumulation=count)
+
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
+
+
+def test_accumulation_takes_fewer_steps(data: Mapping[str, str], start: Start) -> None:
+    """An epoch of sixteen rows is two steps of two batches of four."""
+    table = {"names": heads(data)["names"]}
+    assert 2 == start(table, steps=0, epochs=1.0, gradient_accumulation=2)["steps"]
+
+
+# -- data without a dev file ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sixty-four rows of four labels, without a dev file."""
+    rows = [{"text": text, "label": text.split()[0]} for text in TEXTS]
+    return jsonl(tmp_path_factory.mktemp("unsplit") / "rows.jsonl", rows)
+
+
+def test_a_tenth_is_held_out(
+    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a dev file a tenth of the rows measures the head, is not trained on, and is listed."""
+    result = start({"names": {"task": "classification", "train": [unsplit]}}, steps=2)
+
+    held = json.loads((tmp_path / "run/held_out.json").read_text())["names"]
+    assert 6 <= len(held) <= 7
+    assert all(where.startswith(f"{unsplit}:") for where in held)
+    assert "accuracy" in result["heads"]["names"]
+    out = capsys.readouterr().out
+    assert f"names: {64 - len(held)} examples\n" in out
+    assert f"names is evaluated on {len(held)} of 64 rows of {unsplit}, held out by seed 1" in out
+
+
+def test_no_row_is_held_out(unsplit: str, start: Start, tmp_path: Path) -> None:
+    """With a share of 0 all rows are trained on, and nothing is measured."""
+    table = {"names": {"task": "classification", "train": [unsplit]}}
+    assert {} == start(table, steps=2, dev_share=0.0)["heads"]
+    assert not (tmp_path / "run/held_out.json").exists()
+
+
+def test_defaults_follow_rows_and_width(
+    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Few rows get more epochs, a narrow encoder a higher learning rate, and a run ten evaluations or more."""
+    table = {"names": {"task": "classification", "train": [unsplit], "batch_size": 16}}
+    result = start(table, steps=0, lr=None, patience=0)
+
+    settings = json.loads((tmp_path / "run/settings.json").read_text())
+    assert (15.0, 3e-4, 5) == tuple(settings[name] for name in ("epochs", "lr", "eval_every"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert (54, 11) == (result["steps"], len(lines))
+    assert lines[0].startswith("step 5 of 54: names: accuracy 0.")
+    assert lines[0].endswith(" (best so far)")
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "expected"),
+    [
+        ("names", {"task": "classification"}, ["Confusion matrix", "Scores by label", "Sofya"]),
+        (
+            "several",
+            {"task": "classification", "problem_type": "multi_label_classification"},
+            ["Scores by label", "score of the error"],
+        ),
+        ("stars", {"task": "classification", "problem_type": "regression"}, ["spearman", "grade"]),
+        ("entities", {"task": "ner"}, ["Scores by type", "PER Ada"]),
+        ("answers", {"task": "qa"}, ["exact match", "What was drawn?"]),
+        ("pairs", {"task": "embedding"}, ["difference of ranks", "Ada drew a comet."]),
+        ("groups", {"task": "embedding"}, ["MRR", "nearest", "a comet by Ada"]),
+    ],
+)
+def test_the_report_of_a_head(
+    name: str,
+    head: dict[str, Any],
+    expected: list[str],
+    data: Mapping[str, str],
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page has the curves of the run and, for every task, scores and the worst errors with their texts."""
+    start({"head": {"train": [data[name]], "dev": data[name], **head}}, steps=1, lr=1e-6)
+
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert not EXTERNAL.search(page)
+    every = ["Loss of training", "Evaluations", "Learning rate", "Throughput", "Worst errors"]
+    assert [] == [text for text in [*every, *expected] if text not in page]
+    assert f"report: {tmp_path / 'run/report.html'}" in capsys.readouterr().out
+
+
+def test_texts_in_the_report_are_escaped(start: Start, tmp_path: Path) -> None:
+    """A text, a label and a file name with markup are shown as they are."""
+    hostile = "<img src=x onerror=alert(1)>"
+    rows = [{"text": f"{text} {hostile}", "label": f"<b>{text[:3]}"} for text in TEXTS]
+    train = jsonl(tmp_path / "a<b>.jsonl", rows)
+    start({"head": {"task": "classification", "train": [train]}}, steps=1, lr=1e-6)
+
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert hostile not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<b>" not in page
+
+
+def test_a_head_is_calibrated(unsplit: str, start: Start, tmp_path: Path) -> None:
+    """A temperature is fitted on the dev rows, carried in the checkpoint, and reported with both errors."""
+    table = {"task": "classification", "train": [unsplit], "dev": unsplit}
+    result = start({"names": table, "other": table}, steps=30, lr=1e-3)
+
+    found = result["calibration"]["names"]
+    assert {"temperature", "error_before", "error_after"} == found.keys()
+    joint = reader.load_model(tmp_path / "run/checkpoint").described
+    assert found["temperature"] == joint["names"].calibration_temperature
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert f"{found['error_before']:.4f}" in page
+    assert f"{found['error_after']:.4f}" in page
+    assert "Reliability" in page
+
+    start({"names": table}, steps=1, output=str(tmp_path / "single"))
+    [head] = reader.load_model(tmp_path / "single/checkpoint").described.values()
+    assert head.calibration_temperature > 0
+
+
+@pytest.mark.parametrize(("steps", "evaluations"), [(3, 3), (7, 7), (141, 10), (20_000, 40)])
+def test_evaluations_of_a_run(steps: int, evaluations: int) -> None:
+    """A run is evaluated at least five times, as far as it has steps."""
+    assert evaluations <= steps // defaults.eval_every_for(steps) <= evaluations + 1
+
+
+def test_patience_ends_a_run(
+    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two evaluations without a better score the run ends, keeps the best, and does not go on."""
+    scores = iter([0.5, 0.7, 0.7, 0.4, *[0.7] * 2])
+    evaluate = {"head": {"accuracy": 0.0}}
+    monkeypatch.setattr(
+        finetune, "evaluate_heads", lambda *_: evaluate | {"head": {"accuracy": next(scores)}}
+    )
+    table = {"head": heads(data)["names"]}
+
+    first = start(table, steps=20, eval_every=2, patience=2)
+    again = start(table, steps=20, eval_every=2, patience=2)
+
+    assert (8, 6) == (first["steps"], first["best_step"]) == (again["steps"], again["best_step"])
+    assert 8 == len(losses(tmp_path / "run"))
+
+
 # -- heads together -------------------------------------------------------------------------------
 
 
@@ -537,7 +697,9 @@ def test_the_best_on_dev_survives_an_interruption(
     scores = iter([0.9, 0.3, 0.2, 0.8])
     limits = []
 
-    def judged(model: Any, s: Any, encoders: Any, dtype: torch.dtype, limit: int = 0) -> Any:
+    def judged(
+        model: Any, s: Any, encoders: Any, dev: Any, dtype: torch.dtype, limit: int = 0, *_: Any
+    ) -> Any:
         limits.append((limit, dtype))
         return {"head": {"accuracy": next(scores)}}
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -16,10 +17,12 @@ import transformers
 from tokenizers import Tokenizer
 
 from model import fill, pretrain
+from model import tokenizer as model_tokenizer
 from model.checkpoints import reader
 from model.data import corpus, pretraining_batches
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Specials
 from model.families.bert_names import BERT
+from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads, Pretraining
 from model.training import optim
 from model.training.training_run import TrainingRun
@@ -31,6 +34,7 @@ from tests.model.helpers import (
     shape,
     watch_steps,
 )
+from tests.model.report.test_page import EXTERNAL
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,20 @@ def test_evaluate(held: pretraining_batches.Samples, small_tokenizer: Tokenizer)
     assert found == pretrain.evaluate(model, [held])
 
 
+def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
+    """The accuracy of an objective is its share of right predictions, in pieces, too."""
+    model = model_for(small_tokenizer)
+    batch = held.pack()
+    with torch.no_grad():
+        token_logits, next_logits = model.eval()(*batch.inputs, batch.masked)
+
+    found = pretrain.evaluate(model, [held], tokens=80)
+
+    tokens = (token_logits.argmax(-1) == batch.labels).float().mean().item()
+    pairs = (next_logits.argmax(-1) == batch.is_next).float().mean().item()
+    assert (found["mlm_accuracy"], found["nsp_accuracy"]) == pytest.approx((tokens, pairs))
+
+
 def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
     """With room for fewer tokens at once the losses are the same, and no batch is larger."""
     model, read = model_for(small_tokenizer), []
@@ -144,6 +162,7 @@ def arguments(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> dict[s
         "save_every": 3,
         "dropout": 0.1,
         "precision": "fp32",
+        "held_out": 0.0,
     }
 
 
@@ -205,6 +224,53 @@ def test_resumed_is_uninterrupted(
     run(monkeypatch, tmp_path / "parts", arguments)  # when nothing is left to do
     found = [json.loads((tmp_path / n / "metrics.json").read_text()) for n in ("whole", "parts")]
     assert found[0]["fixed_batches"] == found[1]["fixed_batches"]
+
+
+def test_text_is_held_out(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    corpus_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A share of the documents is not trained on: losses and accuracies on it are logged and written."""
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    many = tmp_path / "many.txt"
+    many.write_text("\n\n".join(texts[n % len(texts)] for n in range(40)))
+    arguments |= {"corpus": [str(many)], "steps": 2, "held_out": 0.1}
+    run(monkeypatch, tmp_path / "run", arguments)
+
+    lines = capsys.readouterr().out
+    assert re.search(
+        r"tokens in 36 documents; .*\n[\d,]+ tokens in 4 documents are held out\n", lines
+    )
+    expected = r"step 2 of 2: held-out text: MLM loss \d+\.\d{3}, accuracy \d+\.\d%; NSP loss "
+    assert re.search(expected, lines)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert 0 <= metrics["held_out"]["mlm_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+def test_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], family: str
+) -> None:
+    """The page has curves, predictions for masked tokens over the steps, also before a pause, and attention."""
+    tokenizer_file = arguments["tokenizer"]
+    if family == "roberta":
+        tokenizer_file = str(tmp_path / "tokenizer.json")
+        texts = Path(arguments["corpus"][0]).read_text(encoding="utf-8").splitlines()
+        model_tokenizer.train(texts, 300, family=FAMILIES[family]).save(tokenizer_file)
+    more = {"family": family, "eval_every": 2, "steps": 6, "tokenizer": tokenizer_file}
+    more["max_position_embeddings"] = 34
+    with interrupted(at=4):
+        run(monkeypatch, tmp_path / "run", arguments | more)
+    run(monkeypatch, tmp_path / "run", arguments | more)
+
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert not EXTERNAL.search(page)
+    shown = ["Loss of training", "mlm_accuracy", "Learning rate", "Cloze examples", "(right: "]
+    steps = ["step 2", "step 4", "step 6"]
+    assert [] == [text for text in (*shown, *steps, "data:image/png;base64,") if text not in page]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +348,8 @@ def test_what_a_run_leaves(
     assert not report["missing_keys"]
     assert isinstance(peer, transformers.BertForPreTraining)
     metrics = json.loads((tmp_path / "first" / "metrics.json").read_text())
-    assert metrics["fixed_batches"].keys() == {"loss", "mlm", "nsp"}
+    objectives = {"loss", "mlm", "nsp", "mlm_accuracy", "nsp_accuracy"}
+    assert metrics["fixed_batches"].keys() == objectives
 
     assert not (folder / "provenance.json").exists()
 

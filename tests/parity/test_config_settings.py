@@ -184,6 +184,7 @@ ELSEWHERE = {
     "sbert_ce_default_activation_function",
     *("hidden_act", "activation", "hidden_activation"),
     *("normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"),
+    "calibration_temperature",
     *("generator_size", "matryoshka_dimensions", "relative_attention_num_buckets"),
 }
 

@@ -132,6 +132,41 @@ class TestBuild:
             for sentence in range(first, last):
                 assert built.document_of(sentence) == (first, last)
 
+    def test_split(self, corpus_file: Path, small_tokenizer: Tokenizer) -> None:
+        """Held-out documents are whole, are chosen by the seed, and with the rest are the corpus."""
+        texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+        many = corpus_file.with_name("many.txt")
+        many.write_text("\n\n".join(f"Number {n}. {texts[n % len(texts)]}" for n in range(40)))
+        whole = corpus.build([many], small_tokenizer)
+
+        kept, held = whole.split(0.1, seed=1)
+        _, same = whole.split(0.1, seed=1)
+        _, other = whole.split(0.1, seed=2)
+
+        def documents(part: Corpus) -> list[tuple[int, ...]]:
+            places = itertools.pairwise(part.document_starts.tolist())
+            return [tuple(part.tokens(first, last).tolist()) for first, last in places]
+
+        assert held is not None
+        assert (36, 4) == (kept.num_documents, held.num_documents)
+        assert sorted(documents(whole)) == sorted(documents(kept) + documents(held))
+        assert documents(held) == documents(same) != documents(other)
+        assert len(kept.ids) == kept.sentence_starts[-1]
+
+    def test_few_documents_are_not_split(
+        self, corpus_file: Path, small_tokenizer: Tokenizer
+    ) -> None:
+        """Few documents stay together, and a share of 0 splits none."""
+        many = corpus.build([corpus_file], small_tokenizer)
+        few = Corpus(
+            many.ids, many.sentence_starts, many.document_starts[: corpus.FEWEST_DOCUMENTS]
+        )
+
+        for text, share in ((few, 0.1), (many, 0.0)):
+            kept, held = text.split(share, seed=1)
+            assert kept is text
+            assert held is None
+
     def test_no_text(self, tmp_path: Path, small_tokenizer: Tokenizer) -> None:
         """Files without text are refused by name."""
         (tmp_path / "empty.txt").write_text("\n\n")

@@ -112,6 +112,63 @@ def test_label_maps_are_checked(settings: dict[str, Any], message: str) -> None:
         HeadSettings(**{"task": "classification", "train": [], "label_map": {"a": "b"}, **settings})
 
 
+def weighted(settings: HeadSettings, labels: Sequence[str]) -> tuple[Head, list[ExampleStream]]:
+    """The head of rows with these labels, and its streams."""
+    rows = [Text("", "a", None, (label,)) for label in labels]
+    head = examples.describe(settings, rows, hidden_size=32)
+    drawable = [Example((window(3),), examples.text_labels(row, head)) for row in rows]
+    return head, examples.streams("mood", settings, head, drawable)
+
+
+def test_balanced_classes_weigh_the_same() -> None:
+    """One row in four counts as much as the other three together; so do weights that the settings state."""
+    balanced = HeadSettings("classification", [], class_weights="balanced")
+    stated = HeadSettings("classification", [], class_weights={"bad": 2.0, "good": 2 / 3})
+    logits = torch.tensor([[1.0, 0.5], [0.0, 1.0], [0.3, 0.3], [2.0, -1.0]])
+    labels = [np.asarray(label) for label in (0, 1, 1, 1)]
+
+    each = -logits.log_softmax(-1)[range(4), [0, 1, 1, 1]]
+    expected = (each[0] + each[1:].mean()) / 2
+    for settings in (balanced, stated):
+        _, [stream] = weighted(settings, ["bad", "good", "good", "good"])
+        torch.testing.assert_close(stream.loss(logits, Batch([], labels)).value, expected)
+
+
+def test_classes_of_several_labels_are_balanced() -> None:
+    """A label of one row in four weighs three times as much where it holds."""
+    kind = "multi_label_classification"
+    settings = HeadSettings("classification", [], problem_type=kind, class_weights="balanced")
+    head = Head(task="classification", labels=("rare", "half"), problem_type=kind)
+    rows = [[1, 0], [0, 1], [0, 1], [0, 0]]
+    drawable = [Example((window(3),), np.asarray(row, np.float32)) for row in rows]
+
+    weights = examples.class_weights(settings, head, drawable)
+
+    assert [3.0, 1.0] == weights.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "ner", "class_weights": "balanced"}, "class_weights: for classification"),
+        ({"problem_type": "regression", "class_weights": {"a": 2.0}}, "class_weights: for class"),
+        ({"class_weights": "equal"}, "class_weights: 'equal' is none of balanced"),
+        ({"class_weights": {"a": 0.0}}, "class_weights: 0.0 of 'a' is not above 0"),
+    ],
+)
+def test_class_weights_are_checked(settings: dict[str, Any], message: str) -> None:
+    """Weights of other tasks, unknown words and weights of 0 are refused by name."""
+    with pytest.raises(ValueError, match=message):
+        HeadSettings(**{"task": "classification", "train": [], **settings})
+
+
+def test_a_weight_of_an_unknown_label_is_an_error() -> None:
+    """A misspelled label must not leave its weight at 1."""
+    settings = HeadSettings("classification", [], class_weights={"god": 2.0})
+    with pytest.raises(ValueError, match="class_weights: 'god' is none of the labels bad, good"):
+        weighted(settings, ["bad", "good"])
+
+
 def test_tags_always_come_in_pairs() -> None:
     """A type of one-word entities needs its I- too, for the word's further tokens."""
     head = examples.describe(HeadSettings("ner", []), [sentence("Ada Turin", "B-PER B-LOC")], 32)

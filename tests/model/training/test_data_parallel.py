@@ -88,7 +88,7 @@ def test_two_are_as_one(start: Start, tmp_path: Path, family: str) -> None:
 
     alone, both = losses(tmp_path / "alone"), losses(tmp_path / "both")
     assert len(both) == 6
-    assert said.count("step 6: fixed-batch losses") == 1
+    assert said.count("step 6 of 6: held-out text: MLM loss") == 1
     assert "2 x cpu" in said
     if family == "electra":
         assert both == pytest.approx(alone, rel=0.02)

@@ -17,7 +17,7 @@ from torch import nn
 from model.training import optim, training_run
 from model.training.run_record import OtherRunError
 from model.training.stop_signals import StoppedRun
-from model.training.training_run import TrainingRun, read_settings
+from model.training.training_run import TrainingRun, read_settings, show_metrics
 
 
 @dataclass
@@ -242,6 +242,7 @@ class TestRun:
 
         assert (state["step"], state["best"]) == (3, 0.5)
         assert again.history == [(0, 3.0), (1, 2.0), (2, 1.0)]
+        assert again.series["train/loss"].points == again.history
         for name, value in layer.state_dict().items():
             assert torch.equal(other.state_dict()[name], value)
         kept, loaded = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
@@ -287,6 +288,8 @@ class TestRun:
         events = EventAccumulator(str(training_run.output / "tensorboard"))
         events.Reload()
         tags = events.Tags()["scalars"]
+        assert events.Scalars("train/tokens_per_second")[0].value > 0
+        tags.remove("train/tokens_per_second")
         assert {tag: events.Scalars(tag)[0].value for tag in tags} == {
             "train/loss": 3.0,
             "train/mlm": 2.5,
@@ -295,16 +298,35 @@ class TestRun:
         }
 
     def test_progress_without_a_terminal(
-        self, settings: Settings, capsys: pytest.CaptureFixture[str]
+        self,
+        settings: Settings,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Without a terminal there is a line every fifty steps."""
+        """Without a terminal there is a line every ten seconds, however long a step takes."""
+        seconds = 0.0
+        monkeypatch.setattr(training_run.time, "monotonic", lambda: seconds)
         settings.steps = 100
-        with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
+        with TrainingRun.open(settings.output, settings.steps, settings) as later:
             for step in range(50):
-                training_run.step(step, {"loss": 2.0}, 10, lr=0.1)
+                seconds += 0.5
+                later.step(step, {"loss": 2.0}, 10, lr=0.1)
 
-        [line] = capsys.readouterr().out.splitlines()
-        assert line.startswith("step 50/100  loss 2.000")
+        lines = capsys.readouterr().out.splitlines()
+        assert ["step 20/100", "step 40/100"] == [line.split("  ")[0] for line in lines]
+        assert lines[0] == "step 20/100  loss 2.000  20 tokens/s  1 min left"
+
+    def test_evaluations(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+        """An evaluation is a line that people can read, and its metrics are kept with the run."""
+        with TrainingRun.open(settings.output, 470, settings) as later:
+            scalars = {"dev/mood": 0.91333, "dev/mood/macro_f1": 0.88512}
+            text = show_metrics({"accuracy": 0.91333, "macro_f1": 0.88512})
+            later.evaluated(93, scalars, f"mood: {text} (best so far)")
+
+        line = "step 94 of 470: mood: accuracy 0.9133, macro F1 0.8851 (best so far)\n"
+        assert line == capsys.readouterr().out
+        assert [(93, 0.91333)] == later.series["dev/mood"].points
+        assert [(93, 0.88512)] == later.series["dev/mood/macro_f1"].points
 
     @pytest.mark.parametrize("fresh", [False, True])
     def test_stop(

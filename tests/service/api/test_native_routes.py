@@ -85,6 +85,7 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         "stride": 8,
         "threshold": 0.25,
         "function_to_apply": "sigmoid",
+        "calibrated": True,
     }
     await client.post("/classify", json=body)
     assert engine.heads == ("topic",)
@@ -96,6 +97,7 @@ async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngin
         stride=8,
         threshold=0.25,
         function_to_apply="sigmoid",
+        calibrated=True,
     )
 
 

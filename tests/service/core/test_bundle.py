@@ -208,6 +208,22 @@ class TestLoad:
         manifest["format_version"] = 3
         assert f"vectors: {field} needs format_version 4" in refusal(save(tmp_path, manifest))
 
+    def test_format_5(self, tmp_path: Path) -> None:
+        """Since format 5 a classification head may state its temperature; without it, older formats suffice."""
+        manifest = write(tmp_path)
+        manifest["heads"]["sentiment"]["calibration_temperature"] = 1.5
+        manifest["format_version"] = 5
+
+        head = bundle.load(save(tmp_path, manifest)).manifest.heads["sentiment"]
+
+        assert 1.5 == head.calibration_temperature
+        assert 5 == bundle.format_version(manifest["graphs"], [head, Head.model_validate(VECTORS)])
+        plain = head.model_copy(update={"calibration_temperature": None})
+        assert 1 == bundle.format_version(manifest["graphs"], iter([plain]))
+        manifest["format_version"] = 4
+        message = "sentiment: calibration_temperature needs format_version 5"
+        assert message in refusal(save(tmp_path, manifest))
+
     def test_prompts(self) -> None:
         """A head always has the prompts of sentence-transformers, without a text unless it states one."""
         head = Head.model_validate({**VECTORS, "prompts": {"passage": "p: ", "query": "q: "}})
@@ -277,8 +293,10 @@ def add_masks(manifest: Any, name: str = "masks", **fields: Any) -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=5), "format_version: Input should be 1, 2, 3 or 4"),
+    ("later format", lambda m: m.update(format_version=6), "format_version: Input should be 1, 2, 3, 4 or 5"),
     ("field of format 4", lambda m: m["heads"]["vectors"].update(prompts={"q": ""}), "vectors: prompts needs"),
+    ("temperature of vectors", stated(calibration_temperature=2.0), "calibration_temperature is for classification"),
+    ("temperature of 0", lambda m: m["heads"]["sentiment"].update(calibration_temperature=0), "greater than 0"),
     ("unknown prompt", stated(default_prompt="q"), "default_prompt 'q' is none of prompts: query, document"),
     ("prompts of labels", lambda m: m["heads"]["sentiment"].update(prompts={"q": "q: "}), "for embedding heads only"),
     ("trained for more", stated(matryoshka_dimensions=[2, 5]), "matryoshka_dimensions: 5 exceeds dimensions 4"),

@@ -175,6 +175,18 @@ class TestClassify:
         )
         assert expected == "".join(label.label for label in labels)
 
+    def test_temperature(self) -> None:
+        """A temperature divides the logits; without one they are as they are, to the last digit."""
+        options = {"labels": ["a", "b"], "problem_type": None, "top_k": None}
+        logits = floats(0.3, 1.7)
+
+        found = classify([logits], [4], temperature=2.0, **options)
+
+        assert classify([logits / np.float32(2)], [4], **options) == found
+        assert classify([logits], [4], **options) == classify(
+            [logits], [4], temperature=None, **options
+        )
+
     def test_sorts_by_score(self) -> None:
         """Labels come by falling score."""
         labels = classify(

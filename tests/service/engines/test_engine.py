@@ -1,7 +1,9 @@
 """One engine on the tiny bundle: what each task answers, counts and refuses."""
 
 import asyncio
+import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -102,6 +104,39 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
         assert [label.label for label in expected] == [label.label for label in found]
         assert all(close(a.score, b.score) for a, b in zip(expected, found, strict=True))
         assert close(1, sum(label.score for label in found))
+
+
+async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
+    """Calibrated scores follow from logits divided by the head's temperature; other scores stay the same."""
+    folder = tmp_path / "calibrated"
+    shutil.copytree(tiny_bundle, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["format_version"] = 5
+    manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    logits = Classification(texts=SHORT, **CLASSIFY, function_to_apply="none")
+    raw = Classification(texts=SHORT, **CLASSIFY)
+    settings = Settings(bundles=(folder,), provider="cpu", threads=1)
+    async with open_local_engines(Metrics(), settings) as engines:
+        engine = engines.get(None)
+        halved = await engine.answer(replace(logits, calibrated=True), ticket())
+        scores = await engine.answer(replace(raw, calibrated=True), ticket())
+        same = await engine.answer(raw, ticket())
+
+    whole, before = await tiny.answer(logits, ticket()), await tiny.answer(raw, ticket())
+    assert [[(a.label, a.score / 2) for a in labels] for labels in whole.results] == halved.results
+    assert alike(before.results, same.results)
+    assert not alike(before.results, scores.results)
+    assert all(close(1, sum(a.score for a in labels)) for labels in scores.results)
+
+
+async def test_calibrated_without_a_temperature(tiny: Engine) -> None:
+    """A head without a temperature refuses calibrated scores by name."""
+    with pytest.raises(
+        InvalidInput, match="head sentiment has no calibration_temperature"
+    ) as caught:
+        await tiny.answer(Classification(texts=SHORT, **CLASSIFY, calibrated=True), ticket())
+    assert "calibrated" == caught.value.param
 
 
 async def test_pairs(tiny: Engine, runner: Runner) -> None:
