@@ -48,6 +48,7 @@ from quartet_client.api.infinity import (
     infinity_rerank,
 )
 from quartet_client.api.jina import jina_rerank
+from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
 from quartet_client.api.open_inference_protocol import (
     v2_infer,
     v2_live,
@@ -56,7 +57,6 @@ from quartet_client.api.open_inference_protocol import (
     v2_ready,
     v2_server,
 )
-from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
 from quartet_client.api.tasks import (
@@ -270,9 +270,7 @@ def call_hugging_face(client: AuthenticatedClient) -> None:
         hf_token_classification.sync(client=client, body=models.HfTokenRequest(inputs=[TEXT]))
     )
     question = models.QaInput(question="Who drew a comet?", context=TEXT)
-    assert good(
-        hf_question_answering.sync(client=client, body=models.HfQaRequest(inputs=question))
-    )
+    assert good(hf_question_answering.sync(client=client, body=models.HfQaRequest(inputs=question)))
     texts = models.HfFeatureRequest(inputs=[TEXT])
     assert 64 == len(good(hf_feature_extraction.sync(client=client, body=texts))[0])
     sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
