@@ -34,12 +34,16 @@ def in_dialect(path: str, body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     match path:
         case "/classify":
             return "/tei/predict", {"inputs": [[text] for text in body["inputs"]]}
+        case "/embed" if len(body["inputs"]) % 2:
+            return "/v1/embeddings", {"input": body["inputs"]}
         case "/embed":
             return "/tei/embed", {"inputs": body["inputs"], "truncate": True}
         case "/ner":
-            return "/v1/embeddings", {"input": body["inputs"]}
+            return "/hf/pipeline/token-classification", {"inputs": body["inputs"]}
         case "/qa":
-            return "/v1/embeddings", {"input": [body["question"], body["context"]]}
+            inputs = {key: body[key] for key in ("question", "context")}
+            parameters = {"top_k": body["top_k"]}
+            return "/hf/pipeline/question-answering", {"inputs": inputs, "parameters": parameters}
     raise AssertionError(path)
 
 

@@ -38,10 +38,10 @@ def lone_answers(server: Server, model: str, headers: dict[str, str] | None = No
     return LoneAnswers(fingerprint, [reply.json() for reply in replies])
 
 
-def error_code(error: Any) -> str:
-    """Return the code in the body of an error, or its type in TEI's form."""
+def error_code(error: Any, status: int) -> str:
+    """Return the code in the body of an error, or its type in TEI's form, or its status in Hugging Face's."""
     own = error["error"]
-    return str(own["code"] if isinstance(own, dict) else error["error_type"])
+    return str(own["code"] if isinstance(own, dict) else error.get("error_type", status))
 
 
 class Client(threading.Thread):
@@ -76,7 +76,7 @@ class Client(threading.Thread):
         reply = self.server.post(*ASKED[number], self.headers)
         said = reply.json()
         if reply.status != 200:
-            self.seen[error_code(said)] += 1
+            self.seen[error_code(said, reply.status)] += 1
             time.sleep(PAUSE_S)
             return
         model = said["model"] if "model" in said else self.models[reply.headers["x-quartet-model"]]
