@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,6 +52,12 @@ def as_list(value: object) -> object:
     raise PydanticCustomError("texts_type", "must be a string or a list of strings")
 
 
+def check_not_blank(value: str) -> str:
+    if value.strip():
+        return value
+    raise PydanticCustomError("blank", "must not be empty")
+
+
 def check_truncate(value: object) -> object:
     if value is True or value is False or value == "window":
         return value
@@ -65,7 +72,9 @@ def whole(value: object) -> object:
 TRUNCATE = {"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["window"]}]}
 AtLeastZero = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
-NotBlank = Annotated[str, Field(json_schema_extra={"pattern": r"\S"})]
+NotBlank = Annotated[
+    str, AfterValidator(check_not_blank), Field(json_schema_extra={"pattern": r"\S"})
+]
 ServedName = Annotated[str, Field(max_length=LONGEST_NAME)]  # a message repeats it
 TruncateField = Annotated[
     Literal[True, False, "window"], BeforeValidator(check_truncate), WithJsonSchema(TRUNCATE)
@@ -292,13 +301,7 @@ class QaRequest(HeadRequest):
         if self.inputs is None and len(given) < len(single):
             missing = [name for name in single if name not in given]
             raise InvalidInput(f"{' and '.join(missing)}: required", param=missing[0])
-        self._refuse_blank()
         return self
-
-    def _refuse_blank(self) -> None:
-        blank = [name for name, text in self.texts() if not text.strip()]
-        if blank:
-            raise InvalidInput(f"{', '.join(blank)}: must not be empty", param=blank[0])
 
     def texts(self) -> Iterator[tuple[str, str]]:
         if self.inputs is None:

@@ -1,5 +1,7 @@
 import pytest
 
+from service.api.dialects.tei_dialect import TeiRerankRequest
+from service.api.ranking_schemas import RerankRequest, SimilarityRequest
 from service.api.schemas import (
     ClassifyRequest,
     EmbedRequest,
@@ -117,6 +119,21 @@ def test_a_question_has_so_many_answers() -> None:
 def test_nothing_is_coerced(schema: type[Request], fault: dict[str, object], message: str) -> None:
     """A value of another type or range is refused in plain words."""
     assert refused(schema, {"inputs": "a", **fault})[0] == message
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "field"),
+    [
+        (RerankRequest, {"query": "\n", "documents": ["a"]}, "query"),
+        (SimilarityRequest, {"source": "", "inputs": ["a"]}, "source"),
+        (TeiRerankRequest, {"query": " ", "texts": ["a"]}, "query"),
+    ],
+)
+def test_blank_texts_are_refused(
+    schema: type[Request], body: dict[str, object], field: str
+) -> None:
+    """A text that others are compared with is not blank, as the document declares."""
+    assert (f"{field}: must not be empty", field) == refused(schema, body)
 
 
 def test_pairs_align_with_inputs() -> None:
