@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import serving
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +22,7 @@ FOUND = re.compile(r"Test cases:\s+([\d,]+) generated, ([\d,]+) passed\s")
 
 @pytest.mark.promise("The service answers as its own description says, whatever it is sent.")
 @pytest.mark.timeout(3600)
-def test_the_description_is_kept(tiny: Server, tmp_path: Path) -> None:
+def test_the_description_is_kept(tasks_bundle: Path, tmp_path: Path) -> None:
     """Requests made up from the OpenAPI document, good and bad, are answered as it says: statuses, types and schemas.
 
     None is answered 5xx, and what the document forbids is refused.
@@ -38,14 +38,15 @@ def test_the_description_is_kept(tiny: Server, tmp_path: Path) -> None:
         "1",  # CPython 3.11's `ast.parse`, which hypothesis calls, cannot be called by two threads at once
         "--continue-on-failure",
     ]
-    run = subprocess.run(
-        [program, "--config-file", CONFIG, "run", f"{tiny.url}/openapi.json", *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with serving(tasks_bundle) as server:
+        run = subprocess.run(
+            [program, "--config-file", CONFIG, "run", f"{server.url}/openapi.json", *options],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     said = run.stdout + run.stderr
     found = FOUND.search(said)
     assert run.returncode == 0, said
