@@ -103,7 +103,7 @@ def judge_outputs(rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head) ->
             return judge_sentences(rows, texts, head)
         case "qa":
             return judge_questions(rows, texts, head)
-        case "embedding":
+        case "embedding" | "sparse-embedding":
             return judge_vectors(rows, texts, head)
 
 
@@ -356,17 +356,30 @@ def judge_vectors(
 ) -> Evaluation:
     """Evaluate an embedding: correlations of cosine and score; without scores, the metrics of `retrieval`."""
     examples.check(found, head)
-    vectors = np.stack(
-        [
-            decode.embed(pooled, [len(w) for w in text.windows], normalize=True, dimensions=None)
-            for text, pooled in texts
-        ]
-    )
+    vectors = np.stack(unit_vectors(texts, head))
+    active = {"active": float(np.count_nonzero(vectors, axis=1).mean())} if head.sparse else {}
     if found[0].score is None:
-        return Evaluation(retrieval(found, vectors), nearest(vectors))
+        return Evaluation(retrieval(found, vectors) | active, nearest(vectors))
     cosines = (vectors[0::2] * vectors[1::2]).sum(axis=1)
     metrics = correlations(cosines.tolist(), [row.score for row in found])
-    return Evaluation(metrics, nearest(vectors))
+    return Evaluation(metrics | active, nearest(vectors))
+
+
+def unit_vectors(texts: HeadOutputs, head: bundle.Head) -> list[Floats]:
+    """Return the vector of each text, of length 1: `[D]`, or `[V]` of a sparse embedding."""
+    if head.sparse is not None:
+        return [_sparse_row(pooled, head) for _, pooled in texts]
+    return [
+        decode.embed(pooled, [len(w) for w in text.windows], normalize=True, dimensions=None)
+        for text, pooled in texts
+    ]
+
+
+def _sparse_row(pooled: Sequence[Floats], head: bundle.Head) -> Floats:
+    found = decode.sparse_vector(pooled, activation=head.sparse and head.sparse.activation)
+    row = np.zeros(head.vocabulary_size or 0, np.float32)
+    row[found.indices] = found.values / max(float(np.linalg.norm(found.values)), 1e-12)
+    return row
 
 
 def retrieval(found: Sequence[labelled_rows.Similar], vectors: Floats) -> dict[str, float]:

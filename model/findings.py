@@ -64,8 +64,8 @@ def describe(
             parts += entities(rows, found.answers)
         case "qa":
             parts += answers(rows, found.answers)
-        case "embedding":
-            parts += vectors(rows, texts, found.answers)
+        case "embedding" | "sparse-embedding":
+            parts += vectors(rows, texts, head, found.answers)
     if calibration:
         parts.append(reliability(calibration))
     return Section(f"head {name}", f"Head {name}", "\n".join(filter(None, parts)))
@@ -229,7 +229,9 @@ def answers(rows: Sequence[QuestionRow], found: Sequence[str]) -> list[str]:
     return [errors(["question", "right", "answer", "F1", "context", "row"], table, [0, 1, 2, 4])]
 
 
-def vectors(rows: Sequence[Any], texts: HeadOutputs, nearest: Sequence[int]) -> list[str]:
+def vectors(
+    rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head, nearest: Sequence[int]
+) -> list[str]:
     """Return the pairs whose rank by cosine differs most from that by score, or texts that have another neighbor."""
     if rows[0].score is None:
         every = [text for row in rows for text in row.every]
@@ -240,10 +242,7 @@ def vectors(rows: Sequence[Any], texts: HeadOutputs, nearest: Sequence[int]) -> 
             if every[nearest[start]] not in row.texts[1:]
         ]
         return [errors(["text", "related", "nearest", "row"], table, [0, 1, 2])]
-    pooled = [
-        decode.embed(outs, [len(w) for w in text.windows], normalize=True, dimensions=None)
-        for text, outs in texts
-    ]
+    pooled = evaluate.unit_vectors(texts, head)
     cosines = [float(a @ b) for a, b in zip(pooled[0::2], pooled[1::2], strict=True)]
     scores = [row.score for row in rows]
     ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (cosines, scores)]

@@ -297,7 +297,7 @@ def check_fits(
 def read_tasks(
     s: FinetuneSettings,
     encoders: Mapping[str, Encoder],
-    hidden_size: int,
+    shape: config.BertConfig,
     teacher_of: Mapping[str, Teacher],
     weights: Mapping[str, float],
     encoder_teacher: Teacher | None = None,
@@ -309,6 +309,7 @@ def read_tasks(
 ]:
     """Return each head's description, its teacher's head, the training tasks of its rows, and its dev rows.
 
+    shape: of the encoder
     teacher_of: the teacher by head
     weights: of each of `distillation.LOSSES`
     encoder_teacher: of hidden states and relations
@@ -318,7 +319,7 @@ def read_tasks(
     for name, h in s.heads.items():
         rows = examples.read_training(h)
         examples.check_contrast(rows, h)
-        described[name] = head = examples.describe(h, rows, hidden_size)
+        described[name] = head = examples.describe(h, rows, shape.hidden_size, shape.vocab_size)
         if h.dev:
             dev[name] = DevRows(examples.read(h.dev, h), h.dev)
             examples.check(dev[name].rows, head)  # report its errors before training
@@ -376,9 +377,7 @@ def finetune(s: FinetuneSettings) -> dict[str, Any]:
     teachers = {name: distillation.load(name, optim.pick_device()) for name in {*own.values()}}
     teacher_of = {name: teachers[source] for name, source in own.items()}
     weights = {"labels": 1.0, "logits": 1.0, "embedding": 1.0}
-    described, teacher_heads, tasks, dev = read_tasks(
-        s, encoders, shape.hidden_size, teacher_of, weights
-    )
+    described, teacher_heads, tasks, dev = read_tasks(s, encoders, shape, teacher_of, weights)
 
     # model
     torch.manual_seed(s.seed)

@@ -39,7 +39,7 @@ from model.checkpoints.hub_names import (
     within,
 )
 from model.checkpoints.json_files import read_json
-from model.checkpoints.sentence_config import config_file, encoder_folder
+from model.checkpoints.sentence_config import config_file, encoder_folder, read_kind
 from model.checkpoints.tokenizer_files import read_mask_token, read_tokenizer
 from model.checkpoints.unused_tensors import check_unused
 from model.checkpoints.weight_files import read_tensors, refuse_adapter
@@ -111,6 +111,8 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             )
         heads = read_json(folder / "heads.json")
         return {name: validate_head(folder / "heads.json", **head) for name, head in heads.items()}
+    if task is None and read_kind(folder) == "SparseEncoder":
+        task = "sparse-embedding"
     config = read_json(config_file(folder))
     family = family_of(read_config(folder))
     tasks = {family.architecture_of(task): task for task in SUFFIXES}

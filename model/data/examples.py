@@ -36,6 +36,10 @@ LOGGER = logging.getLogger(__name__)
 Bools = NDArray[np.bool]
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
 BALANCED = "balanced"
+PAIRED = (
+    "embedding",
+    "sparse-embedding",
+)  # tasks that learn from related texts, or from pairs with a score
 SCALE = 20.0  # factor of cosines before a softmax
 
 # Distances of two vectors `[..., D]`, and the default margin of each.
@@ -75,6 +79,8 @@ class HeadSettings:
     symmetric: bool = True  # ranking: rank anchors for positives, too
     distance: str = "euclidean"  # triplet: "euclidean" or "cosine"
     margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
+    # Sparse embeddings: the weight of the FLOPS regularizer, see `sparse_loss`.
+    flops: float = 0.003
     # Fields of the manifest.
     labels: list[str] = field(default_factory=list)  # empty: the labels in the data
     problem_type: bundle.ProblemType = SINGLE_LABEL
@@ -90,6 +96,8 @@ class HeadSettings:
         self.dev = self.dev and sources.with_columns(self.dev, self.columns)
         if self.task == "late-interaction":
             raise ValueError("task: heads of late-interaction are not trained here")
+        if self.flops < 0:
+            raise ValueError(f"flops: {self.flops} is below 0")
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
         check_choice("distance", self.distance, TRIPLET_DISTANCES)
@@ -127,8 +135,13 @@ class HeadSettings:
                 raise ValueError(f"class_weights: {weight} of {label!r} is not above 0")
 
 
-def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> bundle.Head:
-    """Return a head's description for the manifest; without labels in the settings it has the rows' labels."""
+def describe(
+    settings: HeadSettings, rows: Sequence[Any], hidden_size: int, vocab_size: int | None = None
+) -> bundle.Head:
+    """Return a head's description for the manifest; without labels in the settings it has the rows' labels.
+
+    vocab_size: the encoder's, for a sparse embedding
+    """
     lengths = {name: getattr(settings, name) for name in ("max_answer_tokens", "max_query_tokens")}
     described: dict[str, Any] = {"task": settings.task, "demo": settings.demo}
     match settings.task:
@@ -148,6 +161,8 @@ def describe(settings: HeadSettings, rows: Sequence[Any], hidden_size: int) -> b
         case "embedding":
             described |= {"pooling": settings.pooling, "dimensions": hidden_size}
             described |= {"normalize": settings.normalize}
+        case "sparse-embedding":
+            described |= {"sparse": bundle.Sparse(activation="relu"), "vocabulary_size": vocab_size}
     if settings.task == "classification":
         described["problem_type"] = settings.problem_type
     return bundle.Head(**described)
@@ -163,7 +178,7 @@ def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
     """
     names = head.labels if head.task == "ner" else ()
     kind = "regression" if is_graded(head) else head.problem_type
-    return read_rows(file, head.task, kind, names)
+    return read_rows(file, "embedding" if head.task in PAIRED else head.task, kind, names)
 
 
 def read_training(settings: HeadSettings) -> list[Any]:
@@ -231,7 +246,7 @@ def encode(
                     *pairs, stride=stride, max_query_tokens=head.max_query_tokens
                 )
                 yield from zip(windows, strict=True)
-            case "embedding":
+            case "embedding" | "sparse-embedding":
                 prompt = head.default_prompt_text
                 every = iter(encoder.texts([prompt + text for row in chunk for text in row.every]))
                 yield from (tuple(next(every) for _ in row.every) for row in chunk)
@@ -266,10 +281,10 @@ def examples(
             case "qa":
                 each = answer_tokens(row, windows)
                 yield from (Example((w,), labels) for w, labels in zip(windows, each, strict=True))
-            case "embedding" if row.score is None:
+            case "embedding" | "sparse-embedding" if row.score is None:
                 numbers = [number, *(texts.setdefault(text, len(texts)) for text in row.every)]
                 yield Example(windows, np.asarray(numbers), len(row.negatives))
-            case "embedding":
+            case "embedding" | "sparse-embedding":
                 yield Example(windows, np.asarray(row.score, dtype=np.float32))
 
 
@@ -281,7 +296,7 @@ def check(rows: Sequence[Any], head: bundle.Head) -> None:
                 text_labels(row, head)
             case "ner":
                 tag_indices(row, head.labels)
-            case "embedding" if (row.score is None) != (rows[0].score is None):
+            case "embedding" | "sparse-embedding" if (row.score is None) != (rows[0].score is None):
                 raise DataError(f"{row.where}: a file has scores for all of its rows or for none")
 
 
@@ -526,7 +541,7 @@ def streams(
     name: str, settings: HeadSettings, head: bundle.Head, examples: Sequence[Example]
 ) -> list[ExampleStream]:
     """Return a head's streams: one; or for embeddings, one of related texts and one of scored pairs."""
-    if head.task != "embedding":
+    if head.task not in PAIRED:
         loss = {
             "classification": functools.partial(
                 text_loss,
@@ -545,6 +560,11 @@ def streams(
         (settings.contrast, related, settings.batch_size, CONTRASTS[settings.contrast](settings)),
         (settings.loss, scored, settings.scored_batch_size, SCORED[settings.loss]),
     ]
+    if head.task == "sparse-embedding":
+        kinds = [
+            (kind, some, size, functools.partial(sparse_loss, loss=loss, flops=settings.flops))
+            for kind, some, size, loss in kinds
+        ]
     return [
         ExampleStream(f"{name}/{kind}", name, some, size, settings.weight, loss)
         for kind, some, size, loss in kinds
@@ -727,6 +747,19 @@ def cosine_loss(vectors: Tensor, batch: Batch) -> Loss:
     """Return the loss of vectors [2B, D]: squared error of the cosine against the score."""
     cosines = F.cosine_similarity(*vectors.chunk(2))
     return Loss(F.mse_loss(cosines, _joined(batch, vectors)), 1.0)
+
+
+def sparse_loss(
+    logits: Tensor, batch: Batch, loss: Callable[[Tensor, Batch], Loss], flops: float
+) -> Loss:
+    """Return the loss of the weights of tokens, from logits [2B + N, V], plus `flops` times the FLOPS regularizer.
+
+    The regularizer is the sum over the vocabulary of the squared mean weight (Paria et al. 2020; Formal et al. 2021):
+    the operations of a dot product of two texts. It makes most weights 0.
+    """
+    weights = torch.log1p(F.relu(logits))
+    value, uniform = loss(weights, batch)
+    return Loss(value + flops * weights.mean(dim=0).square().sum(), uniform)
 
 
 SCORED = {"cosent": cosent_loss, "cosine": cosine_loss}

@@ -145,7 +145,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
 
 # Of each setting of a head, its meaning and an example in TOML.
 HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
-    "task": ("classification, ner, qa or embedding", '"classification"'),
+    "task": ("classification, ner, qa, embedding or sparse-embedding", '"classification"'),
     "train": ("list of files to train on", '["train.jsonl"]'),
     "dev": ("file to evaluate on; without one, dev_share of the rows is held out", '"dev.jsonl"'),
     "columns": (
@@ -172,6 +172,7 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "max_length": ("tokens of the longest input; 0 for the run's", "384"),
     "stride": ("ner and qa: tokens that adjacent windows share", "64"),
     "loss": ("embedding, scored pairs: cosent or cosine", '"cosine"'),
+    "flops": ("sparse-embedding: weight of the FLOPS regularizer", "0.001"),
     "contrast": ("embedding, related texts: ranking or triplet", '"triplet"'),
     "scale": ("ranking: factor of cosines", "20.0"),
     "symmetric": ("ranking: rank anchors for positives, too", "false"),

@@ -176,6 +176,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         ("answers", {"task": "qa"}, "em", 1.0),
         ("pairs", {"task": "embedding"}, "spearman", 0.9),
         ("pairs", {"task": "embedding", "loss": "cosine"}, "spearman", 0.9),
+        ("pairs", {"task": "sparse-embedding", "flops": 1e-4}, "spearman", 0.9),
     ],
 )
 def test_sixteen_examples_are_learnt(
@@ -479,6 +480,7 @@ def test_defaults_follow_rows_and_width(
         ("answers", {"task": "qa"}, ["exact match", "What was drawn?"]),
         ("pairs", {"task": "embedding"}, ["difference of ranks", "Ada drew a comet."]),
         ("groups", {"task": "embedding"}, ["MRR", "nearest", "a comet by Ada"]),
+        ("pairs", {"task": "sparse-embedding"}, ["difference of ranks", "active"]),
     ],
 )
 def test_the_report_of_a_head(

@@ -686,6 +686,26 @@ def test_cosent_orders_pairs() -> None:
     assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
 
 
+def test_sparse_loss_adds_the_operations_of_a_product() -> None:
+    """The loss is that of the weights log(1 + relu(logit)), plus a multiple of the sum of squared mean weights."""
+    logits, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
+    weights = torch.log1p(logits.clamp(min=0))
+    batch = labelled(*np.float32(scores))
+    plain = examples.cosine_loss(weights, batch).value
+    found = examples.sparse_loss(logits, batch, examples.cosine_loss, flops=0.5).value
+    expected = plain + 0.5 * sum(float(column.mean()) ** 2 for column in weights.T)
+    assert found.item() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_sparse_head_knows_the_vocabulary() -> None:
+    """Its description has the size of the encoder's vocabulary and the activation."""
+    settings = HeadSettings("sparse-embedding", [])
+    head = examples.describe(settings, [], hidden_size=32, vocab_size=600)
+    assert (600, "relu") == (head.vocabulary_size, head.sparse and head.sparse.activation)
+    with pytest.raises(ValueError, match=r"flops: -1\.0 is below 0"):
+        HeadSettings("sparse-embedding", [], flops=-1.0)
+
+
 def test_pairs_of_one_score_have_nothing_to_learn() -> None:
     """CoSENT has no order to go by, and its gradient is zero rather than undefined."""
     vectors = random_vectors(4).requires_grad_()
