@@ -1,4 +1,4 @@
-"""LangChain's client of Hugging Face's endpoints, with a server of text-embeddings-inference.
+"""LangChain's client of Hugging Face's endpoints: text-embeddings-inference and the Inference API.
 
 Source: https://docs.langchain.com/oss/python/integrations/text_embedding/huggingfacehub
 Its `model` cannot be a URL, so that of the server is in its `client` and its `async_client`.
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 PACKAGE = "langchain-huggingface"
 ERROR = "huggingface_hub.errors.HfHubHTTPError"
+TEI, HF = "/tei", "/hf/pipeline/feature-extraction"
 
 
-def connect(server: "Server", key: str | None = None, **options: Any) -> Any:
+def connect(server: "Server", path: str = TEI, key: str | None = None, **options: Any) -> Any:
     from huggingface_hub import AsyncInferenceClient, InferenceClient
     from langchain_huggingface import HuggingFaceEndpointEmbeddings
 
     found = HuggingFaceEndpointEmbeddings(**options)
-    found.client = InferenceClient(f"{server.url}/tei", token=key)
-    found.async_client = AsyncInferenceClient(f"{server.url}/tei", token=key)
+    found.client = InferenceClient(f"{server.url}{path}", token=key)
+    found.async_client = AsyncInferenceClient(f"{server.url}{path}", token=key)
     return found
 
 
@@ -47,6 +48,8 @@ CALLS = [
     Call("embed_query", embed("embed_query", QUERY), OF_QUERY),
     Call("aembed_documents", embed("aembed_documents", TEXTS), VECTORS),
     Call("aembed_query", embed("aembed_query", QUERY), OF_QUERY),
+    Call("embed_documents, /hf", embed("embed_documents", TEXTS, path=HF), VECTORS),
+    Call("aembed_query, /hf", embed("aembed_query", QUERY, path=HF), OF_QUERY),
     Call(
         "HuggingFaceEndpointEmbeddings(model_kwargs={'normalize': False}).embed_documents",
         embed("embed_documents", TEXTS, model_kwargs={"normalize": False}),
