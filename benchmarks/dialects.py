@@ -2,8 +2,8 @@
 
     python -m benchmarks.dialects [--mix news] [--rounds N] [--seconds N] [--out FILE]
 
-is `python -m benchmarks.goals --only dialects`. One server answers the same texts on each route in turn. A route that
-it does not have is left out. The native route takes part twice: the ratio of its two turns is the noise of the ratios.
+is `python -m benchmarks.goals --only dialects`. One server answers the same texts on each route in turn. The native
+route takes part twice: the ratio of its two turns is the noise of the ratios.
 """
 
 import base64
@@ -31,8 +31,7 @@ OF_NATIVE = 0.95  # of the tokens per second
 CPU_OF_NATIVE = 1.05
 IMPORT_S, IMPORT_MB = 0.2, 10.0
 NATIVE, AGAIN = "/embed", "/embed again"
-WARM_TEXTS = 8  # whose vectors are compared
-NO_SUCH_ROUTE = "answered 404"
+COMPARED = 8  # texts whose vectors are compared
 
 # A new interpreter imports what the service imports without its dialects, then the dialects.
 IMPORT = """
@@ -47,45 +46,48 @@ print(json.dumps({"seconds": time.perf_counter() - began, "mb": resident_mb() - 
 """
 
 
-def cohere_body(text: str) -> dict[str, Any]:
-    kinds = {"input_type": "search_document", "embedding_types": ["float"]}
-    return {"model": "", "texts": [text], **kinds}
-
-
-def infer_body(text: str) -> dict[str, Any]:
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}
-    return {"inputs": [tensor], "outputs": [{"name": "embeddings"}]}
-
-
 def openai_vector(document: Any) -> Any:
     found = document["data"][0]["embedding"]
     return np.frombuffer(base64.b64decode(found), "<f4") if isinstance(found, str) else found
 
 
-# `MODEL` in a path or a body is the name of the model.
-CALLS: dict[str, Call] = {
-    NATIVE: Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
-    AGAIN: Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
-    "/v1/embeddings": Call("/v1/embeddings", lambda text: {"input": text}, openai_vector),
-    "/v1/embeddings, base64": Call(
-        "/v1/embeddings",
-        lambda text: {"input": text, "encoding_format": "base64"},
-        openai_vector,
-    ),
-    "/tei/embed": Call("/tei/embed", inputs_body, lambda document: document[0]),
-    "/cohere/v2/embed": Call(
-        "/cohere/v2/embed", cohere_body, lambda document: document["embeddings"]["float"][0]
-    ),
-    "/infinity/embeddings": Call(
-        "/infinity/embeddings", lambda text: {"input": text}, openai_vector
-    ),
-    "/hf/pipeline/feature-extraction": Call(
-        "/hf/pipeline/feature-extraction", inputs_body, lambda document: document
-    ),
-    "/v2/models/MODEL/infer": Call(
-        "/v2/models/MODEL/infer", infer_body, lambda document: document["outputs"][0]["data"]
-    ),
-}
+def calls(model: str, head: str) -> dict[str, Call]:
+    """Return the calls by route. model, head: the names of a model and of its head for embeddings"""
+
+    def cohere_body(text: str) -> dict[str, Any]:
+        kinds = {"input_type": "search_document", "embedding_types": ["float"]}
+        return {"model": model, "texts": [text], **kinds}
+
+    def infer_body(text: str) -> dict[str, Any]:
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}
+        return {"inputs": [tensor], "outputs": [{"name": head}]}
+
+    native = Call("/embed", quartet_body, lambda document: document["embeddings"][0])
+    return {
+        NATIVE: native,
+        AGAIN: native,
+        "/v1/embeddings": Call("/v1/embeddings", lambda text: {"input": text}, openai_vector),
+        "/v1/embeddings, base64": Call(
+            "/v1/embeddings",
+            lambda text: {"input": text, "encoding_format": "base64"},
+            openai_vector,
+        ),
+        "/tei/embed": Call("/tei/embed", inputs_body, lambda document: document[0]),
+        "/cohere/v2/embed": Call(
+            "/cohere/v2/embed", cohere_body, lambda document: document["embeddings"]["float"][0]
+        ),
+        "/infinity/embeddings": Call(
+            "/infinity/embeddings", lambda text: {"input": text}, openai_vector
+        ),
+        "/hf/pipeline/feature-extraction": Call(
+            "/hf/pipeline/feature-extraction", inputs_body, lambda document: document[0]
+        ),
+        "/v2/models/MODEL/infer": Call(
+            f"/v2/models/{model}/infer",
+            infer_body,
+            lambda document: document["outputs"][0]["data"],
+        ),
+    }
 
 
 def measure(
@@ -96,21 +98,19 @@ def measure(
     model: a bundle with a head for embeddings
     """
     full = bundle.load(model)
-    calls = {route: for_model(call, full.manifest.name) for route, call in CALLS.items()}
+    heads = full.manifest.heads.items()
+    head = next(name for name, head in heads if head.task == "embedding")
+    routes = calls(full.manifest.name, head)
     encodings = onnxruntime_baseline.encode(full, "embed", texts)
     sizes = np.array([onnxruntime_baseline.tokens(windows) for windows in encodings])
     with ExitStack() as stack:
         running = rounds.start(stack, servers.quartet("fp32"), model, scratch)
         with rounds.working(running):
-            calls = {
-                route: call
-                for route, call in calls.items()
-                if is_equal(running, call, calls[NATIVE], texts[:WARM_TEXTS])
-            }
-
+            for call in routes.values():
+                check_vectors(running, call, routes[NATIVE], texts[:COMPARED])
         turns: dict[str, tuple[Running, Callable[[], Speed]]] = {
             route: (running, partial(speed, running, call, texts, sizes, seconds))
-            for route, call in calls.items()
+            for route, call in routes.items()
         }
         found = rounds.take_turns(turns, rounds_)
     rates = {route: [one.rate for one in speeds] for route, speeds in found.items()}
@@ -157,29 +157,12 @@ def speed(
     return Speed(tokens / seconds, 1e6 * spent / tokens)
 
 
-def for_model(call: Call, name: str) -> Call:
-    """Return a call of a model by its name."""
-
-    def body(text: str) -> dict[str, Any]:
-        own = call.body(text)
-        return {**own, "model": name} if "model" in own else own
-
-    return Call(call.path.replace("MODEL", name), body, call.answer)
-
-
-def is_equal(running: Running, call: Call, native: Call, texts: Sequence[str]) -> bool:
-    """Return whether the server has a route. Raises RuntimeError if its vectors are not the native ones."""
+def check_vectors(running: Running, call: Call, native: Call, texts: Sequence[str]) -> None:
+    """Raise RuntimeError unless a route answers with the native vectors."""
     for text in texts:
-        try:
-            found = servers.ask(running.port, call, text)
-        except RuntimeError as error:
-            if NO_SUCH_ROUTE in str(error):
-                print(f"{call.path}: not served")
-                return False
-            raise
-        if not np.allclose(found, servers.ask(running.port, native, text), rtol=0, atol=1e-5):
+        found, expected = (servers.ask(running.port, one, text) for one in (call, native))
+        if not np.allclose(np.ravel(found), expected, rtol=0, atol=1e-5):
             raise RuntimeError(f"{call.path}: the vector of {text!r} is not that of {native.path}")
-    return True
 
 
 def import_dialects() -> dict[str, float]:
