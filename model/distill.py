@@ -369,7 +369,7 @@ def distill(s: DistillSettings) -> dict[str, Any]:
             main_teacher, Encoder(tokenizer, longest), weighted, by_token=True
         )
     described, teacher_heads, tasks, dev = finetune.read_tasks(
-        s, encoders, shape.hidden_size, teacher_of, s.losses, encoder_teacher
+        s, encoders, shape, teacher_of, s.losses, encoder_teacher
     )
     if s.corpus:
         vectors = {n: teacher_heads[n] for n, h in described.items() if h.task == "embedding"}

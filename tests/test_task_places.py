@@ -24,6 +24,7 @@ SERVICE = {
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
+    "predict",
     "tasks.analysis",
     "api.native_routes",
 }
@@ -43,6 +44,7 @@ ELSEWHERE = {
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),
+        *("model.data.examples", "model.evaluate", "model.findings"),
     },
 }
 

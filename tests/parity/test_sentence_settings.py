@@ -259,7 +259,7 @@ REFUSED: list[tuple[str, str, Any]] = [
     (SENTENCE, "max_seq_length", 0),
     (SENTENCE, "max_seq_length", True),
     (SENTENCE, "do_lower_case", "yes"),
-    (MODEL, "model_type", "SparseEncoder"),
+    (MODEL, "model_type", "ImageEncoder"),
     (MODEL, "truncate_dim", 8),
     (MODEL, "default_prompt_name", "unknown"),
     (MODEL, "prompts", ["query: "]),

@@ -18,6 +18,8 @@ from service.processes.single_process import open_local_engines
 from service.settings import Settings
 from tests import samples
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+
 TEXTS = [samples.text(1 + number % 30, seed=number) for number in range(150)]
 
 
