@@ -40,6 +40,7 @@ class Worker:
     def __init__(self, client: str) -> None:
         """Start the process. Raises Unavailable for an environment that is not built."""
         python = environment(ISOLATED[client]).python()
+        self._options = getattr(load(client), "OPTIONS", ())
         variables = {name: value for name, value in os.environ.items() if name not in KEYS}
         self._process = subprocess.Popen(
             [python, "-m", "tests.e2e.client_calls.worker", client],
@@ -55,7 +56,13 @@ class Worker:
         """Run a record, and return its result. Raises ClientError for what the client raises."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {"url": server.url, "field": field, "index": index, "arguments": arguments}
+        request = {
+            "url": server.url,
+            "grpc_address": server.grpc_address if "--grpc-port" in self._options else "",
+            "field": field,
+            "index": index,
+            "arguments": arguments,
+        }
         print(json.dumps(request), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         assert line, "the worker has ended; its output says why"

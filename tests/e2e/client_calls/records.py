@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 QUERY = "Who drew a comet?"
 # Importable packages; their modules here end with _client.
-CLIENTS = ("openai", "huggingface_hub", "cohere", "tritonclient")
+CLIENTS = ("openai", "huggingface_hub", "cohere")
 # Clients in environments of their own, `environments/NAME.txt`; their modules here end with _client, too.
 ISOLATED: Mapping[str, str] = {
     "langchain_openai": "frameworks",
@@ -28,6 +28,7 @@ ISOLATED: Mapping[str, str] = {
     "llama_index_tei": "frameworks",
     "haystack": "frameworks",
     "infinity": "frameworks",
+    "tritonclient": "triton",
 }
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
 TOO_LONG = "word " * 600

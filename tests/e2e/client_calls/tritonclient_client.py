@@ -4,13 +4,16 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.e2e.client_calls.records import TEXTS, TOO_MANY, Call, Failure, KeyUse, Run, native
-from tests.e2e.conftest import Server
 
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Server
+
+PACKAGE = r"tritonclient\[grpc,http\]"
 ERROR = "tritonclient.utils.InferenceServerException"
 MODEL = "tasks"
 OPTIONS = ("--grpc-port", "0")
@@ -23,7 +26,7 @@ def client(over: str) -> Any:
     return importlib.import_module(f"tritonclient.{over}")
 
 
-def connect(server: Server, over: str = "http") -> Any:
+def connect(server: "Server", over: str = "http") -> Any:
     address = server.grpc_address if over == "grpc" else server.url.removeprefix("http://")
     return client(over).InferenceServerClient(address)
 
@@ -64,7 +67,7 @@ def infer(
 ) -> Run:
     """Return a run of `infer` whose result has each named output as a list. wanted: options of the outputs"""
 
-    def run(server: Server) -> Any:
+    def run(server: "Server") -> Any:
         module = client(over)
         outputs = [module.InferRequestedOutput(name, **(wanted or {})) for name in names]
         found = connect(server, over).infer(model, inputs(module), outputs=outputs, **options)
@@ -76,7 +79,7 @@ def infer(
 def infer_all(over: str) -> Run:
     """Return a run of `infer` that names no output."""
 
-    def run(server: Server) -> Any:
+    def run(server: "Server") -> Any:
         found = connect(server, over).infer(MODEL, texts("text", TEXTS)(client(over)))
         heads = server.get("/models").json()["models"][0]["heads"]
         numeric = [
@@ -88,7 +91,7 @@ def infer_all(over: str) -> Run:
 
 
 def infer_ids(over: str, bounds: Callable[[list[int]], Inputs]) -> Run:
-    def run(server: Server) -> Any:
+    def run(server: "Server") -> Any:
         found = server.answer("/tokenize", {"inputs": TEXTS})["results"]
         ids = [[token["id"] for token in one["tokens"]] for one in found]
         all_ids = integers("input_ids", [*itertools.chain.from_iterable(ids)])
@@ -112,19 +115,19 @@ def scores(results: Sequence[Any], labels: Sequence[str]) -> Any:
     return [[table[label] for label in labels] for table in tables]
 
 
-def labels(server: Server, head: str) -> Any:
+def labels(server: "Server", head: str) -> Any:
     return server.get("/models").json()["models"][0]["heads"][head]["labels"]
 
 
 def native_scores(head: str, **body: object) -> Run:
-    def answer(server: Server) -> Any:
+    def answer(server: "Server") -> Any:
         found = server.answer("/native/classify", {"inputs": TEXTS, "head": head, **body})
         return scores(found["results"], labels(server, head))
 
     return answer
 
 
-def native_all(server: Server) -> Any:
+def native_all(server: "Server") -> Any:
     """Return the native answers of all heads with numbers."""
     heads = server.get("/models").json()["models"][0]["heads"]
     return {
@@ -134,7 +137,7 @@ def native_all(server: Server) -> Any:
     }
 
 
-def best(server: Server) -> Any:
+def best(server: "Server") -> Any:
     """Return the two best labels of each text as the classification extension writes them."""
     names = labels(server, "topics")
     found = server.answer("/native/classify", {"inputs": TEXTS, "head": "topics", "top_k": 2})
@@ -352,7 +355,7 @@ CALLS = [
 FAILURES = [*failures("http"), *failures("grpc")]
 
 
-def infer_with_key(server: Server, key: str, retry: bool) -> Any:
+def infer_with_key(server: "Server", key: str, retry: bool) -> Any:
     """Call over gRPC first, and over HTTP. A refusal is that of gRPC."""
     found = [
         infer(over, texts("text", TEXTS), "embeddings", headers=headers)(server)
