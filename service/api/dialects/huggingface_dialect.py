@@ -21,7 +21,7 @@ from service.api import openapi
 from service.api.analysis_schemas import check_template
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
-from service.api.dialects.tei_dialect import Direction, TeiSentences
+from service.api.dialects.tei_dialect import Direction, SentencesRequest
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.mask_schemas import FilledToken
 from service.api.native_routes import Route, answer, each, entity, filled_masks, label
@@ -280,23 +280,8 @@ class HfSimilarityParameters(Strict):
     truncation_direction: Direction = Field(None, description='"right" or absent')
 
 
-class HfSimilarityRequest(HfRequest):
-    task = "similarity"
-
-    inputs: TeiSentences
+class HfSimilarityRequest(HfRequest, SentencesRequest):
     parameters: HfSimilarityParameters | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs.sentences)
-
-    @property
-    def place(self) -> str:
-        return "inputs.sentences[{}]"
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield "inputs.source_sentence", self.inputs.source_sentence
-        yield from numbered("inputs.sentences", self.inputs.sentences)
 
 
 class HfMaskParameters(Strict):

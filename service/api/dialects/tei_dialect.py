@@ -191,11 +191,12 @@ class TeiSentences(BaseModel):
     sentences: Texts
 
 
-class TeiSimilarityRequest(TeiRequest):
+class SentencesRequest(Request):
+    """A request whose inputs are a source sentence and the sentences that are compared with it."""
+
     task = "similarity"
 
     inputs: TeiSentences
-    parameters: dict[str, Any] | None = Field(None, description="truncate, or nothing")
 
     @property
     def size(self) -> int:
@@ -208,6 +209,10 @@ class TeiSimilarityRequest(TeiRequest):
     def texts(self) -> Iterator[tuple[str, str]]:
         yield "inputs.source_sentence", self.inputs.source_sentence
         yield from numbered("inputs.sentences", self.inputs.sentences)
+
+
+class TeiSimilarityRequest(TeiRequest, SentencesRequest):
+    parameters: dict[str, Any] | None = Field(None, description="truncate, or nothing")
 
 
 class TeiTokenizeRequest(InputsRequest):
