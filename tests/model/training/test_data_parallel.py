@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(pretrain.__file__).parents[1]
 Start = Callable[..., "subprocess.Popen[str]"]
+SIGNALLED_STEPS = 200  # some seconds: a run must not end before the test sees its first save
 
 
 @pytest.fixture
@@ -139,9 +140,9 @@ def test_small_bites(start: Start, tmp_path: Path) -> None:
 
 def test_one_is_lost(start: Start, tmp_path: Path) -> None:
     """A process that is killed ends the run, which says so; the same command goes on with the same losses."""
-    finish(start("whole", 2, steps=40))
+    finish(start("whole", 2, steps=SIGNALLED_STEPS))
 
-    run = start("parts", 2, steps=40, save_every=1)
+    run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)
     while not (tmp_path / "parts" / "last.pt").is_file():
         assert run.poll() is None
         time.sleep(0.05)
@@ -149,28 +150,28 @@ def test_one_is_lost(start: Start, tmp_path: Path) -> None:
     os.kill(victim, signal.SIGKILL)
     said = finish(run, code=1)
     done = last(tmp_path / "parts")["step"]
-    assert 0 < done < 40
+    assert 0 < done < SIGNALLED_STEPS
     assert re.search(r"exitcode *: *-9", said)
 
-    assert f"resuming {tmp_path / 'parts'} at step" in finish(start("parts", 2, steps=40))
+    assert f"resuming {tmp_path / 'parts'} at step" in finish(start("parts", 2, steps=SIGNALLED_STEPS))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_one_is_signaled(start: Start, tmp_path: Path) -> None:
     """A signal to one process stops all after the same step, which is saved; the run continues with the same losses."""
-    finish(start("whole", 2, steps=40))
+    finish(start("whole", 2, steps=SIGNALLED_STEPS))
 
-    run = start("parts", 2, steps=40, save_every=1)
+    run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)
     while not (tmp_path / "parts" / "last.pt").is_file():
         assert run.poll() is None
         time.sleep(0.05)
     os.kill(sorted(workers(run.pid))[-1], signal.SIGTERM)
     said = finish(run, code=1)
     done = last(tmp_path / "parts")["step"]
-    assert 0 < done < 40
-    assert f"SIGTERM: stopped after step {done} of 40" in said
+    assert 0 < done < SIGNALLED_STEPS
+    assert f"SIGTERM: stopped after step {done} of {SIGNALLED_STEPS}" in said
 
-    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(start("parts", 2, steps=40))
+    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(start("parts", 2, steps=SIGNALLED_STEPS))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
