@@ -458,7 +458,13 @@ def train(
         objective.load_state_dict(state.get("maps", objective.state_dict()))
         best, best_step = state.get("best", -math.inf), state.get("best_step", 0)
         improved_step = state.get("improved_step", 0)  # an equal score is the best, too
-        end = state["step"] if state.get("ended_early") else steps
+        end = steps
+        if state.get("ended_early"):
+            end = state["step"]
+            run.log(
+                f"{run.output} ended early at step {end:,}, {s.patience} evaluations without a better"
+                " score: no step is added. To train further: another --patience with --fresh"
+            )
         save = functools.partial(
             save_checkpoint,
             run.output / "checkpoint",

@@ -541,10 +541,14 @@ def test_evaluations_of_a_run(steps: int, evaluations: int) -> None:
 
 
 def test_patience_ends_a_run(
-    data: Mapping[str, str], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Mapping[str, str],
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """After two evaluations without a better score the run ends, keeps the best, and does not go on."""
-    scores = iter([0.5, 0.7, 0.7, 0.4, *[0.7] * 2])
+    """The run ends after two evaluations without a better score; repeated or longer, it adds no step and logs it."""
+    scores = iter([0.5, 0.7, 0.7, 0.4, *[0.7] * 3])
     evaluate = {"head": {"accuracy": 0.0}}
     monkeypatch.setattr(
         finetune, "evaluate_heads", lambda *_: evaluate | {"head": {"accuracy": next(scores)}}
@@ -552,10 +556,14 @@ def test_patience_ends_a_run(
     table = {"head": heads(data)["names"]}
 
     first = start(table, steps=20, eval_every=2, patience=2)
+    assert "no step is added" not in capsys.readouterr().out
     again = start(table, steps=20, eval_every=2, patience=2)
+    longer = start(table, steps=30, eval_every=2, patience=2)
 
-    assert (8, 6) == (first["steps"], first["best_step"]) == (again["steps"], again["best_step"])
-    assert 8 == len(losses(tmp_path / "run"))
+    for result in (first, again, longer):
+        assert (result["steps"], result["best_step"]) == (8, 6)
+    assert len(losses(tmp_path / "run")) == 8
+    assert capsys.readouterr().out.count("ended early at step 8") == 2
 
 
 # -- heads together -------------------------------------------------------------------------------
