@@ -88,12 +88,20 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         metavar="FILE",
         help="a file with one text a line: stores the ranges of their vectors, so that requests may have int8 vectors",
     )
+    parser.add_argument(
+        "--encoder",
+        type=Path,
+        metavar="DIR",
+        help="also write the encoder to DIR in half precision, as a checkpoint that training can start from",
+    )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     arguments = parser.parse_args(argv)
     if arguments.onnx and arguments.revision:
         parser.error("--revision: with --onnx, CHECKPOINT is a local directory")
     if arguments.onnx and arguments.precisions:
         parser.error("--onnx: the graph has the precision that it has; leave --precision out")
+    if arguments.onnx and arguments.encoder:
+        parser.error("--encoder: training cannot start from an external graph")
     precisions = () if arguments.onnx else arguments.precisions or ("fp32", "int8")
     evaluations = dict(part.split("=", 1) for part in arguments.eval if "=" in part)
     if len(evaluations) != len(arguments.eval):
@@ -114,6 +122,7 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         memory=arguments.memory,
         dimensions=tuple(arguments.dimensions),
         calibration=arguments.calibrate,
+        encoder=arguments.encoder,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 from pydantic import ValidationError
 
 from export import (
@@ -31,7 +32,9 @@ from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
 from export.passes import biases, first_token_only, half_stream, quantize, three_products
 from export.passes import fp16 as half
+from model.checkpoints import writer
 from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.unread import unread_settings
 from model.heads import EncoderWithHeads
@@ -82,6 +85,7 @@ class ExportRequest:
     memory: whether to measure the memory of the graphs
     dimensions: the numbers of dimensions that vectors may be cut to; empty for the checkpoint's own
     calibration: a file with a text per line, for the ranges of quantized vectors
+    encoder: a directory for the encoder in half precision, None to write none
     """
 
     checkpoint: str
@@ -99,6 +103,7 @@ class ExportRequest:
     memory: bool = True
     dimensions: tuple[int, ...] = ()
     calibration: Path | None = None
+    encoder: Path | None = None
 
     @property
     def default_precision(self) -> str:
@@ -123,6 +128,8 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         raise FileExistsError(f"{request.out} exists; use --replace, or give another name")
     bundle.check_replaceable(request.out)
     check_request(request)
+    if request.encoder:
+        check_encoder_folder(request.encoder, request.replace)
     with tempfile.TemporaryDirectory() as scratch:
         full = Path(scratch) / "full"
         full.mkdir()
@@ -136,6 +143,8 @@ def export(request: ExportRequest, show: Show) -> Manifest:
         with bundle.writing(request.out, replace=request.replace) as folder:
             card = model_card.render(finished, request.metadata, report.lines)
             write_bundle(finished, full, folder, card)
+        if request.encoder:
+            write_encoder(request, request.encoder, full / TOKENIZER, show)
     run_report.add_export(request.checkpoint, request.out, finished, report.lines, show)
     return finished
 
@@ -582,3 +591,20 @@ def write_bundle(manifest: Manifest, full: Path, folder: Path, card: str) -> Non
         shutil.copyfile(full / name, folder / name)
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_manifest(manifest, folder)
+
+
+def check_encoder_folder(folder: Path, replace: bool) -> None:
+    """Raise FileExistsError for a directory that may not be replaced: without `--replace`, or with other content."""
+    if folder.exists() and not replace:
+        raise FileExistsError(f"{folder} exists; use --replace, or give another name")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise FileExistsError(f"{folder} is no checkpoint, and --replace replaces nothing else")
+
+
+def write_encoder(request: ExportRequest, folder: Path, tokenizer: Path, show: Show) -> None:
+    """Write the encoder of the exported checkpoint as a checkpoint of its own, in half precision."""
+    source = read_source(request.checkpoint, request.task)
+    with writer.replacing(folder) as partial:
+        writer.save_encoder(partial, source.model.encoder, tokenizer, torch.float16)
+        writer.save_teachers(partial, read_teachers(source.folder))
+    show(f"{folder}: the encoder in half precision, which training can start from")

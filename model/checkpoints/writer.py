@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -69,10 +70,16 @@ def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
         (folder / PROVENANCE).write_text(document + "\n", encoding="utf-8")
 
 
-def save_encoder(path: str | Path, encoder: Bert, tokenizer: Path) -> None:
-    """Write an encoder without heads. tokenizer: a `tokenizer.json`, which is copied"""
+def save_encoder(
+    path: str | Path, encoder: Bert, tokenizer: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write an encoder without heads.
+
+    tokenizer: a `tokenizer.json`, which is copied
+    dtype: of the tensors in the file; readers convert them to float32
+    """
     family = family_of(encoder.config)
-    state = to_hub(encoder, encoder_names(family))
+    state = {name: t.to(dtype) for name, t in to_hub(encoder, encoder_names(family)).items()}
     _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
+from safetensors.torch import load_file
 
 from export import trace_graphs, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from export.passes import quantize
 from export.provenance import read_metadata
-from model.checkpoints.reader import load_model
+from model.checkpoints.reader import load_encoder, load_model, read_teachers
 from model.checkpoints.writer import save_joint
 from model.heads import EncoderWithHeads
 from service.core import bundle
@@ -283,6 +285,38 @@ def test_who_taught_it(training: str, tiny_checkpoint: Path, out: Path, tmp_path
     said = "Distilled from `a large model` and `another`."
     expected = f"{said}\n\nIn a day." if training else said
     assert f"## How it was trained\n\n{expected}\n\n#" in (out / "README.md").read_text()
+
+
+def test_the_encoder_is_a_checkpoint(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--encoder` writes half-precision tensors that training can start from, with the names of the teachers."""
+    student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
+    folder = tmp_path / "encoder"
+    assert export(student, out, "--precision", "fp32", "--encoder", folder) == 0
+
+    dtypes = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+    assert dtypes == {torch.float16}
+    written, expected = load_encoder(folder, pooler=False), load_model(student).encoder
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
+    assert read_teachers(folder) == ["a large model", "another"]
+    assert (folder / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+
+    capsys.readouterr()
+    assert export(student, out.with_name("other"), "--encoder", folder) == 1
+    assert f"{folder} exists; use --replace" in capsys.readouterr().err
+
+
+def test_other_folders_are_not_replaced_by_an_encoder(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--replace` replaces a checkpoint only."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "letter.txt").write_text("keep me")
+    assert export(tiny_checkpoint, out, "--encoder", tmp_path / "notes", "--replace") == 1
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert (tmp_path / "notes" / "letter.txt").read_text() == "keep me"
 
 
 def test_nobody_taught_it(tiny_bundle: Path) -> None:

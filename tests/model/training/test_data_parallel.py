@@ -153,7 +153,9 @@ def test_one_is_lost(start: Start, tmp_path: Path) -> None:
     assert 0 < done < SIGNALLED_STEPS
     assert re.search(r"exitcode *: *-9", said)
 
-    assert f"resuming {tmp_path / 'parts'} at step" in finish(start("parts", 2, steps=SIGNALLED_STEPS))
+    assert f"resuming {tmp_path / 'parts'} at step" in finish(
+        start("parts", 2, steps=SIGNALLED_STEPS)
+    )
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -171,7 +173,9 @@ def test_one_is_signaled(start: Start, tmp_path: Path) -> None:
     assert 0 < done < SIGNALLED_STEPS
     assert f"SIGTERM: stopped after step {done} of {SIGNALLED_STEPS}" in said
 
-    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(start("parts", 2, steps=SIGNALLED_STEPS))
+    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(
+        start("parts", 2, steps=SIGNALLED_STEPS)
+    )
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
