@@ -13,7 +13,13 @@ from functools import partial
 from math import inf
 from typing import Any, cast
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
+from httptools import (
+    HttpParserError,
+    HttpParserInvalidURLError,
+    HttpParserUpgrade,
+    HttpRequestParser,
+    parse_url,
+)
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn._types import HTTPScope
@@ -232,8 +238,8 @@ class Protocol(HttpToolsProtocol, Connection):
             raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
-        if not self.url.startswith(b"/") and parse_url(self.url).path is None:
-            raise BadRequest("the address in the request line has no path")
+        if not self.url.startswith(b"/"):
+            self.url = with_path(self.url)
         self.in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
@@ -378,6 +384,8 @@ class Protocol(HttpToolsProtocol, Connection):
         cause = error.__context__ or error  # the exception of such a method
         if isinstance(cause, QuartetError):
             self.refuse(cause)
+        elif isinstance(cause, HttpParserInvalidURLError):
+            self.refuse(BadRequest("the request target is neither a path nor a URL"))
         elif isinstance(cause, HttpParserError):
             self.refuse(BadRequest(f"this is not HTTP/1.1: {cause}"))
         elif not isinstance(cause, StopParsing):
@@ -652,6 +660,19 @@ def to_bytes(
         *(f"{name.lower()}: {value}".encode() for name, value in headers.items()),
     ]
     return b"\r\n".join([*lines, b"", answer.body])
+
+
+def with_path(target: bytes) -> bytes:
+    """Return the target of a request line, with the path `/` if it is a URL without a path (RFC 9112, 3.2.2).
+
+    Raises BadRequest for a URL of another scheme, and HttpParserInvalidURLError.
+    """
+    url = parse_url(target)
+    if url.schema is not None and url.schema.lower() not in (b"http", b"https"):
+        raise BadRequest("the URL in the request line is not one of http or https")
+    if url.path is not None:
+        return target
+    return b"/" if url.query is None else b"/?" + url.query
 
 
 def too_large() -> HeadersTooLarge:

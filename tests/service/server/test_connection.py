@@ -882,11 +882,33 @@ async def test_a_flood_of_pipelined_refusals_is_answered(
             assert [429] * 50 == [(await client.answer()).status for _ in range(50)]
 
 
-async def test_an_address_without_a_path_is_refused(listen: Listen, lines: list[EventDict]) -> None:
-    """The client gets 400, and the log no traceback."""
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [(b"", "/"), (b"?a=1", "/"), (b"/health/live?a", "/health/live"), (b"/nothing", "/nothing")],
+)
+async def test_a_url_in_the_request_line_is_answered(
+    listen: Listen, lines: list[EventDict], target: bytes, path: str
+) -> None:
+    """A server must accept the form that clients send to a proxy: RFC 9112, 3.2.2. Its path may be missing."""
+    async with listen(log_level="debug") as server, server.client() as client:
+        for url in (b"http://quartet" + target, b"HTTPS://quartet:8000" + target):
+            client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % url)
+            answer = await client.answer()
+            assert (404 if path == "/nothing" else 200, False) == (answer.status, answer.closes)
+    assert {path} == {line["path"] for line in lines if line["event"] == "request"}
+
+
+@pytest.mark.parametrize(
+    "target", [b"http://", b"http:///a", b"http://q:99999/", b"ftp://q", b"ftp://q/a", b"a"]
+)
+async def test_a_wrong_target_is_named(
+    listen: Listen, lines: list[EventDict], target: bytes
+) -> None:
+    """The client gets 400 with a message of ours, and the log no traceback."""
     async with listen() as server, server.client() as client:
-        client.send(b"GET http://quartet HTTP/1.1\r\nHost: quartet\r\n\r\n")
+        client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % target)
         assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
+    assert b"b'" not in answer.body
     assert "unexpected error" not in [line["event"] for line in lines]
 
 
