@@ -12,7 +12,15 @@ from urllib.parse import quote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, Draining, ErrorForm, Overloaded, QuartetError
+from service.errors import (
+    ClientDisconnected,
+    Draining,
+    ErrorForm,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    QuartetError,
+)
 from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
 from service.middleware.refusals import log_internal_error, refusal_response
@@ -27,7 +35,10 @@ from service.observability.metrics import Recorder
 
 # Key in a scope's state: the error of a request that the server refused before the application.
 REFUSAL = "refusal"
+PATH_CHARACTERS = 256  # of a path in the log; the rest is cut off
 CLIENT_GONE = 499  # in the log and the metrics: the client disconnected before the response
+# Errors that are raised without work on a body.
+WITHOUT_WORK = frozenset({NotFound.status, MethodNotAllowed.status, Overloaded.status})
 OTHER = "other"  # the route label of a request without a route
 
 
@@ -86,7 +97,7 @@ class RequestLifecycle:
         self._checks = checks
         self._routes = routes
         self._paths = paths
-        self._refusals = LogLimiter()
+        self._refusals: dict[int, LogLimiter] = {}  # by status
         self._client_of = ClientAddresses(trusted)
         self._log = structlog.get_logger().bind()
 
@@ -141,17 +152,18 @@ class RequestLifecycle:
         if context.code:
             self._metrics.observe_error(context.code, context.client_deadline)
         facts: dict[str, object] = {}
-        if status == Overloaded.status:
-            if not self._refusals.may_tell():
+        if is_cheap(status, context):
+            limiter = self._refusals.setdefault(status, LogLimiter())
+            if not limiter.may_tell():
                 return
-            facts["untold"] = self._refusals.untold()
+            facts["untold"] = limiter.untold()
         if self.trace is not None and route not in QUIET_ROUTES:
             self.trace(method, route, scope, context)
         log_request(
             self._log,
             route,
             method=method,
-            path=path if route == path else quote(path),
+            path=path if route == path else short(quote(path)),
             status=status,
             ms=round(1000 * seconds, 3),
             client=self._client_of(scope),
@@ -163,6 +175,18 @@ class RequestLifecycle:
             **context.names,
             **facts,
         )
+
+
+def is_cheap(status: int, context: RequestContext) -> bool:
+    """Return whether a client can repeat a request at almost no cost, so that its log lines must be limited.
+
+    Such a request was refused before its body was read, or has no route.
+    """
+    return context.refusal is not None or status in WITHOUT_WORK
+
+
+def short(path: str) -> str:
+    return path if len(path) <= PATH_CHARACTERS else f"{path[:PATH_CHARACTERS]}..."
 
 
 class LifecycleMiddleware:

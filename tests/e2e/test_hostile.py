@@ -256,3 +256,35 @@ def test_small_chunks_slow_down_their_sender(tiny_bundle: Path) -> None:
     with serving(tiny_bundle, "--body-timeout-s", 5) as server:
         control, small = (slowest_half(server, size, 20) for size in (16_384, 1))
     assert small < 0.2 + 2 * control
+
+
+FLOOD = 3000
+LINES_PER_S = 10
+
+
+@pytest.mark.promise("A stranger cannot fill the log.")
+def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle: Path) -> None:
+    """Of thousands of requests without a key, the log has ten lines a second, which count the others."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("QUARTET_API_KEY", make_key())
+        with serving(tiny_bundle) as server:
+            began = time.monotonic()
+            with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as client:
+                for _ in range(FLOOD):
+                    client.request("GET", "/" + "%ff" * 2600)
+                    reply = client.getresponse()
+                    reply.read()
+                    assert 401 == reply.status
+            lasted_s = time.monotonic() - began
+            time.sleep(1.1)
+            server.get("/nothing")
+            until(lambda: len(refused_lines(server)) > 0 and '"/nothing"' in server.log[-1])
+            told = refused_lines(server)
+    assert len(told) <= LINES_PER_S * (lasted_s + 2)
+    assert FLOOD + 1 == len(told) + sum(line["untold"] for line in told)
+    assert max(map(len, server.log)) < 2000
+
+
+def refused_lines(server: Server) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in server.log if '"status":401' in line]
+    return [line for line in lines if line["event"] == "request"]

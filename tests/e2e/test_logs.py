@@ -1,5 +1,6 @@
 """A log that cannot be written: its lines are lost, and nothing else."""
 
+import http.client
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from tests.e2e.conftest import START_S, URL, Server, children, kill_inference, u
 
 pytestmark = pytest.mark.e2e
 
-LONG = "/" + "x" * 7000  # a path that makes a long line
+LONG_ID = {"X-Request-Id": "x" * 128}  # makes a log line longer
+LINES = 3000  # of more bytes than a pipe and the writer keep
 FILE_BLOCKS = 48  # of 1,024 bytes, that a log file may have
 WORK = {"inputs": [samples.text(100, seed=seed) for seed in range(100)]}
 
@@ -67,6 +69,14 @@ class File(Log):
         return self.path.read_text()
 
 
+def log_lines(server: Server, count: int) -> None:
+    """Make the server log lines, by requests of which each has one."""
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        for _ in range(count):
+            connection.request("GET", "/models", headers=LONG_ID)
+            connection.getresponse().read()
+
+
 def service(bundle: Path, before: str = "") -> str:
     return f"{before} exec {sys.executable} -m service {bundle} --port 0 --log-format json"
 
@@ -78,7 +88,7 @@ def full_file(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
     end = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with logging_to(end, service(bundle, f"ulimit -f {FILE_BLOCKS};"), file) as server:
         while file.path.stat().st_size < FILE_BLOCKS * 1024:
-            server.get(LONG)
+            log_lines(server, 20)
         yield server, file
 
 
@@ -88,8 +98,7 @@ def room_in_file(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
     file = File(folder / "log")
     end = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with logging_to(end, service(bundle), file) as server:
-        for _ in range(8):
-            server.get(LONG)
+        log_lines(server, 120)
         yield server, file
 
 
@@ -109,8 +118,7 @@ def idle_reader(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
     reader, end = os.pipe()
     log = Log(reader)
     with logging_to(end, service(bundle), log) as server:
-        for _ in range(200):
-            server.get(LONG)
+        log_lines(server, LINES)
         yield server, log
     os.close(reader)
 
@@ -161,7 +169,7 @@ def test_lost_lines_are_counted(tiny_bundle: Path, tmp_path: Path) -> None:
             return float(found.group(1))
 
         while not lost():
-            server.get(LONG)
+            log_lines(server, 20)
         assert 200 == server.get("/health/live").status
         until(lambda: "log lines were lost" in log.text())
         lines = [json.loads(line) for line in log.text().splitlines() if "were lost" in line]

@@ -2,6 +2,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -10,9 +11,15 @@ from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import EventDict
 
 from service.errors import Overloaded, RequestTimeout
+from service.keys import Key
 from service.middleware.refusals import refusal_response
 from service.middleware.request_context import RequestContext
-from service.middleware.request_lifecycle import CLIENT_GONE, LifecycleMiddleware, RequestLifecycle
+from service.middleware.request_lifecycle import (
+    CLIENT_GONE,
+    PATH_CHARACTERS,
+    LifecycleMiddleware,
+    RequestLifecycle,
+)
 from service.observability.metrics import Metrics
 from tests.service.fakes import FakeEngine
 
@@ -164,6 +171,42 @@ async def test_a_strange_path_cannot_forge_a_line(
     """A path is logged as it stands in a URL."""
     await client.get("/%0Aforged")
     assert lines[-1]["path"] == "/%0Aforged"
+
+
+async def test_a_long_path_is_cut_off_in_the_log(
+    client: httpx.AsyncClient, lines: list[EventDict]
+) -> None:
+    """A path may have 8 KiB, and each of its bytes three characters in the log."""
+    await client.get("/" + "%ff" * 2000)
+    assert lines[-1]["path"] == ("/" + "%EF%BF%BD" * 100)[:PATH_CHARACTERS] + "..."
+    await client.get("/" + "x" * (PATH_CHARACTERS - 1))
+    assert lines[-1]["path"] == "/" + "x" * (PATH_CHARACTERS - 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/classify", 401), ("GET", "/nothing", 401), ("GET", "/static/nothing", 404)],
+)
+async def test_requests_that_cost_a_client_nothing_have_few_lines(
+    client_with: Any, lines: list[EventDict], method: str, path: str, status: int
+) -> None:
+    """Ten lines in a second, of which a later one counts the others. All are in the metrics."""
+    async with client_with(keys={"a": Key(sha256="1" * 64)}) as client:
+        for _ in range(40):
+            assert status == (await client.request(method, path)).status_code
+    told = [line for line in lines if line["event"] == "request"]
+    assert 10 <= len(told) <= 20  # the requests may be from two periods
+    assert {status} == {line["status"] for line in told}
+    assert all("untold" in line for line in told)
+
+
+async def test_requests_with_work_each_have_a_line(
+    client: httpx.AsyncClient, lines: list[EventDict]
+) -> None:
+    """Also those whose body is wrong."""
+    for body in [BODY, {"inputs": 1}] * 15:
+        await client.post("/classify", json=body)
+    assert [200, 422] * 15 == [line["status"] for line in lines if line["event"] == "request"]
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
