@@ -53,6 +53,7 @@ METHODS = frozenset(  # the methods that the semantic conventions list
 )
 TRACE_STATE = 512  # characters, the least that W3C Trace Context asks a service to pass on
 CLOSE_S = 1.0  # limit for the export of the last spans
+EXPORTING = ("opentelemetry.sdk", "opentelemetry.exporter")  # loggers of lost spans
 QUIET_S = 60.0  # between two log lines about lost spans
 
 
@@ -139,14 +140,19 @@ def open_exporter(name: str) -> "SpanExporter":
 
 
 class SdkWarnings(logging.Handler):
-    """Logs the SDK's warnings at a limited rate, because an unreachable collector causes a warning for every batch."""
+    """Logs the SDK's warnings at a limited rate, because an unreachable collector causes a warning for every batch.
+
+    The warnings of other packages lose no spans. Clients can cause them, by a `tracestate` that is not valid.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._sparing = LogLimiter(1, QUIET_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._sparing.may_tell():
+        if not record.name.startswith(EXPORTING):
+            log.debug("warning about tracing", reason=record.getMessage())
+        elif self._sparing.may_tell():
             untold = self._sparing.untold()
             log.warning("spans may be lost", reason=record.getMessage(), untold=untold)
 

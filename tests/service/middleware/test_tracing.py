@@ -370,6 +370,18 @@ def test_a_collector_that_is_away_is_told_of_now_and_then(
     assert line["reason"] == "failed to export batch 0"
 
 
+async def test_a_wrong_header_loses_no_spans(
+    client: httpx.AsyncClient, made: Any, propagating: logging.Logger, lines: list[EventDict]
+) -> None:
+    """The library warns of a client's trace state that is not valid; the log reports no loss."""
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=1,a=2,=b"}
+    with limited_warnings():
+        assert 200 == (await client.post("/classify", json=BODY, headers=headers)).status_code
+    assert 1 == len([span for span in made.get_finished_spans() if span.kind.name == "SERVER"])
+    assert "warning about tracing" in [line["event"] for line in lines]
+    assert "spans may be lost" not in [line["event"] for line in lines]
+
+
 def test_importing_the_app_loads_no_sdk() -> None:
     """Where nobody asks, nothing is loaded for it."""
     script = (
