@@ -1,7 +1,7 @@
 """The state of one process of the service, and the timeout of a request."""
 
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from service.engines.registry import Engines
@@ -19,6 +19,7 @@ class Service:
     """The state of this process.
 
     engines: set while they are open
+    is_full: whether a new connection would be refused
     closing: what has to end before the engines close, once the process drains
     """
 
@@ -27,6 +28,7 @@ class Service:
     engines: Engines | None = None
     leaving: bool = False  # clients should use another server; requests are still answered
     draining: bool = False
+    is_full: Callable[[], bool] = lambda: False
     closing: Awaitable[None] | None = None
     body_memory: MemoryBudget = field(init=False)
 
@@ -47,6 +49,8 @@ class Service:
         self.refuse_draining()
         if problem := self.open_engines().load().problem:
             raise NotReady(problem)
+        if self.is_full():
+            raise NotReady("new connections are refused: max_connections are in use")
 
     def check_alive(self) -> None:
         """Check whether the engines can still compute. Raises NotReady if only a restart can help."""

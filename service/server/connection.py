@@ -43,7 +43,7 @@ from service.middleware.refusals import Refusal, log_internal_error, refuse
 from service.middleware.request_context import CONTEXT, RequestContext
 from service.middleware.request_lifecycle import REFUSAL, RequestLifecycle
 from service.observability.logs import QUIET_ROUTES
-from service.server.excess_connections import ExcessConnections
+from service.server.connection_table import ConnectionTable
 from service.server.flow_control import Connection, HangupWatcher, ReadFlow
 
 HEAD_BYTES = 65_536  # limit for a request's line and headers, and for trailers after its body
@@ -55,6 +55,7 @@ CROWDED_S = 5.0  # time for an excess connection to send its request
 LOOK_S = 1.0  # time for a request to begin that arrived just before its idle connection was closed
 STALLED_S = 30.0  # time in which a client must read STALLED_BYTES of a long response
 STALLED_BYTES = 65_536
+PROBES = (b"/health/", b"/v2/health/", b"/metrics")  # beginnings of paths
 FRAMING = (b"content-length", b"transfer-encoding")
 # Data is parsed in slices. A slice with many chunks of a body takes far more time than its bytes, so the chunks of all
 # connections in such slices share a rate: about 5 % of the event loop's time.
@@ -69,10 +70,7 @@ class StopParsing(Exception):
 
 
 class Protocol(HttpToolsProtocol, Connection):
-    """One connection.
-
-    At most `max_connections` of them are in `admitted` and served; the others are excess connections.
-    """
+    """One connection. `table` decides whether it is served or an excess connection."""
 
     flow: ReadFlow
 
@@ -83,9 +81,7 @@ class Protocol(HttpToolsProtocol, Connection):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        admitted: set["Protocol"],
-        excess: ExcessConnections,
-        max_connections: int,
+        table: ConnectionTable,
         header_timeout_s: float,
         lifecycle: RequestLifecycle,
         hangups: HangupWatcher,
@@ -94,9 +90,7 @@ class Protocol(HttpToolsProtocol, Connection):
         super().__init__(config, server_state, app_state, _loop)
         self.hangups = hangups
         self.chunk_rate = chunk_rate
-        self.admitted = admitted
-        self.excess = excess
-        self.max_connections = max_connections
+        self.table = table
         self.header_timeout_s = header_timeout_s
         self.lifecycle = lifecycle
         # The current request; `cycle` is the last one received.
@@ -126,18 +120,16 @@ class Protocol(HttpToolsProtocol, Connection):
         self.transport = cast(asyncio.Transport, self.own)
         self.flow = ReadFlow(transport, self.hangups, self.may_read, self.leave)
         self.leaving: asyncio.Future[None] = self.loop.create_future()
-        self.crowded = len(self.admitted) >= self.max_connections
+        self.crowded = not self.table.admit(self)
         if self.crowded:
-            self.excess.add(transport)
+            self.table.add_excess(transport)
             self.header_timeout_s = min(CROWDED_S, self.header_timeout_s)
             self.expect_request(CROWDED_S)
         else:
-            self.admitted.add(self)
             self.expect_request(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.admitted.discard(self)
-        self.excess.discard(self.wire)
+        self.table.discard(self, self.wire)
         self.closing = True
         self.stop_timers()
         if self.running is not None and not self.running.response_complete:
@@ -241,6 +233,7 @@ class Protocol(HttpToolsProtocol, Connection):
         if not self.url.startswith(b"/"):
             self.url = with_path(self.url)
         self.in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
+        self.table.begin_request(self, is_probe=self.url.startswith(PROBES))
         super().on_headers_complete()
         self.in_head, self.in_body = False, True
         self.late.stop()
@@ -269,6 +262,8 @@ class Protocol(HttpToolsProtocol, Connection):
         super().on_response_complete()
         if self.closing:
             return
+        if self.cycle.response_complete:
+            self.table.end_request(self)
         self.flow.resume_reading()  # the last waiting request may have started
         if self.in_head:  # the head of the next request, which has its own timer
             self._unset_keepalive_if_required()
@@ -295,6 +290,19 @@ class Protocol(HttpToolsProtocol, Connection):
             self.expect_request(LOOK_S)  # in case the data begins no request
         elif not self.transport.is_closing():
             self.transport.close()
+
+    def evict(self) -> bool:
+        """Close a connection without a complete head, in favor of a new connection.
+
+        Returns False if data has just arrived on an idle connection.
+        """
+        if self.in_head or self.in_body:  # slow headers, or the body of a refused request
+            self.wire.abort()
+            return True
+        if self.flow.has_data():
+            return False
+        self.close()
+        return True
 
     def is_closing(self) -> bool:
         return self.closing or self.wire.is_closing()

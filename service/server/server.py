@@ -21,7 +21,7 @@ from service.server.connection_limits import (
     raise_file_limit,
     share_of_connections,
 )
-from service.server.excess_connections import ExcessConnections
+from service.server.connection_table import ConnectionTable
 from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
 from service.server.sockets import url_of
@@ -39,10 +39,12 @@ class Server(GracefulServer):
     """The server of one process. It logs the URLs of its listeners."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
+        table = connection_table(settings)
+        app.state.service.is_full = table.is_full
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=connections(settings, app.state.lifecycle),
+            http=connections(settings, app.state.lifecycle, table),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -95,22 +97,24 @@ class Server(GracefulServer):
             log.info("serving", **urls, pid=os.getpid())
 
 
-def connections(settings: Settings, lifecycle: RequestLifecycle) -> type[asyncio.Protocol]:
+def connection_table(settings: Settings) -> ConnectionTable:
+    """Return an empty table for the connections of one process."""
+    return ConnectionTable(*divide_connections(share_of_connections(settings)))
+
+
+def connections(
+    settings: Settings, lifecycle: RequestLifecycle, table: ConnectionTable
+) -> type[asyncio.Protocol]:
     """Return a factory of one process's connections, which share the connection limits."""
-    served, excess = divide_connections(share_of_connections(settings))
-    admitted: set[Protocol] = set()
-    extra = ExcessConnections(excess)
     hangups = HangupWatcher()
     chunk_rate = Bucket(60 * CHUNKS_PER_S, size=CHUNKS_AT_ONCE)
-    piece = piece_size(BODIES * settings.max_body_bytes, served)
+    piece = piece_size(BODIES * settings.max_body_bytes, table.limit)
     buffer = memoryview(bytearray(BODY_PIECE * piece))
 
     def make(**given: Any) -> Reader:
         protocol = Protocol(
             **given,
-            admitted=admitted,
-            excess=extra,
-            max_connections=served,
+            table=table,
             header_timeout_s=settings.header_timeout_s,
             lifecycle=lifecycle,
             hangups=hangups,

@@ -374,7 +374,7 @@ async def test_a_wrong_header_loses_no_spans(
     client: httpx.AsyncClient, made: Any, propagating: logging.Logger, lines: list[EventDict]
 ) -> None:
     """The library warns of a client's trace state that is not valid; the log reports no loss."""
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=1,a=2,=b"}
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "no pair"}
     with limited_warnings():
         assert 200 == (await client.post("/classify", json=BODY, headers=headers)).status_code
     assert 1 == len([span for span in made.get_finished_spans() if span.kind.name == "SERVER"])

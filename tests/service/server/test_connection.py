@@ -24,10 +24,12 @@ from service.middleware.request_lifecycle import RequestLifecycle
 from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.server import connection as connection_module
+from service.server import connection_table as connection_table_module
 from service.server.connection import Protocol
 from service.server.connection_limits import FEW
+from service.server.connection_table import ConnectionTable
 from service.server.flow_control import PIECE, piece_size
-from service.server.server import connections
+from service.server.server import connection_table, connections
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -107,11 +109,15 @@ def bare() -> RequestLifecycle:
 
 @asynccontextmanager
 async def listening(
-    app: ASGIApp, settings: Settings, idle_s: float = 75, lifecycle: RequestLifecycle | None = None
+    app: ASGIApp,
+    settings: Settings,
+    idle_s: float = 75,
+    lifecycle: RequestLifecycle | None = None,
+    table: ConnectionTable | None = None,
 ) -> AsyncIterator[Listening]:
     config = uvicorn.Config(
         app,
-        http=connections(settings, lifecycle or bare()),
+        http=connections(settings, lifecycle or bare(), table or connection_table(settings)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -146,9 +152,11 @@ def listen(engines: FakeEngines) -> Listen:
     @asynccontextmanager
     async def start(idle_s: float = 75, **settings: object) -> AsyncIterator[Listening]:
         app = create_app(Settings(**settings), engines.open, Metrics())
+        table = connection_table(Settings(**settings))
+        app.state.service.is_full = table.is_full
         async with (
             app.router.lifespan_context(app),
-            listening(app, Settings(**settings), idle_s, app.state.lifecycle) as server,
+            listening(app, Settings(**settings), idle_s, app.state.lifecycle, table) as server,
         ):
             yield server
 
@@ -653,11 +661,24 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
 # -- how many connections there may be ---------------------------------------------------------------
 
 
+@asynccontextmanager
+async def busy_client(server: Listening) -> AsyncIterator[Client]:
+    """A client whose request is in progress, since its body is not complete."""
+
+    def busy() -> int:
+        return sum(connection.in_body for connection in server.state.connections)
+
+    before = busy()
+    async with server.client() as client:
+        client.send(post()[:-1])
+        await until(lambda: busy() > before)
+        yield client
+
+
 async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
     """It is answered, told to come back, counted in the log, and closed; those that are there go on."""
-    async with listen(max_connections=2) as server, server.client() as first:
-        async with server.client() as second:
-            await until(lambda: len(server.state.connections) == 2)
+    async with listen(max_connections=2) as server, busy_client(server) as first:
+        async with busy_client(server) as second:
             async with server.client() as third:
                 third.send(post(b"x" * 5_000_000), GET)
                 answer = await third.answer()
@@ -666,7 +687,7 @@ async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[Even
                 assert int(answer.headers["retry-after"]) >= 1
                 assert await third.ended()
             for client in (first, second):
-                client.send(post())
+                client.send(post()[-1:])
                 assert 200 == (await client.answer()).status
         await until(lambda: len(server.state.connections) == 1)
         async with server.client() as fourth:
@@ -675,15 +696,73 @@ async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[Even
             assert (200, False) == (answer.status, answer.closes)
 
 
+@pytest.mark.parametrize("said", [b"", b"\r\n", GET[:20]], ids=["nothing", "line", "slow-head"])
+async def test_connections_without_a_request_make_room(listen: Listen, said: bytes) -> None:
+    """A new connection takes the place of the oldest one without a request, and of no busy one."""
+    async with listen(max_connections=3) as server, busy_client(server) as busy:
+        async with server.client() as first, server.client() as second:
+            for silent in (first, second):
+                silent.send(said)
+                await asyncio.sleep(0.02)
+            async with server.client() as new:
+                new.send(GET.replace(b"live", b"ready"), post())
+                assert [200, 200] == [(await new.answer()).status for _ in range(2)]
+                with suppress(ConnectionResetError):
+                    assert await first.ended()
+                assert not second.reader.at_eof()
+        busy.send(post()[-1:])
+        assert 200 == (await busy.answer()).status
+
+
+async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After those without any request comes the one that has been idle for longest, unless all had one just now."""
+    async with listen(max_connections=2) as server, server.client() as first, server.client() as second:
+        for client in (first, second, first):
+            client.send(post())
+            assert 200 == (await client.answer()).status
+        async with server.client() as third:
+            third.send(post())
+            assert "too_many_connections" == (await third.answer()).code
+        monkeypatch.setattr(connection_table_module, "IDLE_S", 0.0)
+        async with server.client() as fourth:
+            fourth.send(post())
+            assert 200 == (await fourth.answer()).status
+            assert await second.ended()
+        first.send(post())
+        assert 200 == (await first.answer()).status
+
+
+async def test_a_request_that_has_just_come_is_not_closed_for_another(listen: Listen) -> None:
+    """Although the event loop has not read it when the new connection comes."""
+    async with listen(max_connections=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.setblocking(False)
+            await until(lambda: bool(server.state.connections))
+            client.send(GET)
+            (connection,) = server.state.connections
+            assert not connection.evict()
+            assert b"HTTP/1.1 200 " == (await asyncio.get_running_loop().sock_recv(client, 13))
+
+
 @pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/metrics"])
 async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) -> None:
-    """Whoever looks after the service hears of it, however many connections there are."""
-    async with listen(max_connections=1) as server, server.client():
-        await until(lambda: len(server.state.connections) == 1)
-        async with server.client() as prober:
+    """Probes and scrapes are answered, however many connections there are.
+
+    The service is not ready while it refuses new connections.
+    """
+    ready = GET.replace(b"/health/live", b"/health/ready")
+    async with listen(max_connections=1) as server:
+        async with busy_client(server), server.client() as prober:
             prober.send(GET.replace(b"/health/live", path))
             answer = await prober.answer()
-            assert (200, True) == (answer.status, answer.closes)
+            assert (503 if path == b"/health/ready" else 200, True) == (
+                answer.status,
+                answer.closes,
+            )
+        await until(lambda: not server.state.connections)
+        async with server.client() as prober:
+            prober.send(ready)
+            assert 200 == (await prober.answer()).status
 
 
 async def test_a_connection_too_many_is_not_waited_for(
@@ -691,19 +770,26 @@ async def test_a_connection_too_many_is_not_waited_for(
 ) -> None:
     """It has little time to ask."""
     monkeypatch.setattr(connection_module, "CROWDED_S", 0.1)
-    async with listen(max_connections=1) as server, server.client():
-        await until(lambda: len(server.state.connections) == 1)
-        async with server.client() as silent, server.client() as dripping:
-            dripping.send(GET[:20])
-            async with asyncio.timeout(10):
-                assert await silent.ended()
-                assert "slow_headers" == (await dripping.answer()).code
+    async with (
+        listen(max_connections=1) as server,
+        busy_client(server),
+        server.client() as silent,
+        server.client() as dripping,
+    ):
+        dripping.send(GET[:20])
+        async with asyncio.timeout(10):
+            assert await silent.ended()
+            assert "slow_headers" == (await dripping.answer()).code
 
 
 async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
     """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
-    async with listen(max_connections=1) as server, AsyncExitStack() as flood:
-        for _ in range(1 + FEW + 20):
+    async with (
+        listen(max_connections=1) as server,
+        busy_client(server),
+        AsyncExitStack() as flood,
+    ):
+        for _ in range(FEW + 20):
             await flood.enter_async_context(server.client())
         await until(lambda: len(server.state.connections) == 1 + FEW)
         async with server.client() as prober:
@@ -714,8 +800,7 @@ async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
 async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
     """When there is room again, the next is welcome, though one that was too many is still there."""
     async with listen(max_connections=1) as server:
-        async with server.client():
-            await until(lambda: len(server.state.connections) == 1)
+        async with busy_client(server):
             crowded = await asyncio.open_connection("127.0.0.1", server.port)
             await until(lambda: len(server.state.connections) == 2)
         await until(lambda: len(server.state.connections) == 1)
