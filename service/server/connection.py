@@ -70,7 +70,7 @@ class StopParsing(Exception):
 
 
 class Protocol(HttpToolsProtocol, Connection):
-    """One connection. `table` decides whether it is served or an excess connection."""
+    """One connection. `tables`, by the local port, decide whether it is served or an excess connection."""
 
     flow: ReadFlow
 
@@ -81,7 +81,7 @@ class Protocol(HttpToolsProtocol, Connection):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        table: ConnectionTable,
+        tables: Mapping[int, ConnectionTable],
         header_timeout_s: float,
         lifecycle: RequestLifecycle,
         hangups: HangupWatcher,
@@ -90,7 +90,7 @@ class Protocol(HttpToolsProtocol, Connection):
         super().__init__(config, server_state, app_state, _loop)
         self.hangups = hangups
         self.chunk_rate = chunk_rate
-        self.table = table
+        self.tables = tables
         self.header_timeout_s = header_timeout_s
         self.lifecycle = lifecycle
         # The current request; `cycle` is the last one received.
@@ -120,6 +120,7 @@ class Protocol(HttpToolsProtocol, Connection):
         self.transport = cast(asyncio.Transport, self.own)
         self.flow = ReadFlow(transport, self.hangups, self.may_read, self.leave)
         self.leaving: asyncio.Future[None] = self.loop.create_future()
+        self.table = self.tables[port_of(transport)]
         self.crowded = not self.table.admit(self)
         if self.crowded:
             self.table.add_excess(transport)
@@ -668,6 +669,12 @@ def to_bytes(
         *(f"{name.lower()}: {value}".encode() for name, value in headers.items()),
     ]
     return b"\r\n".join([*lines, b"", answer.body])
+
+
+def port_of(transport: asyncio.Transport) -> int:
+    """Return the local port of a connection, 0 for a Unix socket."""
+    address = transport.get_extra_info("sockname")
+    return address[1] if isinstance(address, tuple) else 0
 
 
 def with_path(target: bytes) -> bytes:

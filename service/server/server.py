@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,9 +18,9 @@ from service.middleware.rate_limit import Bucket
 from service.middleware.request_lifecycle import RequestLifecycle
 from service.server.connection import CHUNKS_AT_ONCE, CHUNKS_PER_S, Protocol
 from service.server.connection_limits import (
+    PROBES,
     divide_connections,
     raise_file_limit,
-    share_of_connections,
 )
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece_size
@@ -65,7 +66,7 @@ class Server(GracefulServer):
 
         sockets: the listener and, if the metrics have their own port, the listener of the metrics
         """
-        raise_file_limit(share_of_connections(self.service.settings))
+        raise_file_limit(self.service.settings)
         self.listening = [listener.dup() for listener in sockets or []]
         await super().startup(self.listening)
         if self.started and self.service.settings.grpc_port is not None:
@@ -80,7 +81,8 @@ class Server(GracefulServer):
         from service.api.dialects.inference_grpc import GrpcServer
 
         settings = self.service.settings
-        self._grpc = GrpcServer(self._app, settings, share_of_connections(settings))
+        served, _ = divide_connections(settings)
+        self._grpc = GrpcServer(self._app, settings, served)
         await self._grpc.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,13 +101,19 @@ class Server(GracefulServer):
 
 def connection_table(settings: Settings) -> ConnectionTable:
     """Return an empty table for the connections of one process."""
-    return ConnectionTable(*divide_connections(share_of_connections(settings)))
+    return ConnectionTable(*divide_connections(settings))
 
 
 def connections(
     settings: Settings, lifecycle: RequestLifecycle, table: ConnectionTable
 ) -> type[asyncio.Protocol]:
-    """Return a factory of one process's connections, which share the connection limits."""
+    """Return a factory of one process's connections, which share the connection limits.
+
+    Connections to the port of the metrics have places of their own, so that probes there do not depend on clients.
+    """
+    tables = defaultdict(lambda: table)
+    if settings.metrics_port is not None:
+        tables[settings.metrics_port] = ConnectionTable(PROBES, PROBES)
     hangups = HangupWatcher()
     chunk_rate = Bucket(60 * CHUNKS_PER_S, size=CHUNKS_AT_ONCE)
     piece = piece_size(BODIES * settings.max_body_bytes, table.limit)
@@ -114,7 +122,7 @@ def connections(
     def make(**given: Any) -> Reader:
         protocol = Protocol(
             **given,
-            table=table,
+            tables=tables,
             header_timeout_s=settings.header_timeout_s,
             lifecycle=lifecycle,
             hangups=hangups,

@@ -74,6 +74,13 @@ class Server:
         return found.group(1)
 
     @property
+    def metrics_port(self) -> int:
+        """The port of the metrics, for a server with a `metrics_port`."""
+        found = METRICS_URL.search("".join(self.log))
+        assert found, "the server has no metrics_port"
+        return int(found.group(1).rpartition(":")[2])
+
+    @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 

@@ -288,3 +288,70 @@ def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle: Path) -> None:
 def refused_lines(server: Server) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in server.log if '"status":401' in line]
     return [line for line in lines if line["event"] == "request"]
+
+
+FEW_FILES = ["sh", "-c", 'ulimit -n 330; exec "$@"', "sh"]
+SILENT = 500  # connections, more than the process may open files
+BEGINNINGS = {"silent": b"", "slow headers": b"GET / HTTP/1.1\r\nX: "}
+
+
+def status_of(port: int, method: str, path: str) -> int:
+    """Return the status of a request on a new connection; 0 if it is not answered."""
+    body = json.dumps(GOOD) if method == "POST" else None
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        try:
+            connection.request(method, path, body, hostile.JSON)
+            return connection.getresponse().status
+        except OSError:
+            return 0
+
+
+@pytest.mark.promise("Connections without a request keep nobody out, and readiness agrees.")
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("said", BEGINNINGS)
+def test_connections_without_a_request_keep_nobody_out(
+    tiny_bundle: Path, protocol: str, said: str
+) -> None:
+    """Next to more of them than there are places or files: requests, probes and scrapes are answered on new ones."""
+    options: list[str] = []
+    if protocol == "grpc":
+        pytest.importorskip("grpc")
+        options = ["--grpc-port", "0"]
+    with (
+        serving(
+            *(tiny_bundle, "--max-connections", "20", "--metrics-port", "0", *options),
+            under=FEW_FILES,
+        ) as server,
+        ExitStack() as stack,
+    ):
+        grpc_port = int(server.grpc_address.rpartition(":")[2]) if options else server.port
+        for _ in range(SILENT):
+            with suppress(OSError):
+                client = socket.create_connection(("127.0.0.1", grpc_port), timeout=5)
+                stack.enter_context(closing(client)).sendall(BEGINNINGS[said])
+        for _ in range(5):
+            assert 200 == status_of(server.port, "POST", "/embed")
+            for port in (server.port, server.metrics_port):
+                assert 200 == status_of(port, "GET", "/health/live")
+                assert 200 == status_of(port, "GET", "/health/ready")
+            assert 200 == status_of(server.metrics_port, "GET", "/metrics")
+
+
+@pytest.mark.promise("A service that refuses new connections is not ready.")
+def test_a_service_without_places_is_not_ready(tiny_bundle: Path) -> None:
+    """While requests use all connections, a new client gets 503, and so does a readiness probe."""
+    with (
+        serving(tiny_bundle, "--max-connections", "5", "--metrics-port", "0") as server,
+        ExitStack() as stack,
+    ):
+        assert 200 == status_of(server.metrics_port, "GET", "/health/ready")
+        for _ in range(5):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            stack.enter_context(closing(client)).sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        until(lambda: status_of(server.metrics_port, "GET", "/health/ready") == 503)
+        assert 503 == status_of(server.port, "POST", "/embed")
+        assert 503 == status_of(server.port, "GET", "/health/ready")
+        assert 200 == status_of(server.port, "GET", "/health/live")
+        stack.close()
+        until(lambda: status_of(server.metrics_port, "GET", "/health/ready") == 200)
+        assert 200 == status_of(server.port, "POST", "/embed")

@@ -284,19 +284,23 @@ RPCS: Mapping[str, Rpc] = {
 class GrpcServer:
     """The gRPC server of one process, on `grpc_port`. HTTP processes share the port; each gets its connections.
 
-    most_calls: calls at once
+    most: connections, and calls at once. Further connections are closed at once. Without this limit, a flood would take
+        every descriptor of the process, including those for health checks over HTTP.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, most_calls: int) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, most: int) -> None:
         # It logs a traceback for each client that leaves; unexpected errors are logged with their requests.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self._app = app
         self._lifecycle: RequestLifecycle = app.state.lifecycle
         self._address = (settings.host, settings.grpc_port or 0)
         self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=most_calls,
+            maximum_concurrent_rpcs=most,
             options=[
                 ("grpc.so_reuseport", 1),
+                ("grpc.max_allowed_incoming_connections", most),
+                ("grpc.max_connection_idle_ms", round(1000 * settings.keep_alive_s)),
+                ("grpc.server_handshake_timeout_ms", round(1000 * settings.header_timeout_s)),
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
             ],
         )

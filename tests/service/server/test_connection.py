@@ -716,7 +716,11 @@ async def test_connections_without_a_request_make_room(listen: Listen, said: byt
 
 async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
     """After those without any request comes the one that has been idle for longest, unless all had one just now."""
-    async with listen(max_connections=2) as server, server.client() as first, server.client() as second:
+    async with (
+        listen(max_connections=2) as server,
+        server.client() as first,
+        server.client() as second,
+    ):
         for client in (first, second, first):
             client.send(post())
             assert 200 == (await client.answer()).status

@@ -10,6 +10,7 @@ from structlog.typing import EventDict
 from service.server.connection_limits import (
     OTHER_FILES,
     OWN_FILES,
+    allowed_files,
     divide_connections,
     raise_file_limit,
     share_of_connections,
@@ -37,7 +38,7 @@ def test_processes_share_the_connections(workers: int, share: int) -> None:
 def test_a_process_makes_room_for_its_connections(lines: list[EventDict]) -> None:
     """It may open twice as many files as it keeps connections, and some more."""
     with files(soft=100):
-        raise_file_limit(50)
+        raise_file_limit(Settings(max_connections=50))
         assert 100 + OTHER_FILES == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert [] == lines
 
@@ -45,7 +46,7 @@ def test_a_process_makes_room_for_its_connections(lines: list[EventDict]) -> Non
 def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
     """A limit that is high enough is not lowered."""
     with files(soft=1000):
-        raise_file_limit(50)
+        raise_file_limit(Settings(max_connections=50))
         assert 1000 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -54,7 +55,7 @@ def test_too_little_room_is_told(lines: list[EventDict], monkeypatch: pytest.Mon
     allowed: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
-    raise_file_limit(50)
+    raise_file_limit(Settings(max_connections=50))
     assert [(200, 200)] == allowed
     assert (200, 100 + OTHER_FILES) == (lines[0]["has"], lines[0]["need"])
 
@@ -73,4 +74,14 @@ def test_files_are_kept_for_what_is_no_connection(
 ) -> None:
     """Connections that are served, and those beyond, never need all files that the process may open."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, hard))
-    assert expected == divide_connections(connections)
+    assert expected == divide_connections(Settings(max_connections=connections))
+
+
+def test_connections_over_grpc_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as over HTTP; the system may allow fewer."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100_000))
+    settings = Settings(max_connections=100, grpc_port=8001)
+    assert 300 + OTHER_FILES == allowed_files(settings)
+    assert (100, 256) == divide_connections(settings)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, OWN_FILES + 90))
+    assert (57, 59) == divide_connections(settings)
