@@ -51,8 +51,14 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def admit_all(self, listener: socket.socket) -> None:
+        """Accept the connections in the listener's queue. One that cannot be accepted does not stop the drain."""
         for connection in [*accept_all(listener)]:
-            await asyncio.get_running_loop().connect_accepted_socket(self.connection, connection)
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.connect_accepted_socket(self.connection, connection)
+            except OSError as error:
+                log.warning("a connection cannot be accepted", problem=str(error))
+                connection.close()
 
     def connection(self) -> asyncio.BaseProtocol:
         """Return one connection's protocol in the same way as uvicorn."""

@@ -6,6 +6,10 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
+import structlog
+
+log = structlog.get_logger()
+
 SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; the socket module does not define it
 # Of TCP's header: offset of the byte, and its bits; RFC 9293, 3.1.
 FLAGS, SYN, SYN_OR_ACK = 13, 0x02, 0x12
@@ -29,11 +33,21 @@ def url_of(listener: socket.socket) -> str:
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield all connections in the listener's queue."""
+    """Yield all connections in the listener's queue, as far as the process may open more files.
+
+    The other connections stay in the queue. One that its client has closed already is skipped.
+    """
     listener.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
+    while True:
+        try:
             yield listener.accept()[0]
+        except ConnectionAbortedError:
+            continue
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("connections cannot be accepted", problem=str(error))
+            return
 
 
 def stop_accepting(listener: socket.socket) -> None:

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import os
+import resource
 import signal
 import socket
 import threading
@@ -13,11 +15,12 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import Server, serving, until
+from tests.e2e.conftest import Server, children, serving, until
 
 pytestmark = pytest.mark.e2e
 
 BODY = json.dumps({"inputs": "Ada drew a comet."}).encode()
+STANDARD_FILES = 3  # with this limit, a process can open no file
 
 
 @contextmanager
@@ -66,6 +69,27 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"\r\nconnection: close" in head.lower()
     assert "tiny@1" == json.loads(body)["model"]
+
+
+@pytest.mark.promise("A process without free descriptors answers what it accepted after SIGTERM.")
+def test_a_drain_without_free_descriptors(tiny_bundle: Path) -> None:
+    """No process of the service can open a file from just before SIGTERM on, and a connection waits."""
+    with serving(tiny_bundle) as server:
+        (http_process,) = children(server)["http"]
+        with half_sent(server) as client:
+            os.kill(http_process, signal.SIGSTOP)
+            with socket.create_connection(("127.0.0.1", server.port)):
+                for pid in (http_process, server.process.pid):
+                    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, (STANDARD_FILES, hard))
+                server.process.send_signal(signal.SIGTERM)
+                os.kill(http_process, signal.SIGCONT)
+                until(lambda: any('"draining"' in line for line in server.log))
+                time.sleep(0.5)
+                client.sendall(BODY[9:])
+                with client.makefile("rb") as wire:
+                    assert wire.read().startswith(b"HTTP/1.1 200 ")
+        assert 0 == server.process.wait(30)
 
 
 def test_drain_ends_in_time(tiny_bundle: Path) -> None:

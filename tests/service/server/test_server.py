@@ -1,4 +1,6 @@
 import asyncio
+import errno
+import os
 import socket
 
 import pytest
@@ -7,6 +9,7 @@ from structlog.typing import EventDict
 
 from service.server.server import Server
 from service.settings import Settings
+from tests.service.fakes import FakeEngine
 
 
 async def test_a_lost_listener_ends_the_process(
@@ -30,6 +33,41 @@ async def test_a_lost_listener_ends_the_process(
         await serving
     assert 4 == statuses[0]
     assert "a listening socket was closed" in [line.get("problem") for line in lines]
+
+
+class FullListener(socket.socket):
+    """A listener whose process may open no more files."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_a_drain_without_free_descriptors_answers(
+    app: FastAPI, engine: FakeEngine, lines: list[EventDict]
+) -> None:
+    """Waiting connections that cannot be accepted do not keep accepted requests from their answers."""
+    engine.hold = asyncio.Event()
+    server = Server(app, Settings())
+    with FullListener(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listener]))
+        async with asyncio.timeout(30):
+            while not server.started:
+                await asyncio.sleep(0.001)
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(
+                b"POST /classify HTTP/1.1\r\nHost: q\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 15\r\n\r\n{"inputs": "a"}'
+            )
+            while engine.ticket is None:
+                await asyncio.sleep(0.001)
+            server.drain()
+            await asyncio.sleep(0.1)
+            engine.hold.set()
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            await serving
+    assert "connections cannot be accepted" in [line["event"] for line in lines]
 
 
 def test_idle_connections_are_kept_as_long_as_is_set(app: FastAPI) -> None:
