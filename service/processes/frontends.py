@@ -87,7 +87,8 @@ class Frontend:
             case messages.Execute(id=number):
                 self._begin(number, self._execute(message))
             case messages.Adopted(number, problem):
-                self._adopting.pop(number).set_result(problem)
+                if not (adopted := self._adopting.pop(number)).done():
+                    adopted.set_result(problem)
             case messages.Released(model):
                 self.holds.discard(model)
                 self._news(self)
@@ -106,7 +107,8 @@ class Frontend:
         for work in self._work.values():
             work.cancel()
         for adopted in self._adopting.values():
-            adopted.set_result(None)
+            if not adopted.done():
+                adopted.set_result(None)
         self._adopting.clear()
         self._news(self)
 
@@ -242,9 +244,14 @@ class Frontends:
             greeting.add_done_callback(self._greeting.discard)
 
     async def _greet(self, frontend: Frontend) -> None:
-        if problem := await frontend.adopt(next(self._catalogues), *self._served):
-            log.error("an HTTP process cannot answer for what is served", problem=problem)
-        frontend.tell(self._device.load())
+        """Send the model table to a new HTTP process. If that fails, close its channel, so that it gets another."""
+        try:
+            if problem := await frontend.adopt(next(self._catalogues), *self._served):
+                log.error("an HTTP process cannot answer for what is served", problem=problem)
+            frontend.tell(self._device.load())
+        except Exception as error:
+            log.error("unexpected error", exc_info=error)
+            frontend.channel.close()
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Make all new requests follow this model table. Raises ValueError if a process cannot adopt it."""

@@ -88,7 +88,7 @@ async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
 
 
 def exit_for_restart(
-    problem: str = "a message of the inference process cannot be received",
+    problem: str = "a message of the inference process cannot be processed",
 ) -> None:
     """End the process for a restart. A drain would close the listener, which other processes share."""
     log.error("HTTP cannot go on", problem=problem)

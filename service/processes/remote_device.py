@@ -45,8 +45,8 @@ class RemoteDevice:
     request the second time. A request that is lost twice fails with ReplicaLost. So does a request that arrives while
     there is no inference process.
 
-    broken: called when a message of the inference process cannot be processed here; the main process sends no new
-    channel in that case, because the inference process still lives
+    broken: called when a message of the inference process cannot be processed here, or a model table cannot be adopted
+    after a reconnection; only a restart of this process can help
     """
 
     def __init__(self, broken: Callable[[], None] = lambda: None) -> None:
@@ -252,7 +252,13 @@ class RemoteDevice:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("unexpected error", exc_info=error)
+            self._broken()
 
     async def _adopt(self, told: messages.Catalogue, texts: bytes, teller: Channel) -> None:
         """Make new requests follow a model table, and report when they do."""
@@ -266,6 +272,8 @@ class RemoteDevice:
                 log.debug("cannot adopt what is served", exc_info=True)
                 problem = str(error)
         teller.send(messages.Adopted(told.number, problem))
+        if problem and self._adopted.is_set() and not self._opened.is_set():
+            self._broken()  # the first table of a new inference process, which comes only once
         self._problem = problem
         self._adopted.set()
         if teller is self._channel:

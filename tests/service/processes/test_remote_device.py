@@ -23,7 +23,7 @@ from service.observability.metrics import Metrics
 from service.processes import messages
 from service.processes.channel import frame
 from service.processes.control_channel import PEER, ChildControl, ControlChannel
-from service.processes.frontends import Frontends
+from service.processes.frontends import Frontend, Frontends
 from service.processes.inference_process import serve
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
@@ -720,6 +720,85 @@ async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
             await both.remote.submit([text(1)])
         both.subscriber.hold_models.set()
         await asyncio.wait_for(connecting, 30)
+
+
+# -- errors in the messages between the processes ----------------------------------------------------------------------
+
+
+async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
+    """The HTTP process loses the channel, gets the next one, and sends its unanswered requests again."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with pair() as both, under_way(both, text(1)) as asked:
+        both.remote.push(messages.Observed([("no_such_method", ())]))
+        await until(lambda: not both.remote.connected)
+        both.device.hold = None
+        await both.connect()
+        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert not both.broken.is_set()
+
+
+async def test_an_error_in_greeting_closes_the_channel(
+    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """An HTTP process without a model table would never be ready; without a channel, it gets another."""
+    adopt = Frontend.adopt
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("our bug")
+
+    async with pair() as both:
+        both.lose()
+        await until(lambda: not both.remote.connected)
+        monkeypatch.setattr(Frontend, "adopt", fail)
+        ours, theirs = socket.socketpair()
+        both.link.give(PEER, theirs)
+        theirs.close()
+        await both.remote.connect(ours)
+        await until(lambda: not both.remote.connected)
+        assert "unexpected error" in [line["event"] for line in lines]
+        monkeypatch.setattr(Frontend, "adopt", adopt)
+        await both.connect()
+        assert 1 == len(await both.remote.submit([text(1)]))
+
+
+async def test_who_cannot_adopt_after_a_reconnection_ends() -> None:
+    """The table of a new inference process comes once, and without it an HTTP process is never ready."""
+    async with pair() as both:
+        both.lose()
+        await until(lambda: not both.remote.connected)
+        both.subscriber.error = MemoryError("no memory")
+        ours, theirs = socket.socketpair()
+        both.link.give(PEER, theirs)
+        theirs.close()
+        await both.remote.connect(ours)
+        await asyncio.wait_for(both.broken.wait(), 30)
+
+
+async def test_an_error_in_a_task_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """Nobody else would hear of it."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("our bug")
+
+    async with pair() as both:
+        monkeypatch.setattr(RemoteDevice, "_show", fail)
+        await both.frontends.adopt((), {})
+        await asyncio.wait_for(both.broken.wait(), 30)
+    assert "unexpected error" in [line["event"] for line in lines]
+
+
+async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> None:
+    """Otherwise every later model table and every unloading would wait for it."""
+    async with pair() as both:
+        both.subscriber.hold_models.clear()
+        adopting = asyncio.create_task(both.frontends.adopt((), {}))
+        await asyncio.sleep(0.05)
+        adopting.cancel()
+        await asyncio.wait([adopting])
+        both.lose()
+        await until(lambda: not both.frontends._there)
 
 
 async def test_orders_are_forwarded() -> None:
