@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from typing import Any, cast
 
+import structlog
 from httptools import (
     HttpParserError,
     HttpParserInvalidURLError,
@@ -45,6 +46,9 @@ from service.middleware.request_lifecycle import REFUSAL, RequestLifecycle
 from service.observability.logs import QUIET_ROUTES
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import Connection, HangupWatcher, ReadFlow
+from service.server.unread_responses import UnreadResponses
+
+log = structlog.get_logger()
 
 HEAD_BYTES = 65_536  # limit for a request's line and headers, and for trailers after its body
 ADDRESS_BYTES = 8192  # limit for a request's URL, which the log and some responses repeat
@@ -86,8 +90,10 @@ class Protocol(HttpToolsProtocol, Connection):
         lifecycle: RequestLifecycle,
         hangups: HangupWatcher,
         chunk_rate: Bucket,
+        unread_responses: UnreadResponses,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.unread_responses = unread_responses
         self.hangups = hangups
         self.chunk_rate = chunk_rate
         self.tables = tables
@@ -137,6 +143,7 @@ class Protocol(HttpToolsProtocol, Connection):
             self.running.disconnected = True
             self.running.message_event.set()
         self.leaving.set_result(None)
+        self.unread_responses.discard(self)
         self.flow.forget()
         self.pipeline.clear()
         super().connection_lost(exc)
@@ -196,10 +203,12 @@ class Protocol(HttpToolsProtocol, Connection):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.unread_responses.add(self)
         self.watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.unread_responses.discard(self)
         if not self.closing:
             self.stalled.stop()
 
@@ -370,6 +379,18 @@ class Protocol(HttpToolsProtocol, Connection):
         else:
             self.stalled.set(STALLED_S, self.watch_reader, left)
 
+    @property
+    def unread(self) -> int:
+        return self.wire.get_write_buffer_size()
+
+    @property
+    def sent(self) -> int:
+        return self.own.written - self.unread
+
+    def drop(self) -> None:
+        log.warning("a client does not read its response", unread=self.unread)
+        self.wire.abort()
+
     def stop_timers(self) -> None:
         self._unset_keepalive_if_required()
         self.late.stop()
@@ -484,6 +505,8 @@ class Protocol(HttpToolsProtocol, Connection):
             if not self.pipeline:
                 self.cycle = cycle  # the last request received
         self.running = cycle
+        if self.flow.write_paused:
+            app = partial(when_read, app, self.flow)
         if cycle.scope["http_version"] == "1.0":
             cycle.waiting_for_100_continue = (
                 False  # an HTTP/1.0 client gets no 100 Continue: RFC 9110, 10.1.1
@@ -540,6 +563,12 @@ class Protocol(HttpToolsProtocol, Connection):
         if cycle.scope["path"] not in QUIET_ROUTES:
             error = TooManyConnections("the service has as many connections as it can keep")
             cycle.scope["state"].setdefault(REFUSAL, error)
+
+
+async def when_read(app: Any, flow: ReadFlow, scope: Scope, receive: Receive, send: Send) -> None:
+    """Begin a request after the client has read the previous response, so that no second one waits for it."""
+    await flow.drain()
+    await app(scope, receive, send)
 
 
 async def send_unchunked(
@@ -612,6 +641,7 @@ class Transport:
         self.connection = connection
         self.close = connection.close
         self.is_closing = connection.is_closing
+        self.written = 0  # bytes
         self.begun: RequestResponseCycle | None = None  # the last response that has begun
         self.head = b""
 
@@ -620,7 +650,9 @@ class Transport:
         if cycle is not None and cycle.response_started and cycle is not self.begun:
             self.begun, self.head = cycle, data
         else:
-            self.connection.wire.write(self.head + data)
+            data = self.head + data
+            self.written += len(data)
+            self.connection.wire.write(data)
             self.head = b""
 
     def flush(self) -> None:
@@ -683,7 +715,7 @@ def with_path(target: bytes) -> bytes:
     Raises BadRequest for a URL of another scheme, and HttpParserInvalidURLError.
     """
     url = parse_url(target)
-    if url.schema is not None and url.schema.lower() not in (b"http", b"https"):
+    if (url.schema or b"http").lower() not in (b"http", b"https"):
         raise BadRequest("the URL in the request line is not one of http or https")
     if url.path is not None:
         return target

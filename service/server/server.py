@@ -25,7 +25,8 @@ from service.server.connection_limits import (
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
-from service.server.sockets import url_of
+from service.server.sockets import limit_unsent, url_of
+from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Server(GracefulServer):
         sockets: the listener and, if the metrics have their own port, the listener of the metrics
         """
         raise_file_limit(self.service.settings)
+        for listener in sockets or []:
+            limit_unsent(listener)
         self.listening = [listener.dup() for listener in sockets or []]
         await super().startup(self.listening)
         if self.started and self.service.settings.grpc_port is not None:
@@ -116,6 +119,7 @@ def connections(
         tables[settings.metrics_port] = ConnectionTable(PROBES, PROBES)
     hangups = HangupWatcher()
     chunk_rate = Bucket(60 * CHUNKS_PER_S, size=CHUNKS_AT_ONCE)
+    unread_responses = UnreadResponses()
     piece = piece_size(BODIES * settings.max_body_bytes, table.limit)
     buffer = memoryview(bytearray(BODY_PIECE * piece))
 
@@ -127,6 +131,7 @@ def connections(
             lifecycle=lifecycle,
             hangups=hangups,
             chunk_rate=chunk_rate,
+            unread_responses=unread_responses,
         )
         return Reader(protocol, buffer)
 

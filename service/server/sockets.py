@@ -10,6 +10,7 @@ import structlog
 
 log = structlog.get_logger()
 
+UNSENT_BYTES = 131_072  # of a response that the system keeps for a client that does not read
 SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; the socket module does not define it
 # Of TCP's header: offset of the byte, and its bits; RFC 9293, 3.1.
 FLAGS, SYN, SYN_OR_ACK = 13, 0x02, 0x12
@@ -30,6 +31,15 @@ def url_of(listener: socket.socket) -> str:
         return f"unix:{listener.getsockname()}"
     host, port, *_ = listener.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def limit_unsent(listener: socket.socket) -> None:
+    """Limit the unsent data that the system keeps for each connection of a TCP listener.
+
+    The system would keep up to 4 MB for a client that does not read, in memory that no limit of the process counts.
+    """
+    if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:

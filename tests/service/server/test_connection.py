@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,14 @@ from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.server import connection as connection_module
 from service.server import connection_table as connection_table_module
+from service.server import server as server_module
+from service.server import unread_responses
 from service.server.connection import Protocol
 from service.server.connection_limits import FEW
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import PIECE, piece_size
 from service.server.server import connection_table, connections
+from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -656,6 +660,51 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
             heard += len(chunk)
             await asyncio.sleep(0.01)
     assert heard > len(LARGE)
+
+
+@pytest.mark.promise("Responses that clients do not read cannot fill the memory.")
+async def test_unread_answers_have_a_limit_together(
+    large: ASGIApp, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+) -> None:
+    """Clients that read nothing are cut off when there is too much for all, and one that reads is not."""
+    limit = 2 * len(LARGE)
+    monkeypatch.setattr(server_module, "UnreadResponses", partial(UnreadResponses, limit))
+    monkeypatch.setattr(unread_responses, "LOOK_S", 0.2)
+    async with listening(large, Settings()) as server, AsyncExitStack() as stack:
+        for _ in range(5):
+            silent = await stack.enter_async_context(server.client())
+            silent.writer.transport.pause_reading()
+            silent.send(b"GET / HTTP/1.1\r\n\r\n")
+        await until(lambda: server.state.total_requests == 5)
+        async with server.client() as reading:
+            reading.send(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            heard = 0
+            while chunk := await reading.reader.read(500_000):
+                heard += len(chunk)
+                await asyncio.sleep(0.005)
+        assert heard > len(LARGE)
+        await until(lambda: sum(one.unread for one in server.state.connections) <= limit)
+        assert 1 <= len(server.state.connections) <= 2
+    assert "a client does not read its response" in [line["event"] for line in lines]
+
+
+async def test_no_second_answer_is_made_for_a_client_that_reads_none() -> None:
+    """A request begins when the previous response has been read."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        await Response(LARGE)(scope, receive, send)
+
+    async with listening(app, Settings()) as server, server.client() as client:
+        client.writer.transport.pause_reading()
+        client.send(b"GET /first HTTP/1.1\r\n\r\nGET /second HTTP/1.1\r\nConnection: close\r\n\r\n")
+        await until(lambda: server.state.total_requests == 1)
+        await asyncio.sleep(0.1)
+        assert ["/first"] == begun
+        client.writer.transport.resume_reading()
+        assert len(await client.reader.read()) > 2 * len(LARGE)
+    assert ["/first", "/second"] == begun
 
 
 # -- how many connections there may be ---------------------------------------------------------------

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service.server.server import Server
+from service.server.sockets import UNSENT_BYTES
 from service.settings import Settings
 from tests.service.fakes import FakeEngine
 
@@ -68,6 +69,26 @@ async def test_a_drain_without_free_descriptors_answers(
             writer.close()
             await serving
     assert "connections cannot be accepted" in [line["event"] for line in lines]
+
+
+async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
+    """So a response that its client does not read is in memory of the process, which has a limit."""
+    server = Server(app, Settings())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        async with asyncio.timeout(30):
+            while not server.started:
+                await asyncio.sleep(0.001)
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            while not server.server_state.connections:
+                await asyncio.sleep(0.001)
+            (connection,) = server.server_state.connections
+            accepted = connection.wire.get_extra_info("socket")
+            unsent = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+            writer.close()
+            server.drain()
+            await serving
+    assert UNSENT_BYTES == unsent
 
 
 def test_idle_connections_are_kept_as_long_as_is_set(app: FastAPI) -> None:
