@@ -16,10 +16,12 @@ from service.errors import (
     ClientDisconnected,
     Draining,
     ErrorForm,
+    Forbidden,
     MethodNotAllowed,
     NotFound,
     Overloaded,
     QuartetError,
+    Unauthorized,
 )
 from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
@@ -92,6 +94,9 @@ class RequestLifecycle:
         trusted: str = "",
     ) -> None:
         self.throttle = RefusalThrottle()
+        self.key_throttle = (
+            RefusalThrottle()
+        )  # apart, so that strangers do not delay the refusals of tenants
         self._metrics = metrics
         self._process = process
         self._checks = checks
@@ -242,6 +247,8 @@ class LifecycleMiddleware:
                 context.status = message["status"]
                 if context.status == Overloaded.status:
                     await self.lifecycle.throttle.turn()
+                elif isinstance(context.refusal, Unauthorized | Forbidden):
+                    await self.lifecycle.key_throttle.turn()
                 common = self.lifecycle.headers(context).items()
                 own = [(name.lower().encode(), value.encode()) for name, value in common]
                 message["headers"] = [*message.get("headers", ()), *own]

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tests.e2e.calls import calls, close
 from tests.e2e.conftest import Server
@@ -97,6 +97,9 @@ class Client(threading.Thread):
         self.seen["left"] += 1
 
 
+Kind = TypeVar("Kind", bound=Client)
+
+
 @contextmanager
 def asking(
     server: Server,
@@ -105,10 +108,11 @@ def asking(
     *,
     headers: dict[str, str] | None = None,
     rate: float = math.inf,
-) -> Iterator[list[Client]]:
+    kind: type[Kind] = Client,  # type: ignore[assignment]
+) -> Iterator[list[Kind]]:
     """So many clients, of this rate in sum, for as long as the block runs."""
     each = rate / count
-    clients = [Client(server, expected, seed, headers or {}, each) for seed in range(count)]
+    clients = [kind(server, expected, seed, headers or {}, each) for seed in range(count)]
     for client in clients:
         client.start()
     try:

@@ -258,7 +258,7 @@ def test_small_chunks_slow_down_their_sender(tiny_bundle: Path) -> None:
     assert small < 0.2 + 2 * control
 
 
-FLOOD = 3000
+FLOOD = 1500
 LINES_PER_S = 10
 
 

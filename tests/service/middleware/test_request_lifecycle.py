@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -198,6 +199,18 @@ async def test_requests_that_cost_a_client_nothing_have_few_lines(
     assert 10 <= len(told) <= 20  # the requests may be from two periods
     assert {status} == {line["status"] for line in told}
     assert all("untold" in line for line in told)
+
+
+async def test_refusals_of_keys_are_held_back(client_with: Any) -> None:
+    """Beyond 200 per second, clients without a key wait, and do not make others wait."""
+    async with client_with(keys={"a": Key(sha256="1" * 64)}) as client:
+        began = time.monotonic()
+        replies = await asyncio.gather(*(client.post("/classify") for _ in range(400)))
+        assert time.monotonic() - began > 0.4
+        assert {401} == {reply.status_code for reply in replies}
+        began = time.monotonic()
+        assert 200 == (await client.get("/health/live")).status_code
+        assert time.monotonic() - began < 0.4
 
 
 async def test_requests_with_work_each_have_a_line(
