@@ -355,3 +355,29 @@ def test_a_service_without_places_is_not_ready(tiny_bundle: Path) -> None:
         stack.close()
         until(lambda: status_of(server.metrics_port, "GET", "/health/ready") == 200)
         assert 200 == status_of(server.port, "POST", "/embed")
+
+
+PAGE = b"GET /openapi.json HTTP/1.1\r\nHost: quartet\r\n\r\n"
+READERS = 600
+UNREAD_MB = 160.0  # `UNREAD_BYTES`, what the connections themselves take, and pages that are younger than a second
+
+
+@pytest.mark.promise("Responses that clients do not read cannot fill the memory.")
+def test_unread_responses_take_little_memory(tiny_bundle: Path) -> None:
+    """Of clients that read nothing, some are closed at once; one that reads has its page."""
+    with serving(tiny_bundle) as server, ExitStack() as stack:
+        page = server.get("/openapi.json").body
+        (http_process,) = children(server)["http"]
+        before = resident_mb(http_process)
+        clients = []
+        for _ in range(READERS):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(PAGE * 4)
+            clients.append(client)
+        dropped = "a client does not read its response"
+        until(lambda: any(dropped in line for line in server.log))
+        time.sleep(2)
+        assert page == server.get("/openapi.json").body
+        assert resident_mb(http_process) - before < UNREAD_MB

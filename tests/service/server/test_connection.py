@@ -662,7 +662,6 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
     assert heard > len(LARGE)
 
 
-@pytest.mark.promise("Responses that clients do not read cannot fill the memory.")
 async def test_unread_answers_have_a_limit_together(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
