@@ -1,5 +1,7 @@
+import asyncio
 import base64
 import re
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,23 @@ def document(app: FastAPI) -> dict[str, Any]:
 async def test_the_document_is_served(client: httpx.AsyncClient, document: dict[str, Any]) -> None:
     """The address that the docs page reads gives the document."""
     assert (await client.get("/openapi.json")).json() == document
+
+
+async def test_the_document_is_made_once_and_in_a_thread(
+    app: FastAPI, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any client may request it, at any rate, and does not hold up the event loop."""
+    made_in: list[threading.Thread] = []
+
+    def make() -> dict[str, str]:
+        made_in.append(threading.current_thread())
+        return {"openapi": "3.1.0"}
+
+    monkeypatch.setattr(app, "openapi", make)
+    replies = await asyncio.gather(*(client.get("/openapi.json") for _ in range(20)))
+    assert {'{"openapi":"3.1.0"}'} == {reply.text for reply in replies}
+    assert 1 == len(made_in)
+    assert threading.current_thread() not in made_in
 
 
 @pytest.mark.parametrize("path", REQUESTS)
