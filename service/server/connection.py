@@ -13,7 +13,6 @@ from functools import partial
 from math import inf
 from typing import Any, cast
 
-import structlog
 from httptools import (
     HttpParserError,
     HttpParserInvalidURLError,
@@ -47,8 +46,6 @@ from service.observability.logs import QUIET_ROUTES
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import Connection, HangupWatcher, ReadFlow
 from service.server.unread_responses import UnreadResponses
-
-log = structlog.get_logger()
 
 HEAD_BYTES = 65_536  # limit for a request's line and headers, and for trailers after its body
 ADDRESS_BYTES = 8192  # limit for a request's URL, which the log and some responses repeat
@@ -388,7 +385,6 @@ class Protocol(HttpToolsProtocol, Connection):
         return self.own.written - self.unread
 
     def drop(self) -> None:
-        log.warning("a client does not read its response", unread=self.unread)
         self.wire.abort()
 
     def stop_timers(self) -> None:

@@ -68,7 +68,7 @@ class ConnectionTable:
         self._excess.discard(transport)
 
     def is_full(self) -> bool:
-        """Return whether a new connection would be an excess connection, apart from those of probes in progress."""
+        """Return whether a new connection would be an excess connection. Probes in progress do not count."""
         in_use = len(self._served) - len(self._probing)
         return in_use >= self.limit and next(self._candidates(), None) is None
 

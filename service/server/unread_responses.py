@@ -6,6 +6,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
+import structlog
+
+log = structlog.get_logger()
+
 UNREAD_BYTES = 64 << 20  # of all responses that wait for their clients
 LOOK_S = 1.0  # between two looks while there are more; a younger response is not judged
 LEFT_S = 10.0  # a client that needs no longer for the rest keeps its connection
@@ -58,13 +62,20 @@ class UnreadResponses:
             return
         excess = sum(connection.unread for connection in self._waiting) - self._limit
         if excess > 0:
-            for connection in sorted(self._waiting, key=self._left_s, reverse=True):
-                if excess <= 0 or self._left_s(connection) < LEFT_S:
-                    break
-                excess -= connection.unread
-                self.discard(connection)
-                connection.drop()
+            self._drop_slowest(excess)
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _drop_slowest(self, excess: int) -> None:
+        dropped = 0
+        for connection in sorted(self._waiting, key=self._left_s, reverse=True):
+            if excess <= 0 or self._left_s(connection) < LEFT_S:
+                break
+            excess -= connection.unread
+            dropped += 1
+            self.discard(connection)
+            connection.drop()
+        if dropped:
+            log.warning("clients do not read their responses", closed_connections=dropped)
 
     def _left_s(self, connection: Reading) -> float:
         """Return the seconds that a client needs for the rest, 0 if its response is too young to judge."""

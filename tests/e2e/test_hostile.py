@@ -306,10 +306,10 @@ def status_of(port: int, method: str, path: str) -> int:
             return 0
 
 
-@pytest.mark.promise("Connections without a request keep nobody out, and readiness agrees.")
+@pytest.mark.promise("Connections without a request do not keep clients out, and readiness agrees.")
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("said", BEGINNINGS)
-def test_connections_without_a_request_keep_nobody_out(
+def test_connections_without_a_request_keep_no_client_out(
     tiny_bundle: Path, protocol: str, said: str
 ) -> None:
     """Next to more of them than there are places or files: requests, probes and scrapes are answered on new ones."""
@@ -376,7 +376,7 @@ def test_unread_responses_take_little_memory(tiny_bundle: Path) -> None:
             client.connect(("127.0.0.1", server.port))
             client.sendall(PAGE * 4)
             clients.append(client)
-        dropped = "a client does not read its response"
+        dropped = "clients do not read their responses"
         until(lambda: any(dropped in line for line in server.log))
         time.sleep(2)
         assert page == server.get("/openapi.json").body

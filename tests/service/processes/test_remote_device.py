@@ -777,7 +777,7 @@ async def test_who_cannot_adopt_after_a_reconnection_ends() -> None:
 async def test_an_error_in_a_task_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
-    """Nobody else would hear of it."""
+    """Otherwise the error would only be a line in the log."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("our bug")
