@@ -11,13 +11,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from itertools import cycle
+from typing import cast
+
+import uvloop
 
 from tests import hostile
 
-STEP_S = 0.005
 HEAD = "POST /{path} HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n{more}"
 ENDLESS = "Content-Length: 1000000000000\r\n\r\n"
 CONNECTIONS = 1200  # silent ones, more than a service keeps by default
@@ -36,7 +38,8 @@ class Governor:
         )  # as if all had been at that share
 
     async def pause(self) -> None:
-        """Wait until this process may go on."""
+        """Wait until this process may go on. The event loop runs at least once."""
+        await asyncio.sleep(0)
         while (ahead_s := time.process_time() / self._share + self._began - time.monotonic()) > 0:
             await asyncio.sleep(min(ahead_s, 1.0))
 
@@ -49,10 +52,9 @@ class Connection(asyncio.Protocol):
         self.open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport, self.open = transport, True
+        self.transport, self.open = cast(asyncio.Transport, transport), True
         if not self.reads:
-            transport.pause_reading()
+            self.transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
@@ -75,14 +77,12 @@ class Attackers:
         self.governor = Governor(share)  # made last: what comes before takes no time of the attacks
 
     async def connect(self, name: str, reads: bool = True) -> Connection:
-        await self.governor.pause()
         self.sent[f"{name} connections"] += 1
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(lambda: Connection(reads), "127.0.0.1", self.port)
         return made
 
-    async def send(self, name: str, connection: Connection, data: bytes) -> None:
-        await self.governor.pause()
+    def send(self, name: str, connection: Connection, data: bytes) -> None:
         if connection.open and connection.transport.get_write_buffer_size() < 1 << 20:
             connection.transport.write(data)
             self.sent[f"{name} bytes"] += len(data)
@@ -91,132 +91,135 @@ class Attackers:
         own = self.authorization if tenant else ""
         return HEAD.format(path=path, more=own + more).encode()
 
-    async def silent(self) -> None:
+    async def silent(self) -> AsyncIterator[None]:
         """Connect and send nothing, again and again."""
         held: list[Connection] = []
         while True:
             held.append(await self.connect("silent"))
             if len(held) > CONNECTIONS:
                 held.pop(0).transport.abort()
+            yield
 
-    async def slow_heads(self) -> None:
+    async def slow_heads(self) -> AsyncIterator[None]:
         """Send headers byte by byte."""
         held: list[Connection] = []
         for place in cycle(range(SLOW_HEADS)):
             if place >= len(held) or not held[place].open:
                 held[place : place + 1] = [await self.connect("slow heads")]
-                await self.send("slow heads", held[place], b"GET / HTTP/1.1\r\nX: ")
-            await self.send("slow heads", held[place], b"x")
-            await asyncio.sleep(STEP_S)
+                self.send("slow heads", held[place], b"GET / HTTP/1.1\r\nX: ")
+            self.send("slow heads", held[place], b"x")
+            yield
 
-    async def slow_bodies(self) -> None:
+    async def slow_bodies(self) -> AsyncIterator[None]:
         """Send bodies byte by byte, as a tenant."""
         begin = self.head("classify", True, "Content-Length: 1000000\r\n\r\n")
         held: list[Connection] = []
         for place in cycle(range(SLOW_BODIES)):
             if place >= len(held) or not held[place].open:
                 held[place : place + 1] = [await self.connect("slow bodies")]
-                await self.send("slow bodies", held[place], begin)
-            await self.send("slow bodies", held[place], b" ")
-            await asyncio.sleep(STEP_S)
+                self.send("slow bodies", held[place], begin)
+            self.send("slow bodies", held[place], b" ")
+            yield
 
-    async def chunks(self) -> None:
+    def chunks(self) -> AsyncIterator[None]:
         """Send an endless body in chunks of one byte, as a tenant."""
-        await self.stream(
+        return self.stream(
             "chunks",
             self.head("classify", True, "Transfer-Encoding: chunked\r\n\r\n"),
             b"1\r\n \r\n" * 5000,
         )
 
-    async def bodies_ahead(self) -> None:
+    def bodies_ahead(self) -> AsyncIterator[None]:
         """Send requests that are refused, and an endless body behind them."""
         ahead = self.head("classify", False, "Content-Length: 0\r\n\r\n") * 99
-        await self.stream(
+        return self.stream(
             "bodies ahead", ahead + self.head("classify", False, ENDLESS), b"x" * 65_536
         )
 
-    async def refused_bodies(self) -> None:
+    def refused_bodies(self) -> AsyncIterator[None]:
         """Send an endless body without a key."""
-        await self.stream("refused bodies", self.head("embed", False, ENDLESS), b"x" * 65_536)
+        return self.stream("refused bodies", self.head("embed", False, ENDLESS), b"x" * 65_536)
 
-    async def stream(self, name: str, begin: bytes, data: bytes) -> None:
+    async def stream(self, name: str, begin: bytes, data: bytes) -> AsyncIterator[None]:
         """Send a beginning and then data without end, on one connection after the other."""
         while True:
             connection = await self.connect(name)
-            await self.send(name, connection, begin)
+            self.send(name, connection, begin)
             for _ in range(2000):
                 if not connection.open:
                     break
-                await self.send(name, connection, data)
-                await asyncio.sleep(STEP_S)
+                self.send(name, connection, data)
+                yield
             connection.transport.abort()
 
-    async def unread(self) -> None:
+    async def unread(self) -> AsyncIterator[None]:
         """Request the largest page that needs no key, and read none of it."""
         page = b"GET /openapi.json HTTP/1.1\r\nHost: quartet\r\n\r\n" * 20
         held: list[Connection] = []
         while True:
             held.append(await self.connect("unread", reads=False))
-            await self.send("unread", held[-1], page)
+            self.send("unread", held[-1], page)
             if len(held) > 200:
                 held.pop(0).transport.abort()
-            await asyncio.sleep(4 * STEP_S)
+            yield
 
-    async def refusals(self) -> None:
+    def refusals(self) -> AsyncIterator[None]:
         """Send requests with long paths and wrong keys."""
         path = "%ff" * 2600
         wrong = f"GET /{path} HTTP/1.1\r\nHost: quartet\r\nAuthorization: Bearer x\r\n\r\n".encode()
-        await self.stream("refusals", wrong, wrong)
+        return self.stream("refusals", wrong, wrong)
 
-    async def not_http(self) -> None:
+    async def not_http(self) -> AsyncIterator[None]:
         """Send what is not HTTP."""
         while True:
             connection = await self.connect("not http")
-            await self.send("not http", connection, self.chance.randbytes(2000))
-            await asyncio.sleep(STEP_S)
+            self.send("not http", connection, self.chance.randbytes(2000))
+            yield
             connection.transport.close()
 
-    async def hostile_bodies(self) -> None:
+    async def hostile_bodies(self) -> AsyncIterator[None]:
         """Send wrong bodies as a tenant: torn, nested, mistyped, compressed."""
         for case in cycle(self.cases):
             connection = await self.connect("hostile bodies")
             lines = {**case.headers, "Content-Length": str(len(case.body))}
             more = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
             head = f"POST {case.path} HTTP/1.1\r\nHost: q\r\n{self.authorization}{more}\r\n"
-            await self.send("hostile bodies", connection, head.encode("latin-1") + case.body)
-            await asyncio.sleep(4 * STEP_S)
+            self.send("hostile bodies", connection, head.encode("latin-1") + case.body)
+            yield
             connection.transport.close()
 
-    def attacks(self) -> list[Callable[[], Awaitable[None]]]:
+    def attacks(self) -> list[Callable[[], AsyncIterator[None]]]:
         return [
             *(self.silent, self.slow_heads, self.slow_bodies, self.chunks, self.bodies_ahead),
             *(self.refused_bodies, self.unread, self.refusals, self.not_http, self.hostile_bodies),
         ]
 
 
-async def forever(attack: Callable[[], Awaitable[None]]) -> None:
-    """Repeat an attack whose connections the server closes."""
+async def repeat(attack: Callable[[], AsyncIterator[None]]) -> AsyncIterator[None]:
+    """Yield the steps of an attack, which begins again when the server closes its connections."""
     while True:
         with suppress(OSError):
-            await attack()
-        await asyncio.sleep(0.1)
+            async for _ in attack():
+                yield
+        yield
 
 
 async def attack_all(port: int, seconds: float, share: float, key: str) -> dict[str, object]:
-    """Run all attacks for some seconds. Returns what was sent and this process's share of a core."""
+    """Run all attacks in turns for some seconds. Returns what was sent and this process's share of a core."""
     attackers = Attackers(port, share, key)
     began, used = time.monotonic(), time.process_time()
-    tasks = [asyncio.create_task(forever(attack)) for attack in attackers.attacks()]
-    await asyncio.sleep(seconds)
-    for task in tasks:
-        task.cancel()
+    turns = [repeat(attack) for attack in attackers.attacks()]
+    while time.monotonic() - began < seconds:
+        for turn in turns:
+            await anext(turn)
+        await attackers.governor.pause()
     taken = (time.process_time() - used) / (time.monotonic() - began)
     return {"core": round(taken, 4), **attackers.sent}
 
 
 def main() -> None:
     port, seconds, share, *key = sys.argv[1:]
-    told = asyncio.run(attack_all(int(port), float(seconds), float(share), "".join(key)))
+    told = uvloop.run(attack_all(int(port), float(seconds), float(share), "".join(key)))
     print(json.dumps(told))
 
 
