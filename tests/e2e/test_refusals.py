@@ -210,11 +210,14 @@ def test_every_client_hears_the_status(full: Server, client: str, refusal: str) 
 
 @pytest.fixture(scope="module")
 def crowded(tiny_bundle: Path) -> Iterator[Server]:
-    """A server that has as many connections as it keeps: one."""
+    """A server whose only connection has a request in progress: its body is not complete."""
     with (
-        serving(tiny_bundle, "--max-connections", "1") as server,
-        socket.create_connection(("127.0.0.1", server.port)),
+        serving(tiny_bundle, "--max-connections", "1", "--body-timeout-s", "600") as server,
+        socket.create_connection(("127.0.0.1", server.port)) as busy,
     ):
+        busy.sendall(b"POST /embed HTTP/1.1\r\nHost: quartet\r\n")
+        busy.sendall(b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        until(lambda: server.get("/health/ready").status == 503)
         yield server
 
 
