@@ -59,7 +59,7 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
 
-chaos: $(VENV)/.test ## Put every promise of docs/promises.md to the test against real processes (ten minutes)
+chaos: $(VENV)/.test ## Put every promise of docs/reference/promises.md to the test against real processes (ten minutes)
 	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
 format: $(VENV)/.test ## Format the code and mend what the linter can mend

@@ -128,18 +128,18 @@ REQUESTS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_bundle_page_describes_every_field(name):
     """Each record of the manifest has a table of exactly its fields, with what they default to."""
-    assert presence(RECORDS[name]) == described(sections(read("bundle.md"))[name])
+    assert presence(RECORDS[name]) == described(sections(read("reference/bundle.md"))[name])
 
 
 def test_example_manifest_is_one():
     """The example in the bundle's specification is a valid manifest."""
-    [example] = examples(read("bundle.md"), "json")
+    [example] = examples(read("reference/bundle.md"), "json")
 
     assert "reviews@3" == Manifest.model_validate_json(example).id
 
 
 def settings_table():
-    """The table in docs/settings.md, as it should be."""
+    """The table in docs/reference/settings.md, as it should be."""
     lines = ["| setting | flag | variable | default | what it is, and when to change it |"]
     lines.append("|---|---|---|---|---|")
     for name, field in Settings.model_fields.items():
@@ -157,7 +157,9 @@ def test_settings_page_is_current():
     """The table of settings says what the settings say of themselves."""
     table = settings_table()
 
-    assert table in read("settings.md"), f"docs/settings.md should hold this table:\n\n{table}\n"
+    assert table in read("reference/settings.md"), (
+        f"docs/reference/settings.md should hold this table:\n\n{table}\n"
+    )
 
 
 @pytest.mark.parametrize("heading", REQUESTS)
@@ -169,14 +171,14 @@ def test_api_page_describes_every_field(heading):
     if issubclass(REQUESTS[heading], schemas.TextRequest):
         own = {**presence(schemas.TextRequest), **own}
 
-    assert own == described(sections(read("api.md"))[heading])
+    assert own == described(sections(read("reference/api.md"))[heading])
 
 
 def test_api_page_describes_the_fields_of_every_request():
     """Their table has the fields of a request to a model and of a request to a head."""
     own = {**presence(schemas.Request), **presence(schemas.HeadRequest)}
 
-    assert own == described(sections(read("api.md"))["Every request"])
+    assert own == described(sections(read("reference/api.md"))["Every request"])
 
 
 def kinds(error=QuartetError):
@@ -188,7 +190,10 @@ def kinds(error=QuartetError):
 
 def test_api_page_lists_every_error():
     """The table of errors holds every status and code of the error tree, and no other."""
-    listed = {(int(row[0]), row[1].strip("`")) for row in rows(sections(read("api.md"))["Errors"])}
+    listed = {
+        (int(row[0]), row[1].strip("`"))
+        for row in rows(sections(read("reference/api.md"))["Errors"])
+    }
 
     assert {(kind.status, kind.code) for kind in kinds()} == listed
 
@@ -202,12 +207,14 @@ def test_api_page_names_every_route_header_and_metric():
         route.path for route in (*router.routes, *token_routes.router.routes, *admin.router.routes)
     ]
 
-    assert [] == [name for name in headers + metrics + paths if name not in read("api.md")]
+    assert [] == [
+        name for name in headers + metrics + paths if name not in read("reference/api.md")
+    ]
 
 
 def test_worked_example_is_right():
     """The arrays shown in the architecture are those that the code gives."""
-    found = doctest.testfile(str(DOCS / "architecture.md"), module_relative=False)
+    found = doctest.testfile(str(DOCS / "explanation" / "architecture.md"), module_relative=False)
 
     assert (0, True) == (found.failed, found.attempted > 0)
 
@@ -219,7 +226,7 @@ def test_training_examples_are_settings(tmp_path):
     from model.distill import DistillSettings as Distilling
     from model.finetune import FinetuneSettings as Finetuning
 
-    *settings, provenance = examples(read("training.md"), "toml")
+    *settings, provenance = examples(read("how-to/training.md"), "toml")
     single, joint, graded, half, general, named = map(tomllib.loads, settings)
     (tmp_path / "told.toml").write_text(provenance)
     told = read_metadata(tmp_path / "told.toml")
@@ -236,7 +243,7 @@ def test_training_examples_are_settings(tmp_path):
 
 def test_examples_of_settings_are_some(tmp_path):
     """The file of settings and the file of keys that are shown are read as they stand."""
-    settings, keys = examples(read("settings.md"), "toml")
+    settings, keys = examples(read("reference/settings.md"), "toml")
     (tmp_path / "keys.toml").write_text(keys)
     (tmp_path / "quartet.toml").write_text(settings)
 
@@ -247,7 +254,7 @@ def test_examples_of_settings_are_some(tmp_path):
 def test_proxies_page_shows_the_files_that_are_shipped():
     """The configurations on the page are those that the tests run, word for word."""
     shipped = {path.name: path.read_text() for path in (ROOT / "deploy" / "proxies").iterdir()}
-    shown = [block for _, block in FENCE.findall(read("proxies.md"))]
+    shown = [block for _, block in FENCE.findall(read("how-to/proxies.md"))]
 
     assert {"nginx.conf", "haproxy.cfg", "envoy.yaml"} == shipped.keys()
     assert sorted(shipped.values()) == sorted(shown)
@@ -287,6 +294,6 @@ def promised():
 def test_every_promise_has_its_proof():
     """Each row names the test that proves it, and each such test has its row."""
     proof = re.compile(r"`(test_\w+\.py)`: `(test_\w+)`")
-    told = {proof.search(row[2]).groups(): row[0] for row in rows(read("promises.md"))}
+    told = {proof.search(row[2]).groups(): row[0] for row in rows(read("reference/promises.md"))}
     assert told == promised()
     assert len(told) > 20

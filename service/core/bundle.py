@@ -1,6 +1,6 @@
 """The contract between training and serving: a bundle directory and its manifest.
 
-The format is specified in `docs/bundle.md`. This module reads and writes it and checks every hash. It does not depend
+The format is specified in `docs/reference/bundle.md`. This module reads and writes it and checks every hash. It does not depend
 on how a bundle is made or served.
 """
 
