@@ -32,10 +32,10 @@ from service.settings_sources import configure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "research").glob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
+CODE = re.compile(r"`((?:benchmarks|deploy|export|model|research|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DEFAULTS = {"bundles": "all in `bundles/`"}
 

@@ -2,7 +2,8 @@
 
 A pipeline is taken apart into the three steps that it takes itself, `preprocess`, `forward` and `postprocess`, so that
 texts are computed once for all that is asked of them. The readings repeat the last step with some of the differences
-that docs/reference/compat.md lists, by name, and with none of them they are the pipeline: both is checked for every text.
+that docs/reference/compat.md lists, by name, and with none of them they are the pipeline: both is checked for every
+text.
 """
 
 import warnings
