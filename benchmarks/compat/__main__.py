@@ -3,8 +3,8 @@
     python -m benchmarks.compat [--texts N] [--models minilm roberta xlm-roberta] [--out FILE]
 
 An answer may differ from the pipeline's only by what docs/reference/compat.md lists, and then has to be what the
-pipeline gives with exactly that difference. The pipeline for questions is that of transformers 5.2, in an environment of its own,
-which is built first; the others are the installed version's. Prints a table and one JSON line.
+pipeline gives with exactly that difference. The pipeline for questions is that of transformers 5.2, in an environment
+of its own, which is built first; the others are the installed version's. Prints a table and one JSON line.
 """
 
 import argparse

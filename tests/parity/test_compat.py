@@ -1,4 +1,4 @@
-"""Answers are those of transformers' pipelines, but for what docs/reference/compat.md lists: a small share of `make compat`."""
+"""Answers equal those of transformers' pipelines, except for the differences in docs/reference/compat.md."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
