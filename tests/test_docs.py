@@ -24,11 +24,11 @@ from service.api import (
 from service.api.native_routes import router
 from service.core import bundle
 from service.core.bundle import Manifest, Provenance
-from service.errors import QuartetError
+from service.errors import QuartetError, kinds
 from service.keys import read_keys
-from service.observability.metrics import Metrics
 from service.settings import NOT_FLAGS, Settings, flag, variable
 from service.settings_sources import configure
+from tests import reference_pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -181,35 +181,25 @@ def test_api_page_describes_the_fields_of_every_request():
     assert own == described(sections(read("reference/api.md"))["Every request"])
 
 
-def kinds(error=QuartetError):
-    """Every error class, and those below it."""
-    yield error
-    for kind in error.__subclasses__():
-        yield from kinds(kind)
+@pytest.mark.parametrize("name", reference_pages.TABLES)
+def test_generated_tables_are_current(name):
+    """Errors and metrics are those of the code: `python -m tests.reference_pages` renews the tables."""
+    assert reference_pages.TABLES[name]() in read(f"reference/{name}.md")
 
 
-def test_api_page_lists_every_error():
-    """The table of errors holds every status and code of the error tree, and no other."""
-    listed = {
-        (int(row[0]), row[1].strip("`"))
-        for row in rows(sections(read("reference/api.md"))["Errors"])
-    }
-
-    assert {(kind.status, kind.code) for kind in kinds()} == listed
+def test_every_error_has_advice():
+    """The page of errors describes each code of the error tree, and no other."""
+    assert {kind.code for kind in (QuartetError, *kinds())} == reference_pages.ADVICE.keys()
 
 
-def test_api_page_names_every_route_header_and_metric():
-    """What can be asked, what can be told by headers, and what is measured stands on the page."""
+def test_api_page_names_every_route_and_header():
+    """The page describes every route, and every header of requests and responses."""
     headers = [header["name"] for header in openapi.REQUEST_HEADERS] + [*openapi.RESPONSE_HEADERS]
-    families = [family.name for family in Metrics().registry.collect()]
-    metrics = [name for name in families if name.startswith("quartet_")]
     paths = [
         route.path for route in (*router.routes, *token_routes.router.routes, *admin.router.routes)
     ]
 
-    assert [] == [
-        name for name in headers + metrics + paths if name not in read("reference/api.md")
-    ]
+    assert [] == [name for name in headers + paths if name not in read("reference/api.md")]
 
 
 def test_worked_example_is_right():
