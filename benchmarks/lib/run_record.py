@@ -48,7 +48,9 @@ def installed_versions() -> Iterable[tuple[str, str]]:
 def git(*arguments: str) -> str | None:
     """Return the output of a Git command in the checkout; None where that fails."""
     try:
-        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        run = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
     except OSError:
         return None
     return run.stdout.strip() if run.returncode == 0 else None
