@@ -69,15 +69,15 @@ def packing_list() -> str:
     )
     infinity = others["documents"]["infinity optimum"]["closed"][BUSY]
     int8 = documents["packed int8"]["closed"][BUSY]
-    return f"""- **Mixed lengths in one batch**: a packed graph is {min(speeds)} to {max(speeds)} times as fast as the padded graph of
-  the same weights on sixteen news texts ([by family](families.md)).
-- **Training**: 1.5 to 3.1 times the tokens per second of transformers, most of it because padding and unmasked positions
-  are not computed ([research](../../research/2026-11-22-faster-pretraining-steps.md)).
-- **On a GPU** no slot of a batch is padding, whatever its lengths. Packed and padded graphs have not been compared there.
-- **Over HTTP on a CPU, packing brings nothing.** The planner already groups texts of similar lengths. The padded graph's
-  throughput, relative to the packed one: {padded} connections (news).
-- **On long texts of one length, all fp32 servers are similar**, because matrix products take the time. infinity reaches
-  {figure(infinity)} of Quartet fp32 at {BUSY} connections (documents). int8 makes the difference:
+    return f"""- **Mixed lengths in one batch**: a packed graph is {min(speeds)} to {max(speeds)} times as fast as the
+  padded graph of the same weights on sixteen news texts ([by family](families.md)).
+- **Training**: 1.5 to 3.1 times the tokens per second of transformers, mostly because padding and unmasked
+  positions are not computed ([research](../../research/2026-11-22-faster-pretraining-steps.md)).
+- **On a GPU** a batch has no padding, whatever its lengths. Packed and padded graphs have not been compared there.
+- **Over HTTP on a CPU, packing brings nothing.** The planner already groups texts of similar lengths. The
+  throughput of the padded graph, relative to the packed one: {padded} connections (news).
+- **On long texts of one length, all fp32 servers are similar**, because matrix products take the time. infinity
+  reaches {figure(infinity)} of Quartet fp32 at {BUSY} connections (documents). int8 makes the difference:
   {figure(int8)} times Quartet fp32.
 """
 
@@ -103,8 +103,9 @@ BLOCKS = {"servers": server_table, "packing": packing_list}
 def render(page: str) -> str:
     """Return the page with current figures."""
     for name, content in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
-        page = pattern.sub(lambda match, text=content(): match[1] + text + match[2], page)
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + content() + end + rest.partition(end)[2]
     return page
 
 
