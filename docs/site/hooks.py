@@ -8,7 +8,7 @@ from typing import Any
 
 import mermaidx
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "build" / "mermaid"
 FENCE = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
