@@ -38,7 +38,7 @@ ADVICE = {
         "read the message",
     ),
     "new_embedding_space": (
-        "the vectors of the new version cannot be compared with those of the current one",
+        "the vectors of the new version cannot be compared with the current version's",
         "build a new index, then send `allow_new_embedding_space` "
         "([Administration](api.md#administration))",
     ),
