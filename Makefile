@@ -67,7 +67,7 @@ format: $(VENV)/.test ## Format the code and mend what the linter can mend
 	@$(RUN) -m ruff check --fix .
 
 docs: $(VENV)/.test ## Build the documentation as a site, site/index.html, which can be read from disk
-	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 	@echo "Open site/index.html"
 
 audit: ## Look up the known vulnerabilities of every pinned package (needs the internet; fails where it cannot)

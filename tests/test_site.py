@@ -18,7 +18,7 @@ def site(tmp_path_factory):
     """The directory of the built site."""
     folder = tmp_path_factory.mktemp("site")
     run = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -26,6 +26,7 @@ def site(tmp_path_factory):
         check=False,
     )
     assert 0 == run.returncode, run.stderr
+    assert "WARNING" not in run.stderr
     return folder
 
 

@@ -15,6 +15,23 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Drop navigation entries whose pages are absent, and sections that are empty then."""
+    config.nav = existing(config.nav, Path(config.docs_dir))
+    return config
+
+
+def existing(entries: list[dict[str, Any]], docs: Path) -> list[dict[str, Any]]:
+    """Return the entries of a navigation whose pages exist."""
+    kept = []
+    for entry in entries:
+        [(title, value)] = entry.items()
+        pages = existing(value, docs) if isinstance(value, list) else value
+        if pages and (isinstance(pages, list) or (docs / pages).exists()):
+            kept.append({title: pages})
+    return kept
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Draw the Mermaid pictures of a page, and make links out of docs/ ones that mkdocs does not follow."""
     markdown = FENCE.sub(lambda match: draw(match[1]), markdown)
