@@ -19,7 +19,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve train setup test test-all fuzz check chaos format audit clean
+.PHONY: help serve train setup test test-all fuzz check chaos format docs audit clean
 .PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List what make can do here
@@ -59,12 +59,16 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
 
-chaos: $(VENV)/.test ## Put every promise of docs/promises.md to the test against real processes (ten minutes)
+chaos: $(VENV)/.test ## Put every promise of docs/reference/promises.md to the test against real processes (ten minutes)
 	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
 format: $(VENV)/.test ## Format the code and mend what the linter can mend
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
+
+docs: $(VENV)/.test ## Build the documentation as a site, site/index.html, which can be read from disk
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "Open site/index.html"
 
 audit: ## Look up the known vulnerabilities of every pinned package (needs the internet; fails where it cannot)
 	@$(MAKE) --no-print-directory VENV=.venv-audit .venv-audit/.audit
@@ -106,7 +110,7 @@ tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and p
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environment and everything that tools left behind
-	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Those of clients that do not fit next to the tests: a minute, 0.4 GB. What is not built is skipped.
@@ -136,7 +140,7 @@ $(VENV)/.audit: $(VENV)/.python
 # Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
 $(VENV)/.test: $(VENV)/.serve
 	@echo "Installing what training, export and the tests need (some minutes; torch is large)"
-	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train test > $(VENV)/test.txt
+	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train docs test > $(VENV)/test.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
 	@touch $@

@@ -29,6 +29,7 @@ from benchmarks.lib import (
     models,
     onnxruntime_baseline,
     rounds,
+    run_record,
     servers,
     traffic,
 )
@@ -78,6 +79,7 @@ def main() -> None:
         scratch = Path(folder)
         model = servers.to_bundle(Path(sys.executable), options.bundle or models.minilm(), scratch)
         full = bundle.load(model)
+        run = run_record.describe_run(model)
         sizes = [len(encoding) for encoding in limit.encode(full, texts)]
         tokens = float(np.mean(sizes))
         print(f"{described}\n{len(texts)} texts of {tokens:.0f} tokens on average")
@@ -103,6 +105,7 @@ def main() -> None:
     rounds.show(rows)
     goal_checks.show(wanted)
     results = {
+        "run": run,
         "machine": described,
         "cores": options.cores,
         "beside_noop": options.beside_noop,

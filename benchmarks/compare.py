@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import agreement
-from benchmarks.lib import environments, machine, models, rounds, servers, traffic
+from benchmarks.lib import environments, machine, models, rounds, run_record, servers, traffic
 from benchmarks.lib.environments import Unavailable
 
 CONNECTIONS = (1, 8, 32, 128)
@@ -59,7 +59,9 @@ def main() -> None:
                 rows = rounds.summaries(tested)
                 rounds.show(rows)
                 results.append({"task": task, "mix": mix, "servers": rows, "agreement": agreed})
-    line = json.dumps({"machine": machine.describe(), "rounds": given.rounds, "results": results})
+        run = run_record.describe_run(Path(scratch))
+    described = {"run": run, "machine": machine.describe()}
+    line = json.dumps({**described, "rounds": given.rounds, "results": results})
     print(line)
     if given.out:
         given.out.write_text(line + "\n")

@@ -93,7 +93,7 @@ def described(family: Family) -> list[str]:
     objectives = ["masked LM", *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
         objectives.append("replaced tokens")
-    cells = [f"`{family.model_type}`", f"[{Path(path).name}](../{path}): {sentence}"]
+    cells = [f"`{family.model_type}`", f"[{Path(path).name}](../../{path}): {sentence}"]
     return [*cells, ", ".join(heads), ", ".join(objectives), family.tokenizer]
 
 

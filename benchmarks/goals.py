@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import bulk, bundles, dialects, life, ranking, tasks
 from benchmarks.faults import overload
-from benchmarks.lib import goal_checks, machine, models, servers, traffic
+from benchmarks.lib import goal_checks, machine, models, run_record, servers, traffic
 from benchmarks.lib.goal_checks import Check
 
 PARTS = {
@@ -54,12 +54,13 @@ def main() -> None:
                 continue
             wanted += found
             parts[part] = {"checks": [check.as_json() for check in found], "figures": figures}
+        run = run_record.describe_run(Path(folder))
     for part, told in parts.items():
         print(f"\n{part}: {told.get('failed', '')}")
         for name, figure in told.get("figures", {}).items():
             print(f"    {name}: {shown(figure)}")
     goal_checks.show(wanted)
-    line = json.dumps({"machine": described, "mix": given.mix, "parts": parts})
+    line = json.dumps({"run": run, "machine": described, "mix": given.mix, "parts": parts})
     print(line)
     if given.out:
         given.out.write_text(line + "\n")

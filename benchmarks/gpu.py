@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 
 from benchmarks import limit
-from benchmarks.lib import machine, models, rounds, servers, traffic
+from benchmarks.lib import machine, models, rounds, run_record, servers, traffic
 from service.core import bundle
 from service.core.bundle import Bundle
 from service.core.encode import Encoding
@@ -52,12 +52,13 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         path = given.bundle or export(Path(folder))
+        run = run_record.describe_run(path)
         results = measure(bundle.load(path), Path(folder), given.rounds, given.seconds)
     results["machine"]["gpu"] = gpu_name()
     show(results)
     name = re.sub(r"\W+", "-", gpu_name().partition(",")[0].lower())
     out = given.out or RESULTS / f"{datetime.date.today()}-gpu-{name}.json"
-    out.write_text(json.dumps(results, default=float) + "\n")
+    out.write_text(json.dumps({"run": run, **results}, default=float) + "\n")
     print(f"written to {out}")
     return 0
 

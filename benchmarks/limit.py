@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import orjson
 
-from benchmarks.lib import machine, models, rounds, servers, traffic
+from benchmarks.lib import machine, models, rounds, run_record, servers, traffic
 from benchmarks.lib.onnxruntime_baseline import Bare, packed_graph
 from export.verify import graph_runner
 from service.api import schemas
@@ -45,9 +45,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = servers.to_bundle(Path(sys.executable), given.bundle or models.minilm(), scratch)
+        run = run_record.describe_run(model)
         results = measure(bundle.load(model), texts, given.seconds, scratch)
     show(results)
-    print(json.dumps(results, default=float))
+    print(json.dumps({"run": run, **results}, default=float))
 
 
 def measure(full: bundle.Bundle, texts: list[str], seconds: float, scratch: Path) -> dict:

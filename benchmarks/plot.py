@@ -5,7 +5,7 @@ python -m benchmarks.plot RESULTS.json PICTURE.png [--task embed] [--mix news]
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,13 @@ def main() -> None:
     draw(found["servers"], given.picture, f"{given.task}, {given.mix} mix")
 
 
-def draw(rows: Iterable[dict[str, Any]], picture: Path, title: str) -> None:
-    """One line per server that answered, on two panels; Quartet's are drawn thick."""
+def draw(
+    rows: Iterable[dict[str, Any]],
+    picture: Path,
+    title: str,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Draw a line per server that answered, on two panels; Quartet's lines are thick."""
     matplotlib.use("agg")
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(11, 4.2), layout="constrained")
     for row in rows:
@@ -45,7 +50,7 @@ def draw(rows: Iterable[dict[str, Any]], picture: Path, title: str) -> None:
     panels[1].set_yscale("log")
     panels[0].legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=110, metadata=dict(metadata or {}))
     pyplot.close(figure)
 
 

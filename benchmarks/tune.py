@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import machine, rounds, servers, traffic
+from benchmarks.lib import machine, rounds, run_record, servers, traffic
 from benchmarks.lib.servers import Server
 from service.core import bundle
 from service.settings import PREFIX, usable_cores
@@ -52,7 +52,8 @@ def main() -> None:
     rounds.show(rows)
     for load, what in ((CALMEST, "one client at a time"), (BUSIEST, "many clients")):
         print(f"for {what}: {advice(chosen, rows, load)}")
-    print(json.dumps({"machine": machine.describe(), "layouts": rows}))
+    run = run_record.describe_run(options.bundle)
+    print(json.dumps({"run": run, "machine": machine.describe(), "layouts": rows}))
 
 
 def layouts(precision: str, cores: int) -> list[Server]:

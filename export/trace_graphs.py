@@ -1,6 +1,6 @@
 """Trace a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
 
-All are traces of the same module; only the layout differs. `docs/bundle.md` specifies the names.
+All are traces of the same module; only the layout differs. `docs/reference/bundle.md` specifies the names.
 
 T tokens, B sequences, S longest, M mask tokens, C outputs of a head
 """

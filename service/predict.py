@@ -92,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further fields of each request, see docs/api.md; default: none. "
+        help="further fields of each request, see docs/reference/api.md; default: none. "
         'Example: --options \'{"top_k": 3, "calibrated": true}\'',
     )
     parser.add_argument(

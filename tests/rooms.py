@@ -1,6 +1,6 @@
 """The rooms of the code: packages in their order, and the imports between them.
 
-`python -m tests.rooms` renews the picture of the rooms in docs/architecture.md.
+`python -m tests.rooms` renews the picture of the rooms in docs/explanation/architecture.md.
 """
 
 import ast
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 BLOCK = re.compile(r"(<!-- rooms: begin -->\n).*?(<!-- rooms: end -->)", re.DOTALL)
 
 # Each room may import only rooms above it. A module belongs to the longest entry that is a prefix of its name.

@@ -1,4 +1,4 @@
-"""The picture of a request in docs/architecture.md: each arrow is a call in the code."""
+"""The picture of a request in docs/explanation/architecture.md: each arrow is a call in the code."""
 
 import ast
 import re

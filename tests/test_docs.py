@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from service.api import (
@@ -24,18 +25,18 @@ from service.api import (
 from service.api.native_routes import router
 from service.core import bundle
 from service.core.bundle import Manifest, Provenance
-from service.errors import QuartetError
+from service.errors import QuartetError, kinds
 from service.keys import read_keys
-from service.observability.metrics import Metrics
 from service.settings import NOT_FLAGS, Settings, flag, variable
 from service.settings_sources import configure
+from tests import reference_pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "research").glob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-CODE = re.compile(r"`((?:benchmarks|deploy|export|model|service|tests)/[\w./-]+\.\w+)`")
+CODE = re.compile(r"`((?:benchmarks|deploy|export|model|research|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DEFAULTS = {"bundles": "all in `bundles/`"}
 
@@ -128,18 +129,18 @@ REQUESTS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_bundle_page_describes_every_field(name):
     """Each record of the manifest has a table of exactly its fields, with what they default to."""
-    assert presence(RECORDS[name]) == described(sections(read("bundle.md"))[name])
+    assert presence(RECORDS[name]) == described(sections(read("reference/bundle.md"))[name])
 
 
 def test_example_manifest_is_one():
     """The example in the bundle's specification is a valid manifest."""
-    [example] = examples(read("bundle.md"), "json")
+    [example] = examples(read("reference/bundle.md"), "json")
 
     assert "reviews@3" == Manifest.model_validate_json(example).id
 
 
 def settings_table():
-    """The table in docs/settings.md, as it should be."""
+    """The table in docs/reference/settings.md, as it should be."""
     lines = ["| setting | flag | variable | default | what it is, and when to change it |"]
     lines.append("|---|---|---|---|---|")
     for name, field in Settings.model_fields.items():
@@ -157,7 +158,9 @@ def test_settings_page_is_current():
     """The table of settings says what the settings say of themselves."""
     table = settings_table()
 
-    assert table in read("settings.md"), f"docs/settings.md should hold this table:\n\n{table}\n"
+    assert table in read("reference/settings.md"), (
+        f"docs/reference/settings.md should hold this table:\n\n{table}\n"
+    )
 
 
 @pytest.mark.parametrize("heading", REQUESTS)
@@ -169,45 +172,40 @@ def test_api_page_describes_every_field(heading):
     if issubclass(REQUESTS[heading], schemas.TextRequest):
         own = {**presence(schemas.TextRequest), **own}
 
-    assert own == described(sections(read("api.md"))[heading])
+    assert own == described(sections(read("reference/api.md"))[heading])
 
 
 def test_api_page_describes_the_fields_of_every_request():
     """Their table has the fields of a request to a model and of a request to a head."""
     own = {**presence(schemas.Request), **presence(schemas.HeadRequest)}
 
-    assert own == described(sections(read("api.md"))["Every request"])
+    assert own == described(sections(read("reference/api.md"))["Every request"])
 
 
-def kinds(error=QuartetError):
-    """Every error class, and those below it."""
-    yield error
-    for kind in error.__subclasses__():
-        yield from kinds(kind)
+@pytest.mark.parametrize("name", reference_pages.TABLES)
+def test_generated_tables_are_current(name):
+    """Errors and metrics are those of the code: `python -m tests.reference_pages` renews the tables."""
+    assert reference_pages.TABLES[name]() in read(f"reference/{name}.md")
 
 
-def test_api_page_lists_every_error():
-    """The table of errors holds every status and code of the error tree, and no other."""
-    listed = {(int(row[0]), row[1].strip("`")) for row in rows(sections(read("api.md"))["Errors"])}
-
-    assert {(kind.status, kind.code) for kind in kinds()} == listed
+def test_every_error_has_advice():
+    """The page of errors describes each code of the error tree, and no other."""
+    assert {kind.code for kind in (QuartetError, *kinds())} == reference_pages.ADVICE.keys()
 
 
-def test_api_page_names_every_route_header_and_metric():
-    """What can be asked, what can be told by headers, and what is measured stands on the page."""
+def test_api_page_names_every_route_and_header():
+    """The page describes every route, and every header of requests and responses."""
     headers = [header["name"] for header in openapi.REQUEST_HEADERS] + [*openapi.RESPONSE_HEADERS]
-    families = [family.name for family in Metrics().registry.collect()]
-    metrics = [name for name in families if name.startswith("quartet_")]
     paths = [
         route.path for route in (*router.routes, *token_routes.router.routes, *admin.router.routes)
     ]
 
-    assert [] == [name for name in headers + metrics + paths if name not in read("api.md")]
+    assert [] == [name for name in headers + paths if name not in read("reference/api.md")]
 
 
 def test_worked_example_is_right():
     """The arrays shown in the architecture are those that the code gives."""
-    found = doctest.testfile(str(DOCS / "architecture.md"), module_relative=False)
+    found = doctest.testfile(str(DOCS / "explanation" / "architecture.md"), module_relative=False)
 
     assert (0, True) == (found.failed, found.attempted > 0)
 
@@ -219,7 +217,7 @@ def test_training_examples_are_settings(tmp_path):
     from model.distill import DistillSettings as Distilling
     from model.finetune import FinetuneSettings as Finetuning
 
-    *settings, provenance = examples(read("training.md"), "toml")
+    *settings, provenance = examples(read("how-to/training.md"), "toml")
     single, joint, graded, half, general, named = map(tomllib.loads, settings)
     (tmp_path / "told.toml").write_text(provenance)
     told = read_metadata(tmp_path / "told.toml")
@@ -236,7 +234,7 @@ def test_training_examples_are_settings(tmp_path):
 
 def test_examples_of_settings_are_some(tmp_path):
     """The file of settings and the file of keys that are shown are read as they stand."""
-    settings, keys = examples(read("settings.md"), "toml")
+    settings, keys = examples(read("reference/settings.md"), "toml")
     (tmp_path / "keys.toml").write_text(keys)
     (tmp_path / "quartet.toml").write_text(settings)
 
@@ -247,7 +245,7 @@ def test_examples_of_settings_are_some(tmp_path):
 def test_proxies_page_shows_the_files_that_are_shipped():
     """The configurations on the page are those that the tests run, word for word."""
     shipped = {path.name: path.read_text() for path in (ROOT / "deploy" / "proxies").iterdir()}
-    shown = [block for _, block in FENCE.findall(read("proxies.md"))]
+    shown = [block for _, block in FENCE.findall(read("how-to/proxies.md"))]
 
     assert {"nginx.conf", "haproxy.cfg", "envoy.yaml"} == shipped.keys()
     assert sorted(shipped.values()) == sorted(shown)
@@ -287,6 +285,51 @@ def promised():
 def test_every_promise_has_its_proof():
     """Each row names the test that proves it, and each such test has its row."""
     proof = re.compile(r"`(test_\w+\.py)`: `(test_\w+)`")
-    told = {proof.search(row[2]).groups(): row[0] for row in rows(read("promises.md"))}
+    told = {proof.search(row[2]).groups(): row[0] for row in rows(read("reference/promises.md"))}
     assert told == promised()
     assert len(told) > 20
+
+
+def test_kubernetes_page_shows_the_manifest_that_is_shipped():
+    """The page shows the file word for word; its variables are settings, and its times fit each other."""
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
+    assert [text] == examples(read("how-to/kubernetes.md"), "yaml")
+
+    deployment, _ = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    names = {variable(name): name for name in Settings.model_fields}
+    settings = Settings(
+        bundles=(),
+        **{names[name]: value for name, value in variables.items() if name != "QUARTET_API_KEYS"},
+    )
+    assert "QUARTET_API_KEYS" in names
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert {"http": 8000, "metrics": settings.metrics_port} == ports
+    assert pod["terminationGracePeriodSeconds"] > settings.drain_delay_s + settings.drain_s
+    probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert ["/health/ready", "/health/ready", "/health/live"] == [one["path"] for one in probes]
+
+
+def test_python_example_runs(monkeypatch, capsys):
+    """The example of the Python API prints what the page states."""
+    monkeypatch.chdir(ROOT)
+    (example,) = examples(read("reference/python_api.md"), "python")
+
+    exec(compile(example, "python_api.md", "exec"), {})
+
+    assert f"It prints `{capsys.readouterr().out.strip()}`." in read("reference/python_api.md")
+
+
+def test_every_decision_is_listed():
+    """The list of decisions has each page with its title."""
+    folder = DOCS / "explanation" / "decisions"
+    pages = {
+        path.name: HEADING.findall(path.read_text("utf-8"))[0] for path in folder.glob("0*.md")
+    }
+
+    listed = re.findall(
+        r"^- \[(.+)\]\((.+)\)$", (folder / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted((title, name) for name, title in pages.items()) == sorted(listed)

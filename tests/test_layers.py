@@ -74,7 +74,7 @@ def test_every_room_is_described():
 
 
 def test_the_picture_of_the_rooms_is_current():
-    """The picture in docs/architecture.md is drawn from the imports: `python -m tests.rooms` renews it."""
+    """The picture in docs/explanation/architecture.md is drawn from the imports: `python -m tests.rooms` renews it."""
     block = BLOCK.search(PAGE.read_text(encoding="utf-8"))
 
     assert block is not None

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compat [--texts N] [--models minilm roberta xlm-roberta] [--out FILE]
 
-An answer may differ from the pipeline's only by what docs/compat.md lists, and then has to be what the pipeline gives
-with exactly that difference. The pipeline for questions is that of transformers 5.2, in an environment of its own,
-which is built first; the others are the installed version's. Prints a table and one JSON line.
+An answer may differ from the pipeline's only by what docs/reference/compat.md lists, and then has to be what the
+pipeline gives with exactly that difference. The pipeline for questions is that of transformers 5.2, in an environment
+of its own, which is built first; the others are the installed version's. Prints a table and one JSON line.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import transformers
 from benchmarks.compat import checkpoints, compare, texts
 from benchmarks.compat.checkpoints import MAX_LENGTH
 from benchmarks.compat.compare import AT_ONCE, Tally
-from benchmarks.lib import environments, machine, servers
+from benchmarks.lib import environments, machine, run_record, servers
 from benchmarks.lib.environments import PEERS, ROOT
 
 PEER = "question_answering"
@@ -62,7 +62,9 @@ def main() -> int:
             for tally in measure(checkpoint, inputs, Path(folder)):
                 show(name, tally)
                 rows.append({"model": name, **as_json(tally)})
-    line = json.dumps({"machine": machine.describe(), "texts": count, "rows": rows})
+        run = run_record.describe_run(Path(folder))
+    described = {"run": run, "machine": machine.describe()}
+    line = json.dumps({**described, "texts": count, "rows": rows})
     print(line)
     if given.out:
         given.out.write_text(line + "\n")

@@ -2,7 +2,8 @@
 
 A pipeline is taken apart into the three steps that it takes itself, `preprocess`, `forward` and `postprocess`, so that
 texts are computed once for all that is asked of them. The readings repeat the last step with some of the differences
-that docs/compat.md lists, by name, and with none of them they are the pipeline: both is checked for every text.
+that docs/reference/compat.md lists, by name, and with none of them they are the pipeline: both is checked for every
+text.
 """
 
 import warnings
@@ -25,7 +26,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Names = Collection[str]
 
-# The differences of docs/compat.md that change an answer, by the task that they are of.
+# The differences of docs/reference/compat.md that change an answer, by the task that they are of.
 WORDS = "words end where the text shows it"
 CLEAN = "spans begin and end with characters"
 CONTEXT = "windows are merged by context"

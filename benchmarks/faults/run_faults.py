@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.faults import overload
-from benchmarks.lib import environments, machine, models, processes, rounds, servers, traffic
+from benchmarks.lib import (
+    environments,
+    machine,
+    models,
+    processes,
+    rounds,
+    run_record,
+    servers,
+    traffic,
+)
 from benchmarks.lib.environments import Unavailable
 from benchmarks.lib.load_generator import REFUSED, connect, request_bytes
 from benchmarks.lib.servers import Call, Running, Server, StartError
@@ -507,7 +516,9 @@ def main() -> None:
                 for server in chosen
             }
             show(results[part])
-    line = json.dumps({"machine": described, "short": options.short, "results": results})
+        run = run_record.describe_run(Path(scratch))
+    found = {"run": run, "machine": described, "short": options.short, "results": results}
+    line = json.dumps(found)
     print(line)
     if options.out:
         options.out.write_text(line + "\n")

@@ -26,6 +26,7 @@ import torch
 from matplotlib import pyplot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.lib import run_record
 from model import finetune, pretrain, tokenizer
 from model.checkpoints import reader, writer
 from model.data import corpus
@@ -71,7 +72,8 @@ def main() -> None:
     ]
     for line in table(found):
         print(line)
-    print(json.dumps({"tokens": given.tokens, "found": found}))
+    run = run_record.describe_run()
+    print(json.dumps({"run": run, "tokens": given.tokens, "found": found}))
     if given.picture:
         draw(found, given.picture)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.lib import goal_checks, machine
+from benchmarks.lib import goal_checks, machine, run_record
 from model import config
 from model.data import examples
 from model.data.corpus import Corpus, Ints
@@ -106,7 +106,8 @@ def main() -> None:
             ratios = one["ratios"]
             wishes.append(goal_checks.Check(f"{name}, {precision}", ratios, CASES[name].wanted))
     goal_checks.show(wishes)
-    print(json.dumps({"machine": machine.describe(), "found": found}))
+    described = {"run": run_record.describe_run(), "machine": machine.describe()}
+    print(json.dumps({**described, "found": found}))
 
 
 def show(name: str, one: dict[str, Any], rate: float) -> None:

@@ -7,7 +7,7 @@ the bias at no cost. The biases of keys and values can be removed:
     values   the weights of a query sum to one, so attention passes b unchanged: W b joins the bias of the product W
 
 On one H200, the prototype of this pass, after `half_stream`, reached 1.12 times the throughput of MiniLM's shape at
-64 x 128 tokens, and 1.00 times that of BERT-base (docs/experiments.md).
+64 x 128 tokens, and 1.00 times that of BERT-base (research/2026-11-26-gpu-first-measurements.md).
 
 H hidden
 """

@@ -6,7 +6,7 @@ separate kernels. This pass replaces
     Cast(product) + x -> LayerNormalization -> Cast      by      SkipLayerNormalization(product, x)
 
 with all of its numbers in fp16. On one H200, the prototype of this pass reached 1.30 times the throughput of BERT-base
-and 1.20 times that of MiniLM's shape at 64 x 128 tokens (docs/experiments.md).
+and 1.20 times that of MiniLM's shape at 64 x 128 tokens (research/2026-11-26-gpu-first-measurements.md).
 
 ONNX Runtime's kernel computes such a norm in fp16: a row whose mean square passes 65,504 becomes the norm's shift,
 which is wrong and finite. Its strict mode sums in fp32. The service sets it, but it is an option of the session, which

@@ -3,7 +3,8 @@
 PyTorch's model computes them as one product and splits its output. CUDA's attention takes three tensors, so ONNX
 Runtime copies the output to three. On one H200, the prototype of this pass reached 1.04 times the throughput of
 BERT-base at 64 x 128 tokens and 1.02 times that of MiniLM's shape; after `half_stream` and `biases`, 1.09 and 1.14
-times. A single text takes about 0.1 ms more, because two more products are launched per layer (docs/experiments.md).
+times. A single text takes about 0.1 ms more, because two more products are launched per layer
+(research/2026-11-26-gpu-first-measurements.md).
 
 H hidden
 """

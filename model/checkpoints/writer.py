@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
-from model.bert import Bert
 from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, SIGMOID
 from model.checkpoints.hub_names import (
     Tensors,
@@ -71,9 +70,9 @@ def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
 
 
 def save_encoder(
-    path: str | Path, encoder: Bert, tokenizer: Path, dtype: torch.dtype = torch.float32
+    path: str | Path, encoder: nn.Module, tokenizer: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write an encoder without heads.
+    """Write an encoder of any family without heads.
 
     tokenizer: a `tokenizer.json`, which is copied
     dtype: of the tensors in the file; readers convert them to float32

@@ -1,7 +1,7 @@
 """The contract between training and serving: a bundle directory and its manifest.
 
-The format is specified in `docs/bundle.md`. This module reads and writes it and checks every hash. It does not depend
-on how a bundle is made or served.
+The format is specified in `docs/reference/bundle.md`. This module reads and writes it and checks every hash. It does
+not depend on how a bundle is made or served.
 """
 
 import hashlib

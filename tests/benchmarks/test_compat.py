@@ -12,7 +12,7 @@ from benchmarks.compat.compare import Tally, distance
 from benchmarks.compat.pipelines import EMPTY, OF_NER, OF_QA, ONE_SOFTMAX, Window, read_answers
 from service.core.decode import AnswerSpan, LabelScore
 
-PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat.md"
 RIGHT, OTHER, THIRD = ([LabelScore(name, 0.5)] for name in "abc")
 
 
@@ -81,7 +81,7 @@ def test_empty_tokens_by_hand() -> None:
 
 
 def test_every_difference_is_a_row() -> None:
-    """docs/compat.md gives a reason for each that the comparison allows, and for no other that it counts."""
+    """docs/reference/compat.md gives a reason for each that the comparison allows, and for no other that it counts."""
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|", PAGE.read_text(encoding="utf-8"), re.M)
 
     assert sorted({*OF_NER, *OF_QA}) == sorted(rows)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import families
 from model.families.registry import FAMILIES
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "families.md"
 
 
 def test_the_page_has_the_table_of_the_code():

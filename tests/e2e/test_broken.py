@@ -67,7 +67,7 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
         until(lambda: any("a batch of tiny@1 (1 texts" in line for line in server.log))
 
 
-@pytest.mark.promise("A model that computes nothing any more is noticed before it is asked.")
+@pytest.mark.promise("A model that can no longer compute is detected without a request.")
 @pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed(
     tiny_bundle: Path, tmp_path: Path, limit_s: Callable[[float], float]
@@ -124,7 +124,7 @@ def test_a_text_that_cannot_be_computed_fails_alone(
         assert not problem(server)
 
 
-@pytest.mark.promise("Good inputs are answered beside bad ones, when asked for so.")
+@pytest.mark.promise("Valid inputs are answered next to bad ones, if the request says so.")
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_good_texts_are_spared_when_asked_for(
     tiny: Server, tiny_bundle: Path, tmp_path: Path, workers: str
@@ -173,7 +173,7 @@ def limit_memory(pid: int, megabytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (most, hard))
 
 
-@pytest.mark.promise("Silence is noticed within a second.")
+@pytest.mark.promise("An inference process that sends nothing is detected within a second.")
 def test_silence_is_noticed_within_a_second(
     tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
 ) -> None:

@@ -20,7 +20,7 @@ EXAMPLES = REQUESTS // 3  # of each task; what covers the schemas comes on top
 FOUND = re.compile(r"Test cases:\s+([\d,]+) generated, ([\d,]+) passed\s")
 
 
-@pytest.mark.promise("The service answers as its own description says, whatever it is sent.")
+@pytest.mark.promise("The service responds as its OpenAPI document declares, for every input.")
 @pytest.mark.timeout(3600)
 def test_the_description_is_kept(tasks_bundle: Path, tmp_path: Path) -> None:
     """Requests made up from the OpenAPI document, good and bad, are answered as it says: statuses, types and schemas.

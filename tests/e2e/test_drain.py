@@ -52,7 +52,7 @@ def begin_drain(server: Server) -> None:
     until(lambda: any('"draining"' in line for line in server.log))
 
 
-@pytest.mark.promise("From SIGTERM on nobody new is wanted, and who was accepted is answered.")
+@pytest.mark.promise("After SIGTERM the service becomes unready and completes accepted requests.")
 def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
     """A request whose body was still coming is answered; meanwhile nobody new is wanted; then it ends."""
     with serving(tiny_bundle) as server:
@@ -151,7 +151,7 @@ def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
         return None
 
 
-@pytest.mark.promise("Who connects while others are still being told of SIGTERM is served.")
+@pytest.mark.promise("A client that connects during the drain delay is served.")
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.exclusive
 def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:

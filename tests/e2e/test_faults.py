@@ -80,7 +80,7 @@ def test_refusals(tiny: Server, case: str) -> None:
     assert code in (None, error["code"])
 
 
-@pytest.mark.promise("A bad request hears of every fault, before anything is computed.")
+@pytest.mark.promise("An invalid request gets every fault at once, before anything is computed.")
 def test_every_bad_input_is_named(tiny: Server) -> None:
     """Of a request, all bad texts are named; good ones are not."""
     wrong = tiny.post("/classify", {"inputs": ["good", 1, "good", None]})

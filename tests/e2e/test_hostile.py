@@ -98,7 +98,7 @@ def embedding(reply: Reply) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(base64.b64decode(reply.json()["embeddings"][0]), dtype="<f4")
 
 
-@pytest.mark.promise("A hostile request is refused in the one shape, and hurts nobody else.")
+@pytest.mark.promise("A hostile request is refused in the usual shape, and does not affect others.")
 def test_a_thousand_hostile_bodies(tiny: Server) -> None:
     """Each is refused in the one shape, or answered if there is nothing wrong with it; a good one is always answered.
 

@@ -79,7 +79,7 @@ def assert_error(error: dict[str, Any], code: str, param: str | None = None) -> 
     assert error["error"]["message"]
 
 
-@pytest.mark.promise("A client that leaves takes its work along.")
+@pytest.mark.promise("The work of a client that leaves is dropped.")
 def test_client_that_leaves_takes_its_work_along(still: Server) -> None:
     """What a client has queued is dropped when it disconnects, long before its batch would have run."""
     with waiting(still, 1) as tokens:

@@ -126,7 +126,7 @@ def idle_reader(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
 LOGS = {"full": full_file, "closed": no_reader, "idle": idle_reader, "control": room_in_file}
 
 
-@pytest.mark.promise("A log that cannot be written costs its lines, and no request.")
+@pytest.mark.promise("A log that cannot be written loses its lines, but no request.")
 @pytest.mark.parametrize("log", LOGS)
 def test_a_log_that_cannot_be_written_costs_no_request(
     tiny_bundle: Path, tmp_path: Path, log: str

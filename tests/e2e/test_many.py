@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 MANY = 1000
 
 
-@pytest.mark.promise("A thousand texts of one request hold up nobody.")
+@pytest.mark.promise("A request with a thousand texts does not delay other requests.")
 def test_a_thousand_texts_hold_up_nobody(tiny: Server, tiny_bundle: Path) -> None:
     """A single text that comes behind a thousand is answered before they are, and each gets its own answer."""
     texts = [samples.text(60 + number % 40, seed=number) for number in range(MANY)]

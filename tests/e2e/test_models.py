@@ -122,7 +122,7 @@ def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Clien
 
 
 @pytest.mark.promise(
-    "No request fails because a model is swapped, and each is answered by one version, which it names."
+    "No request fails because of a swap, and one version computes each request and is named in the response."
 )
 @pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
 def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:
@@ -172,7 +172,7 @@ class Held:
         return cls(sum(map(int, private)) / 1024, threads, files)
 
 
-@pytest.mark.promise("Memory is after fifty swaps what it was before.")
+@pytest.mark.promise("Memory after fifty swaps equals memory before.")
 @pytest.mark.parametrize("workers", [1, 0])
 def test_swaps_take_no_memory(tiny_bundle: Path, tmp_path: Path, workers: int) -> None:
     """Nor threads, nor files: fifty later there are as many as when the first two versions were there."""
@@ -202,7 +202,7 @@ def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield made
 
 
-@pytest.mark.promise("Who names a version is answered by that one or by none.")
+@pytest.mark.promise("`name@version` selects exactly that version, or returns 404.")
 def test_versions_can_be_pinned(at: Desk) -> None:
     """Who names a version is answered by that one, or by none."""
     at.load(at.save("pin-1"))
@@ -252,7 +252,7 @@ def break_the_tokenizer(folder: Path) -> None:
     restate(folder, vocabulary=vocabulary | bundle.describe_file(folder / "tokenizer.json"))
 
 
-@pytest.mark.promise("A bundle that must not be served takes the place of none.")
+@pytest.mark.promise("A bundle that must not be served replaces no other.")
 @pytest.mark.parametrize(
     ("breaking", "said"),
     [
@@ -387,7 +387,7 @@ def test_a_version_is_compared_before_it_is_promoted(
         assert f'{name}{{head="embeddings",model="tiny@other",outcome="changed"}}' in page
 
 
-@pytest.mark.promise("What is served outlives the process that computes it.")
+@pytest.mark.promise("A new inference process serves the models that the lost one served.")
 def test_a_lost_inference_process_serves_again_what_it_served(
     tiny_bundle: Path, tmp_path: Path
 ) -> None:

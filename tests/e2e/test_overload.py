@@ -53,7 +53,7 @@ def capacity(server: Server) -> float:
     return found.rate
 
 
-@pytest.mark.promise("Overload is refused early and by name, and costs next to nothing.")
+@pytest.mark.promise("Overload is refused early with a code of its own, and costs almost nothing.")
 def test_a_flood_is_answered_or_refused(
     impatient: Server, seconds: float, limit_s: Callable[[float], float]
 ) -> None:
@@ -66,9 +66,7 @@ def test_a_flood_is_answered_or_refused(
     until(lambda: impatient.post("/embed", text).status == 200, limit_s(10))
 
 
-@pytest.mark.promise(
-    "Clients that ask again at once when they are refused cannot buy time with it."
-)
+@pytest.mark.promise("Clients that retry at once after a refusal gain nothing.")
 def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
     """Hundreds of connections that never wait: the service goes on at its rate."""
     rate = capacity(impatient)
@@ -120,9 +118,7 @@ def beside(
     return crowd, alone
 
 
-@pytest.mark.promise(
-    "One's overload is not another's: bulk holds up interactive by a batch at most."
-)
+@pytest.mark.promise("A flood of bulk requests delays interactive ones by a batch at most.")
 def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds: float) -> None:
     """Interactive texts take a few batches' time while bulk, accepted to the brim, takes seconds."""
     with serving(mini_bundle, "--deadline-ms", 2 * DEADLINE_MS) as server:
@@ -130,7 +126,7 @@ def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds:
     assert alone.percentile(50) < crowd.percentile(50) / 2
 
 
-@pytest.mark.promise("A flood on one model holds up another by a batch at most.")
+@pytest.mark.promise("A flood on one model delays another by a batch at most.")
 def test_a_flood_on_one_model_does_not_hold_up_another(
     mini_bundle: Path, tmp_path: Path, seconds: float
 ) -> None:

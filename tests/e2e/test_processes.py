@@ -34,7 +34,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.promise("A dead process is noticed within a second, said, and replaced.")
+@pytest.mark.promise("A dead process is detected within a second, logged, and replaced.")
 def test_a_killed_inference_process_is_replaced(
     tiny_bundle: Path, limit_s: Callable[[float], float]
 ) -> None:
@@ -64,7 +64,7 @@ def held(server: Server) -> bool:
     return bool(re.search(rb"quartet_queue_tokens [1-9]", server.get("/metrics").body))
 
 
-@pytest.mark.promise("What a dead process had accepted is asked again, once.")
+@pytest.mark.promise("Requests of a dead inference process are computed again, once.")
 def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
     """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
@@ -100,7 +100,7 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
     assert 1000 == summary["usage"]["windows"]
 
 
-@pytest.mark.promise("What is lost twice fails by name, and takes no other with it.")
+@pytest.mark.promise("A request that is lost twice fails with its own code, alone.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
     """A request has two chances; nothing hangs after them, and the service goes on."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
@@ -166,7 +166,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
     assert expected == pytest.approx(answer["embeddings"][0], abs=1e-5)
 
 
-@pytest.mark.promise("An HTTP process that hangs is replaced, too.")
+@pytest.mark.promise("An HTTP process that hangs is replaced.")
 @pytest.mark.exclusive
 def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
     """The listener is not lost with it: who connects meanwhile is answered by the next one."""
@@ -297,7 +297,7 @@ def wait_ready(server: Server) -> None:
 
 
 @pytest.mark.promise(
-    "A flood of connections takes neither health checks nor a new inference process away."
+    "A flood of connections blocks neither health checks nor a new inference process."
 )
 def test_a_flood_of_connections(tiny_bundle: Path) -> None:
     """While it lasts, probes are answered, and an inference process that is lost is replaced and connected."""

@@ -199,7 +199,7 @@ def waiting(server: Server) -> Iterator[None]:
         yield
 
 
-@pytest.mark.promise("A refusal reaches its client as a status, whatever that is still sending.")
+@pytest.mark.promise("A refusal reaches its client as a status, even while the client still sends.")
 @each_client
 @each_refusal
 def test_every_client_hears_the_status(full: Server, client: str, refusal: str) -> None:

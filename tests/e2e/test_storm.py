@@ -31,7 +31,7 @@ def replace_inference(server: Server) -> None:
     until(lambda: server.get("/health/ready").status == 200, 60)
 
 
-@pytest.mark.promise("Nothing accepted is lost, and nothing is answered differently in company.")
+@pytest.mark.promise("No accepted request is lost, and no answer depends on other requests.")
 def test_answers_are_right_while_processes_die(tiny_bundle: Path, seconds: float) -> None:
     """The inference process is killed again and again: what comes while there is none is refused, all else right."""
     with serving(tiny_bundle) as server:

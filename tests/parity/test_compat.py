@@ -1,4 +1,4 @@
-"""Answers are those of transformers' pipelines, but for what docs/compat.md lists: a small share of `make compat`."""
+"""Answers equal those of transformers' pipelines, except for the differences in docs/reference/compat.md."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_pipelines_have_their_own_ways(folder: Path) -> None:
-    """What docs/compat.md says that they do where nothing, or too much, is asked of them."""
+    """What docs/reference/compat.md says that they do where nothing, or too much, is asked of them."""
     long = samples.text(700)
     tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)
     classifier = pipelines.load("text-classification", folder / "bert" / "topic", MAX_LENGTH)

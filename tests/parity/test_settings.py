@@ -108,12 +108,12 @@ def change_json(path: Path, change: Callable[[Document], object]) -> None:
 
 
 def test_documented() -> None:
-    """docs/compat.md has the tables of the code."""
-    path = Path(__file__).parents[2] / "docs/compat.md"
+    """docs/reference/compat.md has the tables of the code."""
+    path = Path(__file__).parents[2] / "docs/reference/compat.md"
     text = path.read_text(encoding="utf-8")
     table = render_table(tables.TABLES, tables.versions())
     assert tables.insert(text, table) == text, (
-        "run python -m model.checkpoints.tables --write docs/compat.md"
+        "run python -m model.checkpoints.tables --write docs/reference/compat.md"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from model.data import columns, labelled_rows
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
 
-PAGE = Path(__file__).parents[3] / "docs" / "training.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "training.md"
 
 # Rows of each task, as JSON objects and as our rows.
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -388,7 +388,7 @@ def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None
     block = re.search(
         rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", PAGE.read_text(), re.S
     )
-    assert block, f"docs/training.md has no block {name}"
+    assert block, f"docs/how-to/training.md has no block {name}"
     assert block[1] == make(), make()
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[4] / "docs" / "how-to"
 # The page of each tag of the OpenAPI document.
 PAGES = {
     "OpenAI": "migrate_openai.md",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[4] / "docs" / "how-to"
 PAGES = {
     "Hugging Face Inference API": "migrate_huggingface.md",
     "Open Inference Protocol": "migrate_triton.md",
