@@ -598,8 +598,8 @@ def class_weights(
     return torch.as_tensor(balanced, dtype=torch.float32)
 
 
-def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
-    """Return the inputs of a model for one batch."""
+def pack(encodings: Sequence[Window], device: torch.device | str = "cpu") -> Inputs:
+    """Return the inputs of a model for one batch: ids, segments and positions `[T]` each, and the layout."""
     packed = packing.pack(encodings)
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     ids, types, positions = (torch.as_tensor(array, device=device) for array in arrays)
