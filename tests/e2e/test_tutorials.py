@@ -1,4 +1,4 @@
-"""A reader who runs every command of a tutorial, in order, gets the outputs that the tutorial shows."""
+"""The commands of a tutorial, run in order, print the outputs that the tutorial shows."""
 
 import contextlib
 import io
