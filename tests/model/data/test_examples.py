@@ -686,15 +686,38 @@ def test_cosent_orders_pairs() -> None:
     assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
 
 
-def test_sparse_loss_adds_the_operations_of_a_product() -> None:
-    """The loss is that of the weights log(1 + relu(logit)), plus a multiple of the sum of squared mean weights."""
+def test_sparse_loss_reads_weights() -> None:
+    """The loss is that of the weights log(1 + relu(logit)); the regularizer is the sum of squared mean weights."""
     logits, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
     weights = torch.log1p(logits.clamp(min=0))
     batch = labelled(*np.float32(scores))
-    plain = examples.cosine_loss(weights, batch).value
-    found = examples.sparse_loss(logits, batch, examples.cosine_loss, flops=0.5).value
-    expected = plain + 0.5 * sum(float(column.mean()) ** 2 for column in weights.T)
+    expected = examples.cosine_loss(weights, batch).value
+    found = examples.sparse_loss(logits, batch, examples.cosine_loss).value
     assert found.item() == pytest.approx(float(expected), rel=1e-5)
+    flops = examples.FlopsRegularizer(0.5, 0.0).loss(logits).value
+    squares = sum(float(column.mean()) ** 2 for column in weights.T)
+    assert flops.item() == pytest.approx(squares, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "progress", "expected"),
+    [
+        (0.5, 0.0, 0.0),
+        (0.5, 0.25, 0.25),
+        (0.5, 0.5, 1.0),
+        (0.5, 1.0, 1.0),
+        (0.0, 0.0, 1.0),
+    ],
+)
+def test_flops_regularizer_rises(ramp: float, progress: float, expected: float) -> None:
+    """Its weight rises by the square of the progress, and is constant after the ramp."""
+    assert 2.0 * expected == examples.FlopsRegularizer(2.0, ramp).weight_at(progress)
+
+
+@pytest.mark.parametrize("ramp", [-0.1, 1.1])
+def test_flops_ramp_is_a_share(ramp: float) -> None:
+    with pytest.raises(ValueError, match=rf"flops_ramp: {ramp} is not from 0 to 1"):
+        HeadSettings("sparse-embedding", [], flops_ramp=ramp)
 
 
 def test_a_sparse_head_knows_the_vocabulary() -> None:

@@ -363,6 +363,29 @@ def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
     } == {"mood": 1.0}
 
 
+def test_sparse_weights_are_regularized_by_progress() -> None:
+    """The regularizer is a loss of its own, whose weight rises with the progress; it counts by the labels' weight."""
+    settings = tasks.HeadSettings("sparse-embedding", [], flops=0.5, flops_ramp=0.5)
+    head = tasks.describe(settings, [], hidden_size=32, vocab_size=200)
+    encoder = Encoder(load_tokenizer(FILE[0]), 32)
+    encodings = tuple(
+        one.windows[0] for one in encoder.texts(["Ada drew a comet.", "Emmy forgot."])
+    )
+    rows = [tasks.Example(encodings, np.asarray(score, np.float32)) for score in (0.1, 0.9)]
+    (stream,) = tasks.streams("weights", settings, head, rows)
+    taught, drawn = TrainingTask(stream, {"weights": None}), stream.batch((1, 0), 0)
+    student = EncoderWithHeads(shape(vocab_size=200), {"weights": head}).eval()
+    objective = DistillationObjective(student, [taught], {}, {"labels": 2.0})
+    for progress, weight in ((0.0, 0.0), (0.25, 0.25), (1.0, 1.0)):
+        parts = objective(student, taught, drawn, {}, progress)
+        assert {"weights/cosent": 2.0, "weights/cosent/flops": weight} == {
+            name: found for name, (found, _) in parts.items()
+        }
+    (logits,) = distillation.run_batch(student, drawn.encodings, ["weights"]).outputs.values()
+    expected = torch.log1p(logits.clamp(min=0)).mean(dim=0).square().sum()
+    torch.testing.assert_close(parts["weights/cosent/flops"][1].value, expected)
+
+
 def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
     """A student that answers with the same labels in another order has nothing to learn."""
     asked = teacher(tokenizer_file, mood=CLASSES)
