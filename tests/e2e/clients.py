@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tests.e2e.calls import calls, close
+from tests.e2e.calls import Call, calls, close
 from tests.e2e.conftest import Server
 
 
 class LoneAnswers(NamedTuple):
-    """A model's answers to `ASKED`. fingerprint: the model's, which is in a header of each answer"""
+    """A model's answers to some calls. fingerprint: the model's, which is in a header of each answer"""
 
     fingerprint: str
     answers: Sequence[Any]
@@ -30,17 +30,22 @@ PAUSE_S = 0.05  # after a refusal
 LAG_S = 1.0  # who is further behind lets the rest be
 
 
-def lone_answers(server: Server, model: str, headers: dict[str, str] | None = None) -> LoneAnswers:
-    """Return the answers of a model to `ASKED`, which are sent one after the other."""
-    replies = [server.post(path, {**body, "model": model}, headers) for path, body in ASKED]
+def lone_answers(
+    server: Server,
+    model: str,
+    headers: dict[str, str] | None = None,
+    calls: Sequence[Call] = ASKED,
+) -> LoneAnswers:
+    """Return the answers of a model to calls, which are sent one after the other."""
+    replies = [server.post(path, {**body, "model": model}, headers) for path, body in calls]
     assert {200} == {reply.status for reply in replies}
     (fingerprint,) = {reply.headers["x-quartet-model"] for reply in replies}
     return LoneAnswers(fingerprint, [reply.json() for reply in replies])
 
 
 def error_code(error: Any, status: int) -> str:
-    """Return the code in the body of an error, or its type in TEI's form, or its status in Hugging Face's."""
-    own = error["error"]
+    """Return the code in the body of an error, its type in TEI's form, or its status where the body has neither."""
+    own = error.get("error")
     return str(own["code"] if isinstance(own, dict) else error.get("error_type", status))
 
 

@@ -1,5 +1,6 @@
 """Models come, change and go while they are served: nobody who asks notices but by the answers."""
 
+import itertools
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.core import bundle
 from service.keys import make_key, record
+from tests.e2e.calls import calls, close, embed_calls
+from tests.e2e.clients import LoneAnswers, lone_answers
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
 from tests.versions import answer_goldens, read_manifest, restate, save_version
@@ -93,23 +95,31 @@ def desk(
         yield Desk(server, full, models_dir, **headers)
 
 
+# Half of them in the dialects of other servers.
+CALLS = [*embed_calls([TEXT] * 10), *calls()[:8]]
+
+
 @dataclass
 class Client:
-    """Asks for `tiny` again and again, and remembers every answer."""
+    """Sends `CALLS` to `tiny` again and again, and remembers every answer with the index of its call."""
 
-    ask: Callable[[], Reply]
-    replies: list[Reply] = field(default_factory=list)
+    at: Desk
+    replies: list[tuple[int, Reply]] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        while not self.enough.is_set():
-            self.replies.append(self.ask())
+        for number in itertools.cycle(range(len(CALLS))):
+            if self.enough.is_set():
+                return
+            path, body = CALLS[number]
+            reply = self.at.server.post(path, {**body, "model": "tiny"}, self.at.client)
+            self.replies.append((number, reply))
 
 
 @contextmanager
-def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Client]]:
-    """Clients who ask all the time."""
-    made = [Client(ask) for _ in range(clients)]
+def hammering(at: Desk, clients: int = 3) -> Iterator[list[Client]]:
+    """Clients that send requests all the time."""
+    made = [Client(at) for _ in range(clients)]
     threads = [threading.Thread(target=client.run) for client in made]
     for thread in threads:
         thread.start()
@@ -126,26 +136,34 @@ def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Clien
 )
 @pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
 def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:
-    """No request fails; each is answered by one version, and as that version answers alone."""
+    """No request fails in any dialect; each is answered by one version, and as that version answers alone."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
-        alone = dict([at.vector("tiny@1")])
-        with hammering(lambda: at.ask("tiny")) as clients:
+
+        def answers_of(model: str) -> LoneAnswers:
+            return lone_answers(at.server, model, at.client, CALLS)
+
+        alone = {"tiny@1": answers_of("tiny@1")}
+        with hammering(at) as clients:
             for version in map(str, range(2, 2 + swaps)):
                 at.load(at.save(version))
                 assert f"tiny@{version}" == at.vector("tiny")[0] == at.vector(None)[0]
-                alone |= dict([at.vector(f"tiny@{version}")])
+                alone[f"tiny@{version}"] = answers_of(f"tiny@{version}")
         replies = [reply for client in clients for reply in client.replies]
-        assert {200: len(replies)} == Counter(reply.status for reply in replies)
+        assert {200: len(replies)} == Counter(reply.status for _, reply in replies)
         last = [f"tiny@{swaps + 1} current", f"tiny@{swaps} previous"]
         until(lambda: at.states() == last)
-    assert not any(alike(alone[one], alone[other]) for one, other in combinations(alone, 2))
-    answers = [(reply.json()["model"], reply.json()["embeddings"][0]) for reply in replies]
-    assert len({model for model, _ in answers}) > swaps / 2
-    assert all(alike(alone[model], vector) for model, vector in answers)
-
-
-def alike(one: list[float], other: list[float]) -> bool:
-    return bool(np.allclose(one, other, rtol=0, atol=1e-5))
+    vectors = [lone.answers[0]["embeddings"] for lone in alone.values()]
+    assert not any(close(one, other) for one, other in combinations(vectors, 2))
+    models = {lone.fingerprint: model for model, lone in alone.items()}
+    answered = Counter(models[reply.headers["x-quartet-model"]] for _, reply in replies)
+    assert len(answered) > swaps / 2
+    wrong = [
+        CALLS[number]
+        for number, reply in replies
+        for lone in [alone[models[reply.headers["x-quartet-model"]]]]
+        if not close(lone.answers[number], reply.json())
+    ]
+    assert not wrong
 
 
 SWAPS = 50
@@ -329,7 +347,7 @@ def test_what_lies_in_a_directory_is_served(
 ) -> None:
     """It comes, is replaced and goes without an order, and without a failed request."""
     with desk(tiny_bundle, tmp_path, "--watch-s", "0.05", workers=workers) as at:
-        with hammering(lambda: at.ask("tiny"), clients=1) as (client,):
+        with hammering(at, clients=1) as (client,):
             at.save("2")
             until(lambda: at.states() == ["tiny@2 current", "tiny@1 previous"])
             (at.models_dir / at.save("3")).rename(tmp_path / "3")
@@ -338,7 +356,7 @@ def test_what_lies_in_a_directory_is_served(
             assert "tiny@3" == at.vector("tiny")[0]
             shutil.rmtree(at.models_dir / "2")
             until(lambda: len(at.states()) == 1)
-        assert {200: len(client.replies)} == Counter(reply.status for reply in client.replies)
+        assert {200: len(client.replies)} == Counter(reply.status for _, reply in client.replies)
 
 
 @pytest.mark.parametrize("workers", [1, 0])
