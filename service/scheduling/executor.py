@@ -145,7 +145,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """The statistics of a batch that ran, for metrics."""
+    """The statistics of a batch that ran, for metrics. masks: mask tokens whose logits were computed"""
 
     bundle: str
     size: int
@@ -154,6 +154,7 @@ class BatchStats:
     queue_s: tuple[float, ...]  # of each entry, from its arrival
     inference_s: float
     failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
+    masks: int = 0
 
     @property
     def slots(self) -> int:
@@ -184,6 +185,7 @@ def work(
             for entry, result in zip(batch, results, strict=True)
             if isinstance(result, errors.InferenceFailed)
         },
+        masks=sum(entry.masks for entry in batch),
     )
     return results, stats
 

@@ -487,6 +487,36 @@ async def test_the_cost_is_refined_by_real_batches() -> None:
     assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
 
 
+async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
+    """Their logits cost time: the expected time of a batch, the drain rate and the fitted cost include them."""
+
+    def answer(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        return [dict.fromkeys(("masks", "other"), np.zeros(1, np.float32)) for _ in encodings]
+
+    gate, clock = Gate(answer), Clock()
+    estimators = costing(Cost(1.0, 0.01, 0.0, per_mask=0.5))
+    samples: list[Sample] = []
+    estimators[1].refine = samples.append  # type: ignore[method-assign]
+
+    def count_masks(window: Encoding, heads: Heads) -> int:
+        return len(window) // 2 if heads == ("masks",) else 0
+
+    async with serving(gate, bundles=[], clock=clock, max_batch_size=2) as batcher:
+        batcher.add_bundle("m@1", estimators, count_masks=count_masks)
+        first = await submitted(batcher, [text(10, heads=("masks",)), text(10, heads=("other",))])
+        await gate.batch()
+        (running,) = batcher.running
+        assert running.expected_s == pytest.approx(1.0 + 0.01 * 20 + 0.5 * 5)
+        plain = await submitted(batcher, [text(10, heads=("other",))])
+        unmasked = batcher.load().rates["m@1"]
+        masked = await submitted(batcher, [text(10, heads=("masks",))])
+        assert batcher.load().rates["m@1"] < unmasked
+        gate.let(10)
+        await asyncio.gather(first, plain, masked)
+        await settle()
+    assert 10 == sum(sample.masks for sample in samples)
+
+
 # Order
 
 
