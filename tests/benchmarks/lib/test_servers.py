@@ -57,6 +57,14 @@ def test_table():
         servers.named("nobody")
 
 
+def test_quartet_gets_the_requests_of_infinity(tmp_path):
+    """Quartet as a replacement for infinity answers the same requests on the same path."""
+    replaced, quartet = map(servers.named, ("infinity torch", "quartet fp32, infinity's API"))
+    assert replaced.calls["embed"] == quartet.calls["embed"]
+    command = quartet.command(Path(sys.executable), tmp_path, 1)
+    assert ["--root-dialect", "infinity"] == command[-2:]
+
+
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
 def test_bodies(server, minilm_folder):
     """A text becomes JSON that holds it, or its tokens."""
