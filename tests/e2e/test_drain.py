@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.calls import Call, close, embed_calls
+from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import Server, serving, until
 
 pytestmark = pytest.mark.e2e
@@ -79,7 +79,7 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
     for expected, (head, _, body) in zip(alone, replies, strict=True):
         assert head.startswith(b"HTTP/1.1 200 ")
         assert b"\r\nconnection: close" in head.lower()
-        assert close(expected, json.loads(body))
+        assert same_answer(expected, json.loads(body))
 
 
 def test_drain_ends_in_time(tiny_bundle: Path) -> None:
@@ -140,7 +140,7 @@ def ask_over(
         client.request("POST", call[0], body_of(call), {"Content-Type": "application/json"})
         answer = client.getresponse()
         found = json.loads(answer.read())
-        return answer.status, answer.headers.get("Connection", ""), close(expected, found)
+        return answer.status, answer.headers.get("Connection", ""), same_answer(expected, found)
     except (ConnectionError, http.client.HTTPException):
         client.close()
         return None

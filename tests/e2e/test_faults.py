@@ -13,7 +13,7 @@ import pytest
 
 from service.core import bundle
 from tests import samples
-from tests.e2e.calls import close, embed_calls
+from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import Reply, Server, queued, serving, start, until
 
 pytestmark = pytest.mark.e2e
@@ -149,7 +149,7 @@ def test_drain_loses_none(tiny_bundle: Path) -> None:
         code = server.process.wait(40)
 
     assert {200: 60} == Counter(reply.status for reply in replies.values())
-    assert all(close(alone[number], reply.json()) for number, reply in replies.items())
+    assert all(same_answer(alone[number], reply.json()) for number, reply in replies.items())
     assert 0 == code
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from service.core import bundle
 from service.keys import make_key, record
-from tests.e2e.calls import calls, close, embed_calls
+from tests.e2e.calls import calls, embed_calls, same_answer
 from tests.e2e.clients import LoneAnswers, lone_answers
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
@@ -153,7 +153,7 @@ def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps
         last = [f"tiny@{swaps + 1} current", f"tiny@{swaps} previous"]
         until(lambda: at.states() == last)
     vectors = [lone.answers[0]["embeddings"] for lone in alone.values()]
-    assert not any(close(one, other) for one, other in combinations(vectors, 2))
+    assert not any(same_answer(one, other) for one, other in combinations(vectors, 2))
     models = {lone.fingerprint: model for model, lone in alone.items()}
     answered = Counter(models[reply.headers["x-quartet-model"]] for _, reply in replies)
     assert len(answered) > swaps / 2
@@ -161,7 +161,7 @@ def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps
         CALLS[number]
         for number, reply in replies
         for lone in [alone[models[reply.headers["x-quartet-model"]]]]
-        if not close(lone.answers[number], reply.json())
+        if not same_answer(lone.answers[number], reply.json())
     ]
     assert not wrong
 

@@ -17,7 +17,7 @@ import uvloop
 
 from benchmarks.lib.load_generator import Measured, closed_loop, open_loop, request_bytes
 from tests import samples
-from tests.e2e.calls import Call, close, embed_calls
+from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import LIVENESS_S, Server, serving, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
@@ -70,7 +70,7 @@ class Traffic:
         wrong = [
             self.calls[number]
             for number, body in self.answers
-            if not close(self.alone[number], json.loads(body))
+            if not same_answer(self.alone[number], json.loads(body))
         ]
         assert not wrong
         if len(self.answers) >= 2 * len(self.calls):
