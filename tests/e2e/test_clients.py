@@ -132,7 +132,7 @@ def test_errors(server_of: Callable[[Client], Server], client: Client, failure: 
 
 
 def error_of(use: KeyUse, server: Server, key: str, calls: int = 200) -> Exception:
-    """Call until the client raises, at most so many times, and return that error."""
+    """Call until the client raises, at most `calls` times, and return that error."""
     for _ in range(calls):
         try:
             use.run(server, key, False)
