@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from service.engines.registry import Engines
 from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.body_memory import BODIES, MemoryBudget
+from service.middleware.client_address import ClientAddresses
 from service.observability.metrics import Recorder
 from service.settings import Settings
 
@@ -19,6 +20,7 @@ class Service:
     """The state of this process.
 
     engines: set while they are open
+    address_of: returns the address of a request's client
     closing: what has to end before the engines close, once the process drains
     """
 
@@ -29,8 +31,10 @@ class Service:
     draining: bool = False
     closing: Awaitable[None] | None = None
     body_memory: MemoryBudget = field(init=False)
+    address_of: ClientAddresses = field(init=False)
 
     def __post_init__(self) -> None:
+        self.address_of = ClientAddresses(self.settings.forwarded_allow_ips)
         self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
