@@ -43,13 +43,16 @@ class Threads:
     of the first. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
     `post` makes.
 
+    name: the beginning of the threads' names
     idle: slots that run nothing
     """
 
-    def __init__(self, slots: int, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, slots: int, post: Callable[[Callable[[], None]], None], name: str = "replica"
+    ) -> None:
         self.idle = slots
         self._post = post
-        self._all = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
+        self._all = [ThreadPoolExecutor(1, f"{name}-{number}") for number in range(slots)]
         self._free = [*self._all]  # the thread that ran last goes first: its data is in the caches
         self._next: deque[Job] = deque()  # the prefetched job
 

@@ -9,7 +9,7 @@ arrived. The entry with the smallest start is next, so that a single text never 
 that keep arriving could delay a large one without end, so a flow also records which request has waited longest without
 being scheduled.
 
-Nothing here depends on time, threads or tasks. The batcher owns the only `FairQueue`.
+Nothing here depends on time, threads or tasks. The batcher and the text threads own a `FairQueue` each.
 """
 
 import itertools
@@ -340,10 +340,23 @@ class FairQueue:
         self._next_deadline = min(later, default=math.inf)
         return [request for request in waiting if request.deadline <= now]
 
+    def next_flow(
+        self, may_run: Callable[[ModelStatistics], bool] = lambda _: True
+    ) -> FlowQueue | None:
+        """Return the flow that is next among the flows of models that may run; None if none of them waits."""
+        queues = self._flow_queues.values()
+        waiting = (queue for queue in queues if queue and may_run(queue.statistics))
+        return min(
+            waiting,
+            key=lambda queue: (queue.virtual_time, queue.longest.first().arrival),
+            default=None,
+        )
+
     def pool(self) -> tuple[ModelStatistics, list[Entry]]:
         """Return the model that is next, and the candidates for its next batch, in order; requires a waiting entry."""
         waiting = [queue for queue in self._flow_queues.values() if queue]
-        turn = min(waiting, key=lambda queue: (queue.virtual_time, queue.longest.first().arrival))
+        turn = self.next_flow()
+        assert turn is not None, "our bug: a batch is planned while no entry waits"
         model = turn.statistics
         rivals = [queue for queue in waiting if queue.statistics is model and queue is not turn]
         if not rivals:
