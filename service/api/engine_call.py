@@ -225,6 +225,7 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
         priority=context.priority,
         tenant=context.tenant,
         isolate_errors=valid.isolates_errors,
+        on_encode=context.count_characters,
         on_submit=context.submit,
         place=valid.place,
     )

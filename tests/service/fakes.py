@@ -17,6 +17,7 @@ from service.engines.result_collector import OnResult
 from service.errors import QuartetError, UnknownModel
 from service.scheduling.entries import Heads
 from service.scheduling.load import Load
+from service.scheduling.text_threads import TextThreads
 from service.settings import Settings
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
@@ -99,7 +100,7 @@ class FakeEngine:
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
         return Reply((head,), results, usage, timing, self.bad)
 
-    async def run(self, work: Callable[[], Any], tokens: int) -> Any:
+    async def run(self, work: Callable[[], Any], tokens: int, ticket: Ticket) -> Any:
         return work()
 
     def describe(self) -> dict[str, object]:
@@ -147,6 +148,7 @@ class FakeEngines:
         self.told: Load | None = None
         self.expected = ["tiny@1", "other@1"]
         self.commands: list[Command] = []
+        self.text_threads = TextThreads()
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):

@@ -23,13 +23,15 @@ from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.core.session import SessionOptions, open_session
 from service.engines import engine
 from service.engines.device import Device, RunsOn
-from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
+from service.engines.engine import INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
 from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
-from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
+from service.errors import InferenceFailed, InvalidInput, Overloaded, TooLarge, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
+from service.scheduling.load import Load
+from service.scheduling.text_threads import THREADS, TextThreads
 from service.settings import Settings
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -366,7 +368,7 @@ def engine_of(path: Path, device: Device) -> Engine:
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
     model = ServedModel("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
-    return Engine(texts, encoder, model, device)
+    return Engine(texts, encoder, model, device, TextThreads())
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -388,14 +390,14 @@ async def test_entries(tiny_bundle: Path) -> None:
         told_before.append((len(submitted), tokens))
 
     engine = engine_of(tiny_bundle, device(submit))
-    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", on_submit=tell)
+    asked = Ticket("r", deadline=12.5, priority=1, tenant="t", on_submit=tell)
     await engine.answer(Embedding(texts=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked)
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
     assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
     told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.heads) for e in submitted}
-    assert {("tiny@1", "r", 12.5, 3, "t", ("embeddings",))} == told
+    assert {("tiny@1", "r", 12.5, 1, "t", ("embeddings",))} == told
 
 
 async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
@@ -537,14 +539,48 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
         asyncio.create_task(tiny.answer(Embedding(texts=[long] * n, **EMBED), ticket()))
-        for n in range(1, HELPERS + 2)
+        for n in range(1, THREADS + 2)
     ]
     await asyncio.sleep(0)  # all have asked, and the last has found no thread
     asked[-1].cancel()
     await asyncio.wait([asked[-1]])
     release.set()
     await asyncio.gather(*asked[:-1])
-    assert [*range(1, HELPERS + 1)] == sorted(encoded)
+    assert [*range(1, THREADS + 1)] == sorted(encoded)
+
+
+async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of the same tenant that wait are expected to take longer than it has; another tenant's are not."""
+    encoded: list[list[str]] = []
+    release = threading.Event()
+
+    def windows(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        assert release.wait(30)
+        encoded.append(texts)
+        return whole(self, ["a"] * len(texts), **named)
+
+    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
+        return [*map(zeros, entries)]
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", windows)
+    idle = cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=10**6, load=Load))
+    made = engine_of(tiny_bundle, idle)
+    long = Embedding(texts=["a" * 250_000], **EMBED)
+    patient = Ticket("r", deadline=time.monotonic() + 300, tenant="crawler")
+    crowd = [asyncio.create_task(made.answer(long, patient)) for _ in range(20)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="the answer would take"):
+        await made.answer(long, replace(patient, deadline=time.monotonic() + 5))
+    other = replace(patient, deadline=time.monotonic() + 5, tenant="app")
+    document = Embedding(texts=["b" * 5000], **EMBED)
+    asked = asyncio.create_task(made.answer(document, other))
+    release.set()
+    await asyncio.gather(asked, *crowd)
+    assert 21 == len(encoded)
+    assert encoded.index(document.texts) < 10
 
 
 @pytest.mark.parametrize(

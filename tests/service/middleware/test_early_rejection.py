@@ -12,7 +12,7 @@ from service.engines.registry import Engines
 from service.errors import Overloaded
 from service.keys import Key, digest, make_key
 from service.middleware.body_memory import content_length
-from service.middleware.early_rejection import COMING_S, EarlyRejection
+from service.middleware.early_rejection import COMING_S, BodySize, EarlyRejection
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
@@ -133,7 +133,7 @@ def door(engines: FakeEngines) -> EarlyRejection:
     service = Service(Settings(), Metrics())
     service.engines = cast(Engines, engines)
     made = EarlyRejection(service)
-    made._learn(100, 10)
+    made._learn(BodySize(100), 10, 40)
     return made
 
 
@@ -187,10 +187,37 @@ def test_who_is_slow_is_not_waited_for(door: EarlyRejection) -> None:
     assert len(let_in(door, at=COMING_S)) == 4
 
 
+def test_texts_that_would_be_encoded_late_are_refused(
+    door: EarlyRejection, engines: FakeEngines
+) -> None:
+    """A body of long texts is refused while texts of its tenant wait for the threads; others are not."""
+    engines.told = waiting()
+    door._learn(BodySize(1_000_000), 1, 1_000_000)
+    door._learn(BodySize(100, compressed=True), 1, 1_000_000)
+    large = {"content-length": "1000000", "x-request-timeout-ms": "1000"}
+    small = {"content-length": "100", "x-request-timeout-ms": "1000"}
+
+    def is_refused(headers: dict[str, str], tenant: str = "crawler") -> bool:
+        context = RequestContext("a request", 0.0, headers, tenant=tenant)
+        try:
+            door({"method": "POST", "path": "/embed"}, context)
+        except Overloaded:
+            return True
+        return False
+
+    assert not is_refused(large)
+    with engines.text_threads.open(Flow("tiny@1", 0, "crawler"), [250_000] * 20):
+        assert is_refused(large)
+        assert is_refused({**small, "content-encoding": "gzip"})
+        assert not is_refused(small)
+        assert not is_refused(small, "app")
+    assert not is_refused(large)
+
+
 def learned(*seen: tuple[int, int]) -> EarlyRejection:
     made = admission()
     for size, tokens in seen:
-        made._learn(size, tokens)
+        made._learn(BodySize(size), tokens, 4 * tokens)
     return made
 
 
@@ -211,7 +238,7 @@ def test_a_body_is_expected_to_be_as_those_of_its_size(
     seen: list[tuple[int, int]], size: int, expected: int
 ) -> None:
     """What is larger than all that came is expected to be like the largest: too little, and then learned."""
-    assert learned(*seen).expect(size) == expected
+    assert learned(*seen).expect(BodySize(size)) == expected
 
 
 @pytest.mark.parametrize(
