@@ -87,7 +87,7 @@ async def done(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 async def test_a_long_text_leaves_a_thread_to_shorter_ones(bench: Bench) -> None:
-    """Whoever sends it: of two long texts one waits, and a shorter one runs meanwhile."""
+    """Of two long texts one waits, and shorter texts of any tenant run meanwhile."""
     held = [bench.hold(BULK, LONG) for _ in range(THREADS)]
     second = bench.run("second long", APP, LONG)
     await done([bench.run("short", APP), bench.run("bulk", BULK)])
