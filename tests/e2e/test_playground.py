@@ -102,9 +102,42 @@ def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> N
     expect(page.locator("#model")).to_be_enabled()
     run(page, "classify")
     page.goto(f"{server_url}/docs")
-    expect(page.locator("#routes h2").first).to_be_visible()
+    expect(page.locator("#swagger-ui .opblock").first).to_be_visible()
     page.close()
     origins = {urlsplit(url)[:2] for url in requested}
+    assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
+
+
+@pytest.mark.parametrize("prefix", ["", "/models/one"])
+def test_documentation_page_sends_a_request(browser: Browser, server_url: str, prefix: str) -> None:
+    """`Try it out` calls a route and shows the response, also behind a path prefix, and calls no other server."""
+    page = browser.new_page()
+    requested: list[str] = []
+    complaints: list[str] = []
+
+    def forward(route: Any) -> None:
+        path = urlsplit(route.request.url).path.removeprefix(prefix)
+        route.fulfill(response=route.fetch(url=server_url + path))
+
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    if prefix:
+        page.route(f"**{prefix}/**", forward)
+    page.goto(f"{server_url}{prefix}/docs")
+    classify = page.locator(".opblock", has=page.locator("[data-path='/classify']"))
+    classify.locator(".opblock-summary-control").click()
+    classify.locator(".try-out__btn").click()
+    classify.locator("textarea").first.fill('{"inputs": "A warm and generous film."}')
+    with page.expect_response(f"{server_url}{prefix}/classify") as caught:
+        classify.locator(".execute").click()
+    shown = classify.locator(".live-responses-table")
+    expect(shown.locator(".response-col_status").last).to_contain_text("200")
+    for label in caught.value.json()["results"][0]:
+        expect(shown).to_contain_text(label["label"])
+    page.close()
+
+    origins = {urlsplit(url)[:2] for url in requested if not url.startswith("data:")}
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
 
 
