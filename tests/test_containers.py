@@ -172,6 +172,24 @@ def test_an_empty_variable_of_make_is_an_unset_one():
     )
 
 
+@pytest.mark.parametrize("target", ["", "help", "serve", "test"])
+@pytest.mark.parametrize("system", ["Darwin", "MINGW64_NT-10.0-26100"])
+def test_make_needs_linux(tmp_path, target, system):
+    """On another system, each target ends with one line that names the container image."""
+    fake = tmp_path / "uname"
+    fake.write_text(f"#!/bin/sh\necho {system}\n")
+    fake.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        ["make", *filter(None, [target])], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+    (line,) = (run.stdout + run.stderr).splitlines()
+    assert run.returncode != 0
+    assert f"Quartet needs Linux, and this system is {system}: " in line
+    assert "docker compose up" in line
+
+
 def train_commands(*arguments: str, **variables: str) -> list[list[str]]:
     """The training and the export of `make train`, without its environment."""
     command = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.test", "train"]
