@@ -2,7 +2,7 @@
 
 A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
 `[T, C]`. The masked language model takes the hidden states of mask tokens `[M, H]` and the word embeddings, and returns
-`[M, V]`; the sparse embedding takes those of all tokens, and returns `[B, V]`. `EncoderWithHeads` is one encoder with
+`[M, V]`; the sparse embedding takes all hidden states, and returns `[B, V]`. `EncoderWithHeads` is one encoder with
 named heads; `Pretraining` is one with the heads of pretraining.
 
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
