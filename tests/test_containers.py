@@ -319,7 +319,7 @@ def test_image_does_not_remember_the_package_index(target):
     ids=["classic builder", "classic builder told so", "BuildKit"],
 )
 def test_cuda_is_installed_only_where_it_is_wanted(tmp_path, arguments, fills):
-    """The classic builder runs stages that nobody asked for, and does not fetch CUDA for them."""
+    """The classic builder runs unused stages, too, and does not download CUDA for them."""
     (script,) = STAGES["build-gpu"].all("RUN")
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\necho called\n")

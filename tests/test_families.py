@@ -200,7 +200,7 @@ def test_every_family_is_a_case(model_type: str) -> None:
 
 @every_case
 def test_hidden_states(case: Case, tmp_path: Path) -> None:
-    """All hidden states are those of transformers, for every batch, and the same packed, alone and padded."""
+    """All hidden states equal transformers', for every batch, and are the same packed, alone and padded."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     encoder = reader.load_encoder(tmp_path, pooler=False)
@@ -221,7 +221,7 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
 
 @every_case
 def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
-    """The weights of every layer and head are those of transformers."""
+    """The weights of every layer and head equal transformers' weights."""
     peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
     perturb(peer).save_pretrained(tmp_path)
     encoder = reader.load_encoder(tmp_path, pooler=False)
@@ -239,7 +239,7 @@ def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
 @every_case
 @pytest.mark.parametrize("task", TASKS)
 def test_heads(case: Case, task: str, tmp_path: Path) -> None:
-    """The logits of every head are those of transformers, and a round trip leaves the files as they were."""
+    """The logits of every head equal transformers' logits, and a round trip does not change the files."""
     if (case.model_type, task) in NOT_THERE:
         pytest.skip(f"transformers has no {task} head for {case.model_type}")
     more = {} if task == "qa" else {"num_labels": 3, "id2label": LABELS}
@@ -787,7 +787,7 @@ def masked_server(
 def test_filled_masks_are_those_of_transformers(
     masked_server: Server, masked: Exported, model_type: str
 ) -> None:
-    """Tokens, texts and scores are those of transformers' pipeline, the scores to 1e-4; also for targets."""
+    """Tokens, texts and scores equal the results of transformers' pipeline, the scores to 1e-4; also for targets."""
     pipeline = transformers.pipeline("fill-mask", model=str(masked.checkpoint), device=-1)
     texts = [text.format(mask=pipeline.tokenizer.mask_token) for text in MASKED]
     vocabulary = pipeline.tokenizer.get_vocab()

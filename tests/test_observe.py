@@ -161,7 +161,7 @@ def test_observers_are_wanted_pinned_and_locked_down(name):
 
 
 def test_nobody_gets_into_grafana_without_a_name():
-    """There is no anonymous access, and nobody signs up."""
+    """Anonymous access and sign-up are off."""
     environment = COMPOSE["services"]["grafana"]["environment"]
 
     assert "false" == environment["GF_AUTH_ANONYMOUS_ENABLED"]

@@ -38,7 +38,7 @@ def read(differences: Collection[str]) -> list[LabelScore]:
     ("found", "counted"), [(RIGHT, {(): 1}), (OTHER, {("x", "y"): 1}), (THIRD, {})]
 )
 def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> None:
-    """By the fewest names that explain an answer; by none, it is told."""
+    """A difference is counted under the fewest names that explain it, and reported if no name does."""
     tally = Tally("anything")
     tally.add("text", found, RIGHT, read, ("x", "y"))
 

@@ -27,7 +27,7 @@ Expected = Mapping[str, LoneAnswers]  # by the model
 ASKED = calls()
 LEAVES = 0.1  # of all requests are given up
 PAUSE_S = 0.05  # after a refusal
-LAG_S = 1.0  # who is further behind lets the rest be
+LAG_S = 1.0  # a client that is later than this drops its remaining requests
 
 
 def lone_answers(
@@ -50,7 +50,7 @@ def error_code(error: Any, status: int) -> str:
 
 
 class Client(threading.Thread):
-    """Asks one thing after the other until it is told to stop.
+    """Sends one request after the other until `stop` is called.
 
     rate: requests per second, at random times; as many as can be when it is infinite
     """
@@ -62,7 +62,7 @@ class Client(threading.Thread):
         self.server, self.expected, self.headers, self.rate = server, expected, headers, rate
         self.models = {one.fingerprint: model for model, one in expected.items()}
         self.chance = random.Random(seed)
-        self.seen: Counter[str] = Counter()  # answers by model, errors by code, and who left
+        self.seen: Counter[str] = Counter()  # answers by model, errors by code, and disconnects
         self.wrong: list[object] = []
         self.enough = threading.Event()
 
@@ -111,7 +111,7 @@ def asking(
     headers: dict[str, str] | None = None,
     rate: float = math.inf,
 ) -> Iterator[list[Client]]:
-    """So many clients, of this rate in sum, for as long as the block runs."""
+    """This number of clients, at this rate in sum, for as long as the block runs."""
     each = rate / count
     clients = [Client(server, expected, seed, headers or {}, each) for seed in range(count)]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Real processes: `python -m service` on a free port, and a client that shows what it was told."""
+"""Real processes: `python -m service` on a free port, and a client that returns status, headers and body."""
 
 import json
 import os

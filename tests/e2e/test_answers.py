@@ -34,7 +34,7 @@ def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) 
 
 
 def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: Path) -> None:
-    """Vectors of MiniLM are those of sentence-transformers, which cuts where we cut."""
+    """MiniLM's vectors equal sentence-transformers' vectors, which truncates at the same token."""
     reference = pytest.importorskip("sentence_transformers").SentenceTransformer(
         str(minilm_folder), device="cpu"
     )

@@ -1,4 +1,4 @@
-"""From SIGTERM to the end: nobody new, nobody lost."""
+"""From SIGTERM to the end: the service accepts no new client and loses no request."""
 
 import http.client
 import itertools
@@ -42,7 +42,7 @@ def body_of(call: Call) -> bytes:
 
 
 def readiness(server: Server) -> int | None:
-    """The status of /health/ready; None when nobody listens."""
+    """The status of /health/ready; None when no process listens."""
     client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         client.request("GET", "/health/ready")
@@ -83,7 +83,7 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
 
 
 def test_drain_ends_in_time(tiny_bundle: Path) -> None:
-    """A client that never finishes its request is told so at the end, and does not put it off."""
+    """A client that never completes its request gets an error at the end, and does not delay the end."""
     with serving(tiny_bundle, "--drain-s", "1") as server, half_sent(server) as client:
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

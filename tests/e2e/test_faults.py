@@ -185,7 +185,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.mark.promise("A bundle of which a byte has changed is not served.")
 def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
-    """Weights that are not those of the manifest are not served."""
+    """Weights with another hash than in the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     data = bytearray((copy / "weights.bin").read_bytes())
     data[len(data) // 2] ^= 1

@@ -82,7 +82,7 @@ def fault(case: hostile.Case, reply: Reply, document: dict[str, Any]) -> str:
 
 
 def shape(reply: Reply) -> str:
-    """What is wrong with how an error is told, or nothing."""
+    """What is wrong with the form of an error response; empty if nothing is."""
     if reply.headers.get("content-type") != "application/json":
         return "not JSON"
     (error,) = reply.json().values()

@@ -1,4 +1,4 @@
-"""Models come, change and go while they are served: nobody who asks notices but by the answers."""
+"""Models are loaded, replaced and unloaded under load: clients see only that other models answer."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ class Desk:
         return reply.json()
 
     def models(self) -> dict[str, Any]:
-        """What administrators are told of each, by its id."""
+        """What administrators read about each model, by its id."""
         models = self.order("GET", "/admin/models").json()["models"]
         return {model["id"]: model for model in models}
 
@@ -67,7 +67,7 @@ class Desk:
         return self.server.post("/embed", {"inputs": TEXT, "model": model}, self.client)
 
     def vector(self, model: str | None) -> tuple[str, list[float]]:
-        """Who answers, and what."""
+        """The model that answers, and its vector."""
         reply = self.ask(model)
         assert 200 == reply.status, reply.body
         return reply.json()["model"], reply.json()["embeddings"][0]
@@ -222,7 +222,7 @@ def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.mark.promise("`name@version` selects exactly that version, or returns 404.")
 def test_versions_can_be_pinned(at: Desk) -> None:
-    """Who names a version is answered by that one, or by none."""
+    """A request that names a version is answered by that version or gets 404."""
     at.load(at.save("pin-1"))
     at.load(at.save("pin-2"))
     for model in ("tiny@pin-1", "tiny@pin-2"):
@@ -336,7 +336,7 @@ def test_administration_needs_a_key_for_it(at: Desk) -> None:
 
 
 def test_without_keys_or_directory_nothing_comes(tiny: Server, tiny_bundle: Path) -> None:
-    """Whoever runs the service says who may change it, and from where."""
+    """The settings decide whether models may be loaded, and from which directory."""
     assert 403 == tiny.post("/admin/models", {"path": "x"}).status
     assert "state" in tiny.get("/models").json()["models"][0]
 
@@ -363,7 +363,7 @@ def test_what_lies_in_a_directory_is_served(
 def test_a_version_is_compared_before_it_is_promoted(
     tiny_bundle: Path, tmp_path: Path, workers: int
 ) -> None:
-    """It gets copies, whose answers nobody sees; how many changed decides whether it may answer for its name."""
+    """The candidate gets mirrored requests and sends no response; the share of changed results decides."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
         at.save("same")
         shutil.copy(tmp_path / "first" / "weights.bin", at.models_dir / "same")

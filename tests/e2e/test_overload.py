@@ -26,9 +26,7 @@ DEADLINE_MS = 2000
 TIMES = 10  # its capacity
 CROWD = 500  # connections: more than may wait for as long as a request has
 LATE, LONG_S = 0.05, 20.0
-LEFT = (
-    0.5  # of it, in company of whatever else runs here; what is left in fact the benchmarks measure
-)
+LEFT = 0.5  # of it, next to other processes of this machine; the benchmarks measure the exact share
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +102,7 @@ def capacity(server: Server, sent: Traffic) -> float:
 def test_a_flood_is_answered_or_refused(
     impatient: Server, seconds: float, limit_s: Callable[[float], float]
 ) -> None:
-    """At ten times what it can do: work goes on, who is accepted is answered in time, nobody hears of a fault."""
+    """At ten times its capacity, the service answers accepted requests in time and returns no 500."""
     sent = traffic(impatient)
     rate = capacity(impatient, sent)
     flood = open_loop(

@@ -1,4 +1,4 @@
-"""HTTP and inference in processes of their own: who dies is replaced, and all end together."""
+"""HTTP and inference in separate processes: a process that dies is replaced, and all end together."""
 
 import http.client
 import json
@@ -66,7 +66,7 @@ def held(server: Server) -> bool:
 
 @pytest.mark.promise("Requests of a dead inference process are computed again, once.")
 def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
-    """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
+    """The successor answers the requests of a dead process; clients only see a longer response time."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
     bodies = [{"inputs": text} for text in texts]
     expected_ones = tiny.answer("/embed", {"inputs": texts})
@@ -117,13 +117,15 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
 
 
 def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) -> None:
-    """Who waits for the next process waits no longer than was agreed; here the next one never comes."""
+    """A request that waits for a successor waits no longer than its deadline; here no successor comes."""
     body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "4000"}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
         (inference,) = children(server)["inference"]
         asked = clients.submit(server.post, "/embed", body, patience)
         until(lambda: held(server))
-        os.kill(server.process.pid, signal.SIGSTOP)  # it is who starts the next one
+        os.kill(
+            server.process.pid, signal.SIGSTOP
+        )  # the main process, which would start the successor
         try:
             os.kill(inference, signal.SIGKILL)
             reply = asked.result(30)
@@ -169,7 +171,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
 @pytest.mark.promise("An HTTP process that hangs is replaced.")
 @pytest.mark.exclusive
 def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
-    """The listener is not lost with it: who connects meanwhile is answered by the next one."""
+    """The listener stays open: the successor answers a client that connects meanwhile."""
     with serving(tiny_bundle, "--hang-s", "1") as server:
         (inference,), (http,) = children(server).values()
         os.kill(http, signal.SIGSTOP)
@@ -252,7 +254,7 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
 
 
 def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
-    """A bundle that is refused is told once, and no process is left."""
+    """A refused bundle is logged once, and no process is left."""
     process = start(tmp_path / "nothing", "--port", "0", "--http-workers", "2")
     _, said = process.communicate(timeout=60)
     assert 3 == process.returncode

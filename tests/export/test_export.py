@@ -83,7 +83,7 @@ def files(folder: Path) -> set[str]:
 
 
 def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, one line that says why, and nothing beside OUT, in it, or among temporary files."""
+    """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
     errors = capsys.readouterr().err
     assert (1, 1) == (status, errors.count("\n"))
     assert errors.startswith("export: ")
@@ -268,7 +268,7 @@ TAUGHT = '{"teachers": ["a large model", "another"]}'
 
 
 def taught_copy(folder: Path, told: str, to: Path) -> Path:
-    """A checkpoint that says who taught it."""
+    """A checkpoint that names its teachers."""
     shutil.copytree(folder, to)
     (to / "provenance.json").write_text(told)
     return to
@@ -276,7 +276,7 @@ def taught_copy(folder: Path, told: str, to: Path) -> Path:
 
 @pytest.mark.parametrize("training", ["", 'training = "In a day."'])
 def test_who_taught_it(training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """What a checkpoint says of its teachers is in the manifest and on the card, beside what was told."""
+    """The teachers that a checkpoint names are in the manifest and on the card, next to the given provenance."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
     (tmp_path / "told.toml").write_text(f"{training}\n[provenance]\nseed = 7\n")
     assert 0 == export(student, out, "--provenance", tmp_path / "told.toml")
@@ -320,7 +320,7 @@ def test_other_folders_are_not_replaced_by_an_encoder(
 
 
 def test_nobody_taught_it(tiny_bundle: Path) -> None:
-    """Then nobody is named."""
+    """Without teachers, the manifest names none."""
     assert () == bundle.load(tiny_bundle).manifest.provenance.teachers
     assert "Distilled" not in (tiny_bundle / "README.md").read_text()
 

@@ -256,7 +256,7 @@ def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both graphs beside their weight file."""
+    """Both graphs next to their weight file."""
     folder = tmp_path_factory.mktemp("saved")
     graphs = {
         folder / name: copied(proto)

@@ -68,7 +68,7 @@ def test_parity_names_graph_head_and_figure(moved: float, said: str) -> None:
 
 
 def test_parity_of_large_numbers() -> None:
-    """Sums of thousands are rounded to more than sums of ones are; so much of the largest may differ."""
+    """Large sums have larger rounding errors; the tolerance is relative to the largest value."""
 
     def prices(moved: float) -> Callable[[Sequence[Encoding]], Outputs]:
         return lambda encodings: outputs(*([4000.0 + moved] for _ in encodings))

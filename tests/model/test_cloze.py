@@ -186,7 +186,7 @@ def test_the_kind_of_a_name_goes_by_the_words_next_to_it(
 def test_a_question_asks_for_the_kind_of_its_answer(
     before: str, answer: str, after: str, words: set[str]
 ) -> None:
-    """Who, where, how many and the like, where the sentence shows it."""
+    """Question words for persons, places, numbers and so on, where the sentence shows the kind."""
     rng = random.Random(1)
     found = {cloze.question_word(answer, rng, before, after) for _ in range(50)}
     assert found == words

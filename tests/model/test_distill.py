@@ -242,7 +242,7 @@ def test_every_family_gives_layers(
 def test_a_first_layer_that_is_another_stays_first(
     family: str, documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
-    """ModernBERT's has no norm before it, and DeBERTa's may have a convolution beside it."""
+    """ModernBERT's first layer has no norm before it, and DeBERTa's may have a convolution next to it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     if family == "deberta-v2":
         changed = reader.read_config(source)
@@ -587,7 +587,7 @@ def test_blocks_are_read_by_one_tokenizer(
 def test_text_asks_who_answers_for_a_head(
     joint: Path, other: Path, corpus_file: Path, tokenizer_file: Path, tmp_path: Path, start: Start
 ) -> None:
-    """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
+    """A head's own teacher, which may be wider than the run's teacher, distills it on plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
     writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
@@ -960,7 +960,7 @@ def test_a_teacher_that_is_too_short(joint: Path, data: Mapping[str, str], start
 def test_albert_with_several_groups(
     documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Whose layers are nobody's own."""
+    """An ALBERT with several groups, whose layers share parameters."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
     grouped = replace(reader.read_config(source), num_hidden_groups=2)
     writer.save_encoder(

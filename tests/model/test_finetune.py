@@ -76,7 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     ]
     comets = [{"text": t, "labels": ["comet"] if "comet" in t else []} for t in TEXTS[::4]]
     stars = [{"text": t, "label": NAMES.index(t.split()[0]) / 2} for t in TEXTS[::4]]
-    # Alike by what was drawn alone, whoever drew it: 0 to 3.
+    # Graded by the drawn object alone, not by the subject: 0 to 3.
     pairs = [
         {"text": f"{a} drew {x}.", "text_pair": f"{b} drew {y}.", "score": 3 - abs(i - j)}
         for i, (x, a) in enumerate(zip(THINGS, NAMES, strict=True))
@@ -603,7 +603,7 @@ def test_steep_heads_weigh_no_more(
 def test_few_rows_are_heard_less_at_first(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Annealed sampling: a quarter of the rows is heard a quarter as often at first, always at last, batch by batch."""
+    """Annealed sampling: a quarter of the rows has a quarter of the batches at first, and equal shares at the end."""
     few = {"task": "classification", "train": [data["few"]], "batch_size": 4}
     tables = {"names": heads(data)["names"], "few": few}
     asked: dict[str, list[int]] = {"names": [], "few": []}
@@ -765,7 +765,7 @@ def test_a_finished_run_says_the_same_again(
 def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(
     data: Mapping[str, str], start: Start, tmp_path: Path, replaced: bool
 ) -> None:
-    """Be it before the new one was in its place or after: there is one checkpoint, and nothing beside it."""
+    """A crash before or after the checkpoint is replaced leaves one checkpoint and no other file."""
     table = {"names": {**heads(data)["names"], "dev": data["names"]}}
     first = start(table, steps=2)
     folder, old = tmp_path / "run/checkpoint", tmp_path / "run/checkpoint.partial.old"
@@ -1053,7 +1053,7 @@ def test_the_command_reads_a_toml_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A table for each head, and other settings beside or after it."""
+    """A table for each head, and other settings before or after it."""
     config = tmp_path / "run.toml"
     config.write_text(
         f"tokenizer = '{tokenizer_file}'\npreset = 'tiny'\nsteps = 9\n"

@@ -1,4 +1,4 @@
-"""The losses of embeddings and of graded pairs, and their gradients, are those of sentence-transformers."""
+"""Losses of embeddings and of graded pairs, and their gradients, equal sentence-transformers' values."""
 
 from collections.abc import Callable
 from typing import Any

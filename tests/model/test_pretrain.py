@@ -338,7 +338,7 @@ def test_what_a_run_leaves(
     arguments: dict[str, Any],
     drawn: PretrainingBatch,
 ) -> None:
-    """A run leaves its metrics, and a checkpoint that transformers reads and that can go on, with who taught it."""
+    """A run writes metrics and a resumable checkpoint that transformers reads, with the teachers' names."""
     run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
     folder = tmp_path / "first" / "checkpoint"
 
@@ -435,7 +435,7 @@ def test_share_of_hidden_tokens(
     family: str,
     rate: float,
 ) -> None:
-    """Is the family's, where none is asked for."""
+    """The default share is the family's."""
     made, drawn = [], Sampler.samples
     monkeypatch.setattr(
         Sampler,
@@ -596,7 +596,7 @@ def test_phases_of_a_run(
 def test_whole_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """Where asked for, the tokens that go on with a word are known to who hides them."""
+    """With whole-word masking, the masking code receives the continuation tokens."""
     known: list[Any] = []
     make = pretraining_batches.Sampler
     monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))

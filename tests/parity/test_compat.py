@@ -1,4 +1,4 @@
-"""Answers equal those of transformers' pipelines, except for the differences in docs/reference/compat.md."""
+"""Results equal the results of transformers' pipelines, but for docs/compat.md: a small share of `make compat`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def made_up() -> Inputs:
 
 def real() -> Inputs:
     if not texts.DATA.is_dir():
-        pytest.skip(f"{texts.DATA} (real texts) is not beside this checkout")
+        pytest.skip(f"{texts.DATA} (real texts) is not next to this checkout")
     return Inputs(texts.singles(10), texts.pairs(6), texts.questions(8))
 
 
@@ -122,7 +122,7 @@ def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
-    """Vectors of texts and of tokens, and weights of tokens, are those of sentence-transformers."""
+    """Vectors of texts and of tokens, and weights of tokens, equal sentence-transformers' values."""
     found = differences(compare.vectors(ask, folder / family, inputs.texts, MAX_LENGTH))
 
     assert {"/embed", "/embed-tokens", "/embed-tokens, query", "/embed-sparse"} == found.keys()

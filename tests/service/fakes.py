@@ -58,8 +58,8 @@ class FakeEngine:
         self.heads: Heads = ()
         self.ticket: Ticket | None = None
         self.error: Exception | None = None
-        self.hold: asyncio.Event | None = None  # before the answer, and after what is told
-        self.tell_first: int | None = None  # results that are told of; unset, all
+        self.hold: asyncio.Event | None = None  # before the answer, after the reported results
+        self.tell_first: int | None = None  # number of reported results; None: all
         self.bad: dict[int, QuartetError] = {}  # inputs that have no result
         self.users = 0
         self.reached = asyncio.Event()

@@ -36,7 +36,7 @@ def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes a setting after it was read."""
+    """A setting cannot be changed after it was read."""
     with pytest.raises(ValidationError, match="frozen"):
         Settings().port = 1
 

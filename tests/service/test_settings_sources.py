@@ -85,7 +85,7 @@ def test_paths_in_a_file_are_relative_to_it() -> None:
 
 
 def test_bundles_that_come_later_come_from_a_directory() -> None:
-    """One that is there, beside the file that names it."""
+    """A directory that exists, relative to the file with the setting."""
     write("etc/quartet.toml", 'models_dir = "models"')
     with pytest.raises(ConfigError, match=r"^etc/quartet.toml: etc/models is no directory$"):
         with_bundle(config="etc/quartet.toml")

@@ -281,7 +281,7 @@ def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
 
 
 def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file: Path) -> None:
-    """Each token has one label, in whichever window it is."""
+    """Each token has the same label in every window."""
     encoder = Encoder.from_file(tokenizer_file, 6)
     row = sentence("U.S.A.F. Ada", "B-LOC B-PER")
     (encoded,) = encoder.texts([row.text], truncate="window", stride=1)
@@ -319,7 +319,7 @@ def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes: T
 def test_a_window_that_begins_within_a_letter_begins_no_word(
     of_bytes: Tokenizer, stride: int
 ) -> None:
-    """Each word begins with one and the same token, in whichever window that is."""
+    """Each word begins with the same token in every window."""
     (whole,) = Encoder(of_bytes, 64).texts([BYTES.text])
     (placed,) = examples.place_words(BYTES, whole.windows)
     first = {
@@ -429,7 +429,7 @@ def test_a_batch_follows_from_seed_and_step_alone() -> None:
 
 
 def groups(*sizes: int, negatives: Sequence[int] = ()) -> ExampleStream:
-    """Texts that belong together, in groups, with so many negatives; a text is known by its length."""
+    """Texts that belong together, in groups, with this many negatives; a text's length identifies it."""
     lengths = iter(range(1, sum(sizes) + sum(negatives) + 1))
     found = []
     for number, (size, more) in enumerate(zip_longest(sizes, negatives, fillvalue=0)):
@@ -455,7 +455,7 @@ def test_pairs_are_drawn_from_groups() -> None:
 
 
 def test_negatives_come_after_all_pairs() -> None:
-    """Row by row, as many as each has, and their numbers after those of the pair."""
+    """Negatives follow row by row, as many as each row has, after the numbers of the pair."""
     stream = groups(2, 3, 2, 2, negatives=(2, 1, 0, 3))
     negatives = {
         int(e.labels[0]): e.labels[1:][len(e.labels) - 1 - e.negatives :] for e in stream.examples
@@ -520,7 +520,7 @@ def labelled(*labels: Any, lengths: Sequence[int] = ()) -> Batch:
 
 
 def pairs(count: int, negatives: Sequence[int] = ()) -> Batch:
-    """So many rows of an anchor and its positive, the first ones with so many negatives; no text twice."""
+    """This many rows of an anchor and its positive; the first rows have this many negatives; all texts differ."""
     texts = iter(range(100))
     more = [*negatives, *[0] * (count - len(negatives))]
     return labelled(*([row, *islice(texts, 2 + extra)] for row, extra in enumerate(more)))

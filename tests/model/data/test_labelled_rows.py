@@ -122,7 +122,7 @@ def test_similarity_goes_from_0_to_1(tmp_path: Path) -> None:
 
 
 def test_scores_have_to_vary(tmp_path: Path) -> None:
-    """From equal ones nobody can tell whether the pairs are alike or not."""
+    """Equal scores are refused, because they do not say whether the pairs are alike."""
     pair = {"text": "a", "text_pair": "b", "score": 5}
     path = write(tmp_path / "a.jsonl", {"texts": ["c", "d"]}, pair, pair)
     with pytest.raises(DataError, match=r"a\.jsonl: all scores are 5"):

@@ -217,7 +217,7 @@ class TestDraw:
 def hide(
     ids: Tensor, guesses: tuple[int, ...], seed: int = 0, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Texts [B, L] with so many tokens hidden in each, and where."""
+    """Texts [B, L] with this many masked tokens in each, and their positions."""
     text = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.array([0, 10]))
     sampler = Sampler(text, SPECIALS, pairs=None, **settings)
     return sampler._hide(ids, guesses, torch.Generator().manual_seed(seed))
@@ -236,7 +236,7 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
 
 class TestHiding:
     def test_as_many_as_asked(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Each row has as many hidden tokens as it is told, rows of different numbers too."""
+        """Each row has the requested number of masked tokens, also if the numbers differ."""
         ids, _, hidden = masked
         assert (hidden.sum(dim=1) == 12).all()
         _, others = hide(ids[:3], (1, 5, 80))

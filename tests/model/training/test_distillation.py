@@ -75,7 +75,7 @@ class TestAnswers:
         torch.testing.assert_close(found.value, terms.mean() * temperature**2, rtol=1e-4, atol=1e-5)
 
     def test_of_one_label(self, temperature: float) -> None:
-        """A softmax of one is certain of everything: it is told by its sigmoid."""
+        """A softmax over one label is always 1, so a head with one label uses its sigmoid."""
         head = CLASSES.model_copy(update={"labels": ("relevant",)})
         found = distillation.logits_loss(
             head, logits(4, 1), logits(4, 1, seed=1), Batch([], []), temperature
@@ -198,7 +198,7 @@ def test_similarities_of_a_batch() -> None:
     assert distillation.similarity_loss(ours[:1], theirs[:1]).value == 0
 
 
-# -- whom to ask ------------------------------------------------------------------------------------------------------
+# -- the teachers ------------------------------------------------------------------------------------------------------
 
 
 def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
@@ -354,7 +354,7 @@ def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
 
 
 def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
-    """A head without a teacher, beside others that have one."""
+    """A head without a teacher, next to heads with a teacher."""
     student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None)
     teaching = DistillationObjective(student, [taught], {}, {"labels": 1.0}, anneal=True)
@@ -430,7 +430,7 @@ def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
 
 
 def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
-    """The student's last, and the teacher's that is asked for, of a batch as it is packed."""
+    """The last layer of the student and the selected layer of the teacher, for a packed batch."""
     asked = teacher(tokenizer_file)
     student = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
@@ -451,7 +451,7 @@ def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Path) -> None:
-    """One of each layer, in order, as often as it is passed through; and nobody looks on afterwards."""
+    """One projection of each layer, in order, for each forward pass; afterwards no hook is left."""
     family = FAMILIES[model_type]
     fields = {
         "vocab_size": 200,

@@ -59,7 +59,7 @@ async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -
 
 
 async def test_a_failed_start_is_told_in_one_line() -> None:
-    """The server hears why, without a traceback."""
+    """The server gets the reason, without a traceback."""
 
     @asynccontextmanager
     async def fail(_: Settings) -> AsyncIterator[FakeEngines]:
@@ -86,7 +86,7 @@ async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
 
 
 async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: FastAPI) -> None:
-    """Draining, it sends probes away and answers who is there."""
+    """While it drains, readiness is 503 and requests are answered."""
     app.state.service.draining = True
     ready = await client.get("/health/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
@@ -200,7 +200,7 @@ async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, pa
     ],
 )
 async def test_no_path_leads_out_of_the_pages(app: FastAPI, path: str) -> None:
-    """Whatever a client writes; a client library would mend such paths, so they go straight to the application."""
+    """No path leads out, however it is written. Client libraries normalize paths, so these go straight to the app."""
     assert await get_status(app, path) == 404
 
 
@@ -244,7 +244,7 @@ def test_pages_refer_to_nothing_outside(name: str) -> None:
 
 
 async def test_an_unchanged_page_is_not_sent_again(client: httpx.AsyncClient) -> None:
-    """A browser that has the page is told so."""
+    """A browser with the current page gets 304."""
     etag = (await client.get("/docs")).headers["ETag"]
     assert (await client.get("/docs", headers={"If-None-Match": etag})).status_code == 304
 
@@ -284,7 +284,7 @@ async def test_pages_of_others_may_ask_nothing(client_with: Connect, settings: A
 
 
 async def test_pages_of_named_origins_may_ask(client_with: Connect) -> None:
-    """Preflights need no key, and a page can read what it is told, refusals too."""
+    """Preflights need no key, and a page can read the responses, also refusals."""
     async with client_with(cors_origins=[ORIGIN], keys=KEYS) as client:
         preflight = await client.options("/embed", headers=PREFLIGHT)
         refused = await client.post("/embed", json={"inputs": "a"}, headers={"Origin": ORIGIN})

@@ -63,7 +63,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
 
 
 async def test_classify_answers_with_labels(client: Client) -> None:
-    """A list of labels for each input, and who gave them at what cost."""
+    """The response has a list of labels for each input, the model, the head and the usage."""
     response = await client.post("/classify", json={"inputs": ["a", "b"], "top_k": 1})
     assert response.json() == {
         "model": "tiny@1",
@@ -568,7 +568,7 @@ async def test_metrics_are_text(client: Client) -> None:
 async def test_bad_inputs_are_null_when_asked_for(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
-    """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
+    """`errors` has their indices, codes and reasons; without bad inputs it is empty."""
     body = {**several(path), "on_error": "null"}
     name = "embeddings" if path.startswith("/embed") else "results"
     fine = (await client.post(path, json=body)).json()
@@ -589,7 +589,7 @@ async def test_bad_inputs_are_null_when_asked_for(
 async def test_bad_inputs_fail_the_request_unless_asked_for(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
-    """Which the engine is told, and then there are no errors to be named in an answer."""
+    """The engine gets this option, and the response then has no `errors`."""
     answer = await client.post(path, json=BODIES[path] | {"on_error": "fail"})
     assert "errors" not in answer.json()
     assert engine.ticket is not None

@@ -148,7 +148,7 @@ async def test_our_bugs_are_logged(
 async def test_lines_leave_before_the_answer_is_whole(
     app: FastAPI, engine: FakeEngine, lines: list[EventDict]
 ) -> None:
-    """A line is sent when its result is there; who hangs up then takes the rest of the work along, and pays for it."""
+    """A line is sent when its result is ready; a disconnect cancels the other inputs, and the work done is charged."""
     engine.hold = asyncio.Event()
     gone = asyncio.Event()
     sent: asyncio.Queue[Message] = asyncio.Queue()

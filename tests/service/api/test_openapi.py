@@ -228,5 +228,5 @@ def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> Non
     [(schema, body) for schema in REQUESTS.values() for body in EXAMPLES[schema].values()],
 )
 def test_examples_are_valid(schema: type[Request], body: object) -> None:
-    """Who copies an example is answered."""
+    """Every example is a valid request."""
     assert parse(schema, body, 8).size > 0

@@ -82,7 +82,7 @@ def test_of_many_unknown_fields_some_are_named() -> None:
 
 
 def test_a_question_has_so_many_answers() -> None:
-    """Nobody reads more, and each of them costs."""
+    """A question has a limited number of answers, because each of them costs time."""
     message, _ = refused(QaRequest, {**PAIR, "top_k": 101})
     assert message == "top_k: must be at most 100"
 

@@ -127,7 +127,7 @@ class TestLoad:
             np.testing.assert_array_equal(getattr(loaded.golden, field), getattr(GOLDEN, field))
 
     def test_manifest(self, folder: Path) -> None:
-        """The manifest says who it is, which precisions it has and which files it answers for."""
+        """The manifest has the bundle's id, its precisions and the files that it hashes."""
         manifest = bundle.load(folder).manifest
 
         assert manifest.id == "quartet-test@1.0"
@@ -584,7 +584,7 @@ class TestCheckGoldens:
         assert reason == expected
 
     def test_no_rows(self) -> None:
-        """Outputs without rows agree, as those of a fill-mask head without a mask token."""
+        """Outputs without rows agree, such as the outputs of a fill-mask head without a mask token."""
         none = np.zeros((0, 4), np.float32)
 
         assert 0 == bundle.deviation(none, none)
@@ -767,7 +767,7 @@ class TestWriting:
 class TestSwap:
     @pytest.mark.parametrize("replaced", [False, True])
     def test_after_one_that_was_cut_off(self, folder: Path, replaced: bool) -> None:
-        """What it left, be the new directory in its place already or not yet, is in nobody's way."""
+        """After an interrupted replacement, the next one succeeds, whether or not the new directory was in place."""
         old = shutil.copytree(folder, folder.with_name("b.new.old"))
         if not replaced:
             shutil.rmtree(folder)
@@ -804,7 +804,7 @@ class TestHead:
 
 
 def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
-    """Who reads texts elsewhere gets the tokenizer that was checked, or nobody does."""
+    """Other readers of texts get the verified tokenizer, or none."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     loaded = bundle.load(copy)
     texts = bundle.read_texts(loaded)

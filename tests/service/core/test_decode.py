@@ -543,7 +543,7 @@ class TestQa:
         top_k: int,
         null_threshold: float | None,
     ) -> None:
-        """Answers, scores and their order are those of trying every pair of tokens."""
+        """Answers, scores and their order equal the results of trying every pair of tokens."""
         encoding, context = encode(words, sequence=1), join(words)
         windows, parts = cut(
             encoding,
@@ -603,7 +603,7 @@ class TestQa:
         assert answers == [AnswerSpan("a", 1 / 16, 0, 1), AnswerSpan("b", 1 / 16, 2, 3)]
 
     def test_equal_scores(self) -> None:
-        """Answers with equal scores come in text order, whichever window they are from."""
+        """Answers with equal scores come in text order, from every window."""
         encoding = encode(["a", "b", "c"], sequence=1)
         windows, logits = cut(encoding, np.zeros((7, 2), np.float32), capacity=2, stride=1)
         windows, logits = [windows[0], *windows], [logits[0].copy(), *logits]

@@ -123,7 +123,7 @@ def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
 
 
 def test_default_precision(copy: Path) -> None:
-    """A bundle whose default is int8 is served so unless fp32 is asked for."""
+    """A bundle whose default is int8 is served as int8 unless the setting is fp32."""
     change_manifest(copy, lambda manifest: manifest.update(default_precision="int8"))
     session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
     assert "int8" == session.graph.precision
@@ -133,7 +133,7 @@ def test_default_precision(copy: Path) -> None:
 def test_graph_of_rectangles_answers_the_same(
     layout: str, copy: Path, opened: Bundle, packed: Packed
 ) -> None:
-    """A bundle of the portable graph alone serves, by whichever layout, with the packed graph's answers."""
+    """A bundle with only the portable graph is served in both layouts, with the packed graph's results."""
     change_manifest(copy, only("portable"))
     change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
     rectangles = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
@@ -168,7 +168,7 @@ def test_runs_of_a_batch(
 
 
 def test_heads_are_computed_alone_as_with_all(opened: Bundle) -> None:
-    """A run of some heads gives their outputs and no others, equal to those of a run of all."""
+    """A run of some heads returns only their outputs, equal to the outputs of a run of all heads."""
     session = open_session(opened, options=ONE_THREAD, provider="cpu")
     golden = opened.golden
     layout = make_layout(golden.lengths)
@@ -549,7 +549,7 @@ def test_half_bundle_with_a_gpu_that_does_not_work(
 def test_half_asked_for_on_a_cpu(
     provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for by name, fp16 needs a GPU, and why there is none is told."""
+    """The setting fp16 needs a GPU, and the error has the reason why there is none."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
     with pytest.raises(BundleError, match=said):
         open_session(

@@ -430,7 +430,7 @@ async def test_entries(tiny_bundle: Path) -> None:
 
 
 async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
-    """An input is told of when its last window is back, whatever the order, and the reply has them all."""
+    """An input's result is reported when its last window is done, in any order, and the reply has all results."""
     told: list[tuple[int, float]] = []
 
     async def submit(entries: Sequence[Entry], on_outcome: OnOutcome) -> list[Outcome]:
@@ -470,7 +470,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 async def test_told_and_returned_are_the_same(
     task: Callable[..., EngineTask[Any]], tiny: Engine
 ) -> None:
-    """Who is told of each result hears what the others are given at the end."""
+    """The callback gets the same results as the caller gets at the end."""
     told: dict[int, Any] = {}
     work = task(texts=[*SHORT, LONG])
     plain = await tiny.answer(work, ticket())
@@ -490,7 +490,7 @@ async def test_told_and_returned_are_the_same(
 async def test_large_answers_are_decoded_in_a_thread(
     in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And told of by the event loop's."""
+    """The event loop's thread calls the callback."""
     threads, told = [], []
     monkeypatch.setattr(engine, "INLINE_TOKENS", most)
     whole = decode.embed
@@ -516,7 +516,7 @@ async def test_large_answers_are_decoded_in_a_thread(
 async def test_long_texts_are_encoded_in_a_thread(
     characters: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Much text is encoded beside the event loop, which goes on serving others."""
+    """Long texts are encoded in a thread, while the event loop serves other requests."""
     threads = []
 
     def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Cut]:
@@ -555,7 +555,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
 async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long texts of those who have gone before their turn are never encoded."""
+    """The long texts of canceled requests are never encoded."""
     release, encoded = threading.Event(), []
 
     def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
@@ -783,7 +783,7 @@ async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: P
 async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     in_lines: bool, tiny_bundle: Path
 ) -> None:
-    """Whatever became of that text's other windows; it is told of once."""
+    """A text with a failed window fails once, with every outcome of its other windows."""
     failure = InferenceFailed("no number")
 
     async def submit(

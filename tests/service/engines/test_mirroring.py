@@ -34,7 +34,7 @@ def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[A
 
 
 class Copied:
-    """A shadow of an engine that answers as it is told to."""
+    """A shadow of an engine that answers as configured."""
 
     def __init__(self, share: float = 1.0, draw: Callable[[], float] = lambda: 0.0) -> None:
         self.id = "a@2"
@@ -118,7 +118,7 @@ async def test_a_share_is_copied() -> None:
     ("problem", "said"), [("", {"queue_s": 0.003}), ("it starts", {}), ("", {"tokens": 10_000})]
 )
 async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> None:
-    """While others wait, or of large requests; how many were left out is told."""
+    """No copy is made while requests wait or for large requests; the metrics count the skipped ones."""
     copied = Copied()
     copied.load = Load(problem=problem)
     copied.hear(reply(GOOD, BAD, **said))
@@ -145,7 +145,7 @@ async def test_one_at_a_time() -> None:
     [(InferenceFailed("no number"), 0), (InvalidInput("too long"), 0), (RuntimeError("bug"), 1)],
 )
 async def test_a_copy_that_fails_is_counted(error: Exception, lines: int) -> None:
-    """By the inputs that had an answer, and harms nobody; only a bug is told of in the log."""
+    """It is counted by inputs with a result, and affects no request; the log has bugs only."""
     copied = Copied()
     with capture_logs() as logs:
         await copied.copied(reply(GOOD, BAD, None), error)

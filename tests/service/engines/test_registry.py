@@ -81,7 +81,7 @@ async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A provider that is not to be had is told before any bundle is read."""
+    """An unavailable provider is reported before any bundle is read."""
     monkeypatch.setattr("service.core.session.cuda_problem", lambda: "there is none")
     with pytest.raises(ProviderError, match="there is none"):
         async with opened(settings(tmp_path / "nowhere", provider="cuda")):
@@ -114,12 +114,12 @@ async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
-    """The metrics are told of every batch, and read the queue."""
+    """The metrics count every batch, and read the queue."""
     metrics = Metrics()
     async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
         await embed(engines.get(None), "Ada", "Emmy")
         for _ in range(TURNS_TO_SEND):
-            await asyncio.sleep(0)  # who asked goes first
+            await asyncio.sleep(0)  # the waiting request goes first
         page = metrics.render().decode()
     assert 'quartet_batch_size_sum{model="tiny@1"} 2.0' in page
     assert "quartet_queue_tokens 0.0" in page
@@ -175,7 +175,7 @@ def shelf(texts: BundleTexts) -> Iterator[Shelf]:
 
 
 async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
-    """Others answer who names them; whoever is gone nobody."""
+    """Other versions answer by their full ids; an unloaded version does not answer."""
     await shelf.adopt(one="previous", two="current")
     get = shelf.engines.get
     assert ["tiny@two"] * 2 == [get(None).id, get("tiny").id]

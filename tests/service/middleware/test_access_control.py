@@ -169,7 +169,7 @@ async def test_without_keys_nobody_may_administrate(client: httpx.AsyncClient, p
 async def test_a_request_may_only_lower_its_priority(
     locked: httpx.AsyncClient, engine: FakeEngine, name: str, asked: str | None, priority: int
 ) -> None:
-    """The key gives the class; the engine hears of it, and of whose the request is."""
+    """The key sets the class; the engine gets the class and the tenant."""
     headers = bearing(name) | ({"X-Priority": asked} if asked else {})
     await locked.post("/embed", json=BODY, headers=headers)
     assert (engine.ticket.tenant, engine.ticket.priority) == (name, priority)
@@ -197,7 +197,7 @@ async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None
 async def test_what_is_open_has_no_priority(
     client: httpx.AsyncClient, locked: httpx.AsyncClient, path: str
 ) -> None:
-    """With keys or without, nobody looks at what is said of it."""
+    """With keys or without, these routes ignore the priority header."""
     for each in (client, locked):
         assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
 

@@ -26,7 +26,7 @@ SECONDS = {"X-Request-Timeout-Ms": "1000"}
 
 
 def waiting(*tokens: int, flow: Flow = TINY) -> Load:
-    """A device that does 100 tokens a second, and has requests of so many."""
+    """A device that computes 100 tokens a second, with waiting requests of these sizes."""
     return Load(
         {flow.bundle: 100.0},
         {flow: Backlog.of(*[RemainingWork(n, 1) for n in tokens])} if tokens else {},
@@ -92,7 +92,7 @@ async def test_who_is_never_asked_decides_nothing(
 async def test_administration_is_let_in(
     engines: FakeEngines, client_with: Callable[..., Any]
 ) -> None:
-    """When nothing is in time any more, who can step back to the version before must be able to."""
+    """A rollback must be possible even if no inference request can meet its deadline."""
     engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
     key = make_key()
     keys = {"ops": Key(sha256=digest(key).hex(), may=("admin", "inference"))}
@@ -117,10 +117,10 @@ def admission() -> EarlyRejection:
     return EarlyRejection(Service(Settings(), Metrics()))
 
 
-def come(made: EarlyRejection, at: float, **who: Any) -> RequestContext:
+def come(made: EarlyRejection, at: float, **fields: Any) -> RequestContext:
     """A request of 100 bytes and a second's time. Raises Overloaded."""
     context = RequestContext(
-        "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **who
+        "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **fields
     )
     made({"method": "POST", "path": "/embed"}, context)
     return context
@@ -137,18 +137,18 @@ def door(engines: FakeEngines) -> EarlyRejection:
     return made
 
 
-def let_in(door: EarlyRejection, at: float = 0.0, **who: Any) -> list[RequestContext]:
+def let_in(door: EarlyRejection, at: float = 0.0, **fields: Any) -> list[RequestContext]:
     """As many as come in together before one does not."""
     came: list[RequestContext] = []
     with suppress(Overloaded):
         while len(came) < 100:
-            came.append(come(door, at, **who))
+            came.append(come(door, at, **fields))
     return came
 
 
 @pytest.mark.parametrize("priority", [0, 1])
 def test_who_is_on_the_way_is_reckoned_with(door: EarlyRejection, priority: int) -> None:
-    """Half a second's work comes in at once, and no more: nobody waits until the device tells of it."""
+    """At most half a second's work is accepted at once, until the device reports its load."""
     assert len(let_in(door, priority=priority)) == 4
 
 
@@ -161,7 +161,7 @@ def test_others_that_come_do_not_matter(door: EarlyRejection) -> None:
 def test_what_comes_for_another_bundle_does_not_matter(
     door: EarlyRejection, engines: FakeEngines
 ) -> None:
-    """It may be for the one that is flooded: who asks the other one is let in."""
+    """A request for another model is accepted, even if the arriving ones may overload one model."""
     engines.told = Load(
         {"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(RemainingWork(1000, 1))}
     )
@@ -169,7 +169,7 @@ def test_what_comes_for_another_bundle_does_not_matter(
 
 
 def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
-    """The device tells of those whose texts it has; those that are over want nothing."""
+    """The device reports the requests whose texts it has; requests that are over take no capacity."""
     first, second, *_ = let_in(door)
     assert first.on_submit is not None
     first.on_submit()

@@ -25,7 +25,7 @@ memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_expo
 BODY = {"inputs": ["a secret", "another"]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STAGES = ["parse", "encode", "queue", "inference", "decode", "serialise"]
-AWAY = "http://127.0.0.1:9"  # where nobody listens
+AWAY = "http://127.0.0.1:9"  # a port without a listener
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ async def test_long_headers_cost_no_time(client: httpx.AsyncClient, made: Any, n
 async def test_a_client_that_does_not_sample_is_heeded(
     client: httpx.AsyncClient, made: Any
 ) -> None:
-    """By default a part of a trace that nobody records is not recorded either."""
+    """By default, an unsampled trace of the client is not recorded either."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert (await client.post("/classify", json=BODY, headers=headers)).status_code == 200
     assert made.get_finished_spans() == ()
@@ -225,7 +225,7 @@ async def test_a_path_that_is_none_makes_no_name(client: httpx.AsyncClient, made
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
 async def test_probes_are_not_traced(client: httpx.AsyncClient, made: Any, path: str) -> None:
-    """They come every few seconds and say nothing of anybody's request."""
+    """Probes come every few seconds and describe no request."""
     await client.get(path)
     assert made.get_finished_spans() == ()
 
@@ -244,7 +244,7 @@ async def test_of_a_flood_no_more_is_traced_than_logged(
 async def test_a_tracer_that_fails_fails_nobody(
     client: httpx.AsyncClient, app: FastAPI, lines: list[EventDict]
 ) -> None:
-    """The request is answered and logged, and the failure is told once."""
+    """The request is answered and logged, and the failure is logged once."""
 
     class Broken:
         def start_span(self, *_: object, **__: object) -> None:
@@ -317,7 +317,7 @@ async def test_what_cannot_be_exported_keeps_nobody_from_being_served(
 async def test_without_the_extra_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
-    """Who asks for spans and has not installed what makes them is told, and served."""
+    """A service with OTEL variables but without the extra logs a line and serves."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     async with tracing.tracing() as trace:
@@ -371,7 +371,7 @@ def test_a_collector_that_is_away_is_told_of_now_and_then(
 
 
 def test_importing_the_app_loads_no_sdk() -> None:
-    """Where nobody asks, nothing is loaded for it."""
+    """Without OTEL variables, no SDK is imported."""
     script = (
         "import sys, service.api.app; print(*(m for m in sys.modules if 'opentelemetry.sdk' in m))"
     )

@@ -47,7 +47,7 @@ def test_lines_are_for_people_on_a_terminal() -> None:
 
 
 def test_a_line_is_written_at_once(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its end, or lines of several processes would be mixed up; our own as those of libraries."""
+    """Each line is written with its end at once, or lines of several processes would mix; libraries' lines as well."""
     written: list[str] = []
     monkeypatch.setattr(stream, "write", written.append)
     logs.configure("info", "json", stream)
@@ -92,22 +92,22 @@ def test_health_checks_are_below_info(stream: io.StringIO, level: str, count: in
 
 @pytest.mark.parametrize("form", ["console", "json"])
 def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
-    """A failure is told with its place, not with the texts that were at hand."""
+    """A traceback has its place, but not the texts in variables."""
 
     def fail(text: str) -> None:
         raise RuntimeError("broken")
 
     logs.configure("info", form, stream)
     try:
-        fail("some" + "body's text")
+        fail("a confidential" + " text")
     except RuntimeError:
         structlog.get_logger().exception("unexpected error")
     assert "RuntimeError: broken" in stream.getvalue()
-    assert "somebody's text" not in stream.getvalue()
+    assert "a confidential text" not in stream.getvalue()
 
 
 def test_lines_of_one_kind_may_be_spared() -> None:
-    """Two in a second are told; the first of the next says how many were not."""
+    """Two lines in a second are written; the first of the next second has the number of dropped ones."""
     now = 7.9
     lines = logs.LogLimiter(2, clock=lambda: now)
     assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]

@@ -268,7 +268,7 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
 
 
 async def test_nobody_adds_a_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """A thousand paths, methods, models, heads and ids are told of by the series that there are."""
+    """A thousand unknown paths, methods, models, heads and ids are counted in existing series."""
     engine.error = errors.UnknownHead("no such head", param="head")
 
     async def ask(number: int) -> None:

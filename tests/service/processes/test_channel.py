@@ -116,7 +116,7 @@ class Wire(asyncio.Transport):
 
 
 async def test_what_one_turn_says_is_one_write() -> None:
-    """In order, and not before the turn is over; who closes has said it."""
+    """Messages are sent in order, at the end of the turn; a close sends them, too."""
     channel, wire = Channel(print, lambda: None), Wire()
     channel.connection_made(wire)
     for number in range(3):
@@ -146,7 +146,7 @@ async def test_what_is_written_leaves_at_once() -> None:
 
 
 async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
-    """Either hears that the other is lost, and whose fault it was."""
+    """Each end gets an error for the lost connection, with the end at fault."""
 
     def fail(message: Any, arrays: bytes) -> None:
         raise ValueError("our bug")

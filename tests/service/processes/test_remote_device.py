@@ -1,4 +1,4 @@
-"""A device in another process is the same to whoever submits: tested over a socket, both ends in one loop."""
+"""A device in another process behaves like a local one: tested over a socket, both ends in one loop."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ LOAD = Load(
 
 
 class FakeDevice:
-    """Answers each entry with the sum and the number of its tokens, or as it is told to."""
+    """Answers each entry with the sum and the number of its tokens, or as configured."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -91,7 +91,7 @@ def text(*ids: int, hidden: int = 0) -> Entry:
 
 
 class FakeCurator:
-    """Says what it was asked to do, or fails as it is told to."""
+    """Returns the command that it got, or fails as configured."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -106,7 +106,7 @@ class FakeCurator:
 
 
 class FakeFollower:
-    """Remembers what it was to adopt, and holds on to what it is told to."""
+    """Records the bundles that it adopted, and holds them as configured."""
 
     def __init__(self) -> None:
         self.models: Models = ()
@@ -181,7 +181,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_outcomes_come_back_in_order() -> None:
-    """Every entry has its own outputs, with their shapes, and all that is told of its batch."""
+    """Every entry has its own outputs, with their shapes, and the data of its batch."""
     entries = [text(1, 2, 3), text(9), text(4, 5)]
     async with pair() as both:
         got = await both.remote.submit(entries)
@@ -217,7 +217,7 @@ async def test_nothing_is_answered_with_nothing() -> None:
 
 
 async def test_outcomes_are_told_one_by_one() -> None:
-    """The first is told of while the second is not there yet."""
+    """The first outcome is reported before the second exists."""
     entries, told = [text(1), text(2)], []
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -350,7 +350,7 @@ async def test_a_device_that_is_lost_is_not_our_fault() -> None:
 
 
 async def test_what_cannot_be_received_is_told() -> None:
-    """Whoever has lost the way to a device that lives on has to end, or would never be ready again."""
+    """A process that lost the connection to a living device must end, or it would never be ready again."""
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
@@ -361,7 +361,7 @@ async def test_what_cannot_be_received_is_told() -> None:
 
 
 async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
-    """Nobody notices but by the time it took; the second time each entry is to be in a batch of its own."""
+    """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
     async with pair() as both, under_way(both, *entries) as asked:
         both.lose()
@@ -377,7 +377,7 @@ async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
 
 
 async def test_what_was_told_is_not_asked_again() -> None:
-    """Of a request that is told of each entry, only those are asked again that are missing; all are told once."""
+    """In a request with reported results, only the missing entries are sent again; each result is reported once."""
     entries, told = [text(1), text(2), text(3)], []
 
     def on_outcome(entry: Entry, outcome: Outcome) -> None:
@@ -408,7 +408,7 @@ async def test_what_is_lost_twice_fails_by_name() -> None:
 
 
 async def test_requests_are_asked_again_one_at_a_time() -> None:
-    """So whoever kills the device again takes nobody along: the others have their second chance with the next one."""
+    """So an entry that kills the device again takes no other entry along: the others get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
         both.lose()
@@ -425,7 +425,7 @@ async def test_requests_are_asked_again_one_at_a_time() -> None:
 
 
 async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
-    """What is left may be computed all the same, and be what ends the process; then alone, the second time counts."""
+    """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
         both.lose()
@@ -487,7 +487,7 @@ async def test_the_load_is_told_unasked() -> None:
 
 
 async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
-    """However often it tells: a request on its way counts until it is told of, and then no more."""
+    """A request that was sent counts until the device reports it, and then no more, however often it reports."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
         asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
@@ -502,7 +502,7 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
 
 
 async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request and word that nobody waits for it any more may arrive together."""
+    """A request and its cancellation may arrive together."""
     sent: list[bytes] = []
     async with pair() as both:
         assert both.remote._channel is not None
@@ -547,7 +547,7 @@ async def test_metrics_are_kept_in_one_place() -> None:
 
 
 async def test_metrics_of_several_processes_add_up() -> None:
-    """What two HTTP processes saw is one sum, whichever of them is asked; so is what they expect."""
+    """The counts of two HTTP processes are added up, in both; so is their expected load."""
     async with pair() as both:
         other = RemoteDevice()
         following = asyncio.create_task(other.follow(FakeFollower()))
@@ -598,7 +598,7 @@ async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_metrics_wait_for_a_device() -> None:
-    """What was seen while there was none is told to the next."""
+    """Counts from a time without a device are sent to the next one."""
     async with pair() as both:
         await until(lambda: both.remote.load().ready)
         both.lose()
@@ -625,7 +625,7 @@ def texts(tiny_bundle: Path) -> BundleTexts:
 
 
 async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
-    """Models, manifest and tokenizer come to who follows; who is connected later hears the same."""
+    """Models, manifest and tokenizer are sent to subscribers; a later subscriber gets the same."""
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
     async with pair() as both:
@@ -647,7 +647,7 @@ async def test_texts_cross_once(texts: BundleTexts) -> None:
 
 
 async def test_what_cannot_be_adopted_is_told(texts: BundleTexts) -> None:
-    """Who decides hears of it, and the HTTP process goes on as before."""
+    """The model manager gets the error, and the HTTP process continues as before."""
     async with pair() as both:
         both.subscriber.error = ValueError("the tokenizer cannot be read")
         with pytest.raises(ValueError, match="the tokenizer cannot be read"):
@@ -685,7 +685,7 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleT
 
 
 async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
-    """Neither a bundle that goes, nor who waits for it to adopt another."""
+    """It holds neither an unloading bundle nor the activation of another one."""
     async with pair() as both:
         both.subscriber.hold.clear()
         await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -709,7 +709,7 @@ async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -
 
 
 async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
-    """The inference process may be open, but who asks would find no engine."""
+    """The inference process may be ready, but the HTTP process would find no engine."""
     async with pair() as both:
         both.lose()
         both.subscriber.hold_models.clear()
@@ -734,7 +734,7 @@ async def test_orders_are_forwarded() -> None:
 
 
 async def test_an_order_that_is_lost_is_not_given_again() -> None:
-    """Nobody knows whether it was carried out, so who gave it is told."""
+    """The outcome is unknown, so the administrator gets an error."""
     async with pair() as both:
         both.manager.hold = asyncio.Event()
         ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))

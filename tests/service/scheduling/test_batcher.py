@@ -200,7 +200,7 @@ async def settle() -> None:
 
 
 def test_plan_starts_with_the_first_in_line() -> None:
-    """Entries come in the order of the line, whose business it is who is first."""
+    """Entries are scheduled in the order of the fair queue, which decides the first one."""
     first = text(30, start=7.0)
     assert plan([first, text(start=5.0), text(30)], FIXED, ROOMY, 0.0)[0] is first
 
@@ -211,7 +211,7 @@ def test_plan_of_nothing_is_empty() -> None:
 
 
 async def test_plan_skips_the_late_and_the_cancelled() -> None:
-    """No work is done for who cannot be answered any more."""
+    """Entries that cannot be answered any more are not computed."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
     QueuedRequest(
@@ -228,14 +228,14 @@ def test_plan_keeps_to_the_bundle_of_its_head() -> None:
 
 
 def test_plan_gives_who_is_to_be_alone_no_company() -> None:
-    """Such an entry has no companions, and is nobody's."""
+    """Such an entry is batched with no other entry."""
     ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
     assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
 def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
-    """30 and 45 fit 80 tokens; 60 does not, and stands in nobody's way."""
+    """30 and 45 fit 80 tokens; 60 does not, and the entries after it are still considered."""
     entries = [text(30), text(60), text(45)]
     assert lengths(plan(entries, FIXED, Budget(80, 10), 0.0)) == [30, 45]
 
@@ -306,7 +306,7 @@ def test_plan_takes_all_lengths_where_padding_is_free() -> None:
 
 
 def test_plan_prefers_like_lengths_where_padding_is_computed() -> None:
-    """Beside 300 tokens, 3 cost a hundred times what they are."""
+    """Next to 300 tokens, 3 cost a hundred times their number."""
     entries = [text(300), text(3), text(290), text(4)]
     assert lengths(plan(entries, RECTANGLE, ROOMY, 0.0)) == [300, 290]
 
@@ -365,7 +365,7 @@ async def test_outcomes_come_in_the_order_of_the_entries() -> None:
 
 
 async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own() -> None:
-    """Its queue drains at the speed of lone entries, others' are batched, and nobody is held for company."""
+    """Its queue drains at the speed of single entries, other models are batched, and no entry waits for companions."""
     gate = Gate()
     async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
         batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
@@ -404,7 +404,7 @@ async def test_outcomes_tell_of_their_batch() -> None:
 
 
 async def test_outcomes_are_told_as_their_batches_end() -> None:
-    """Each entry is told of once, with its own outcome, before the request is answered."""
+    """Each entry's outcome is reported once, before the request is answered."""
     gate, told = Gate(), []
     async with serving(gate, max_batch_size=1) as batcher:
         entries = texts(2)
@@ -448,7 +448,7 @@ async def test_every_batch_is_observed() -> None:
 
 
 async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
-    """Learning what a batch cost takes up to a millisecond, which nobody has to wait for.
+    """Updating the cost model takes up to a millisecond, and no response waits for it.
 
     In a process of its own an answer leaves two turns of the event loop after its future is done: a callback of the
     future sends it, and what one turn sends is written together in the next.
@@ -521,7 +521,7 @@ async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
 
 
 async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
-    """Who comes with one text while a thousand wait rides in the very next batch."""
+    """A single text that arrives while a thousand wait is in the next batch."""
     gate = Gate()
     async with serving(gate, max_batch_size=8) as batcher:
         bulk = await submitted(batcher, texts(1000))
@@ -552,7 +552,7 @@ async def test_two_large_requests_share_the_replica_by_tokens() -> None:
 
 
 async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
-    """Who comes when half of another request is served takes turns with the other half."""
+    """A request that arrives when half of another one is served takes turns with the other half."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
         first, second = texts(20), texts(10)
@@ -598,7 +598,7 @@ async def test_flows_that_come_together_are_served_as_they_came() -> None:
 async def served(
     gate: Gate, batcher: Batcher, flows: dict[str, list[Entry]], tokens: int
 ) -> Counter[str]:
-    """The tokens that each flow was given of the first so many, all wanting more than they get."""
+    """The tokens of each flow among the first ones scheduled, while all flows have more waiting."""
     name_of = {number(entry): name for name, entries in flows.items() for entry in entries}
     await submitted(batcher, [text()])  # so that all wait before any is served
     await gate.batch()
@@ -678,7 +678,7 @@ async def test_a_seat_starts_the_count_again() -> None:
 
 
 async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
-    """Whose turn comes by waiting may also be in line by its start, and has one seat all the same."""
+    """An entry that is due by skips may also be next by virtual time, and is scheduled once."""
     gate = Gate()
     rng = random.Random(0)
     tasks, seats = [], []
@@ -851,7 +851,7 @@ async def test_max_wait_holds_a_batch_until_it_is_full() -> None:
 
 
 async def test_max_wait_ends() -> None:
-    """A text that nobody joins leaves alone, two milliseconds after it came."""
+    """A text without companions is computed alone, two milliseconds after its arrival."""
     clock = asyncio.get_running_loop().time
     async with serving(echo, max_wait_ms=2, clock=clock) as batcher:
         (outcome,) = await batcher.submit([text(arrival=clock())])
@@ -908,11 +908,11 @@ async def test_batches_that_run_are_known() -> None:
         assert not batcher.running
 
 
-# The batch that is set out
+# The prefetched batch
 
 
 def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
-    """Whether so many batches start while the event loop stands still."""
+    """Whether this many batches start while the event loop is blocked."""
     end = time.monotonic() + seconds
     while gate.started < started and time.monotonic() < end:
         time.sleep(0.001)
@@ -920,7 +920,7 @@ def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
 
 
 async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
-    """One batch is set out: the thread takes it by itself, and no other."""
+    """One batch is prefetched: the thread takes it without the event loop, and no second one."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -934,7 +934,7 @@ async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
 
 
 async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
-    """It counts for who comes, as the rest of the queue does, and no more once it runs."""
+    """It counts as waiting, like the rest of the queue, until it runs."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -961,7 +961,7 @@ async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: 
 
 
 async def test_a_part_of_a_large_request_is_set_out() -> None:
-    """Where nobody else waits, no slot waits for the event loop."""
+    """With no other flow waiting, no slot waits for the event loop."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         large = await submitted(batcher, texts(5))
@@ -991,7 +991,7 @@ async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> No
 
 
 async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
-    """Who is owed the slot has it; those that had been set out are next, each once."""
+    """The flow with the smallest virtual time gets the slot; the canceled prefetch is next, each entry once."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours = [text(bundle="a@1") for _ in range(4)]
@@ -1050,14 +1050,14 @@ async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
 
 
 async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
-    """The thread was faster; what waits is counted right all the same."""
+    """The thread began before the cancellation; the waiting entries are still counted right."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
         await gate.batch()
         gate.let()
         assert blocking(gate, 2)
-        requests[1].cancel()  # before the loop hears that its batch has begun
+        requests[1].cancel()  # before the loop processes the start of its batch
         await settle()
         assert batcher.load().queue_tokens == 30
         gate.let(10)
@@ -1082,7 +1082,7 @@ async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
 
 
 async def test_a_probe_goes_before_all_that_waits() -> None:
-    """It takes the next slot that is free; nobody is told of it, and it teaches no cost."""
+    """It takes the next free slot; no outcome is reported, and it does not change the cost model."""
     gate, seen = Gate(), []
     async with serving(gate, max_batch_size=1, observe=seen.append) as batcher:
         asked = await submitted(batcher, texts(3))
@@ -1097,7 +1097,7 @@ async def test_a_probe_goes_before_all_that_waits() -> None:
 
 
 async def test_probes_take_one_slot_and_many_by_turns() -> None:
-    """Where all are idle; beside a batch that runs, one."""
+    """All slots are probed if they are idle; one is probed next to a running batch."""
     gate = Gate()
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(SOONER, slots=2))
@@ -1208,7 +1208,7 @@ async def test_a_request_of_two_bundles_is_our_bug() -> None:
 
 
 async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None:
-    """Unloading a model leaves nobody hanging, and the other models alone."""
+    """Unloading a model leaves no request unanswered, and does not change other models."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         running = await submitted(batcher, texts(1, bundle="a@1"))
@@ -1506,7 +1506,7 @@ def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Hea
 
 
 async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
-    """A head that overflows on this text is no concern of those who ask another."""
+    """A head whose output overflows on this text does not fail requests for another head."""
     async with serving(two_heads) as batcher:
         (outcome,) = await batcher.submit([text(heads=("h",))])
         assert list(outcome.outputs) == ["h"]
@@ -1530,7 +1530,7 @@ async def test_a_batch_computes_the_heads_of_its_entries() -> None:
 
 
 async def test_a_wrong_number_of_results_fails_the_batch() -> None:
-    """Whose result is missing cannot be told, so nobody gets a stranger's."""
+    """The missing result cannot be identified, so no entry gets another entry's result."""
     async with serving(
         lambda width, bundle, encodings, heads: echo(width, bundle, encodings)[1:]
     ) as batcher:
@@ -1577,7 +1577,7 @@ async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixt
 
 
 async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in the batcher is loud: nobody hangs, nothing more is accepted or served, it is logged, once."""
+    """After a bug in the batcher, no request hangs, none is accepted or served, and it is logged once."""
 
     def broken() -> float:
         raise ZeroDivisionError
@@ -1588,7 +1588,7 @@ async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptur
         with pytest.raises(errors.NotReady):
             await batcher.submit(texts(1))
         assert not batcher.load().ready
-        batcher.remove_bundle("m@1")  # a message that nobody takes any more
+        batcher.remove_bundle("m@1")  # a message without a receiver
     assert "ZeroDivisionError" in caplog.text
     assert 1 == caplog.text.count("the batcher broke")
 

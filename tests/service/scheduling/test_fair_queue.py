@@ -137,7 +137,7 @@ def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) 
 
 
 def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
-    """Few where batches are small, so that nobody is passed over for long; many where they are large."""
+    """Few where batches are small, so that no entry is skipped for long; many where they are large."""
     queue = ModelStatistics({1: Estimator()})
     assert queue.pool_size == 32
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
 
 
 def test_the_price_of_a_token_is_that_of_what_may_share_a_batch() -> None:
-    """Who never has company pays for whole runs."""
+    """An entry that cannot share a batch pays for whole runs."""
     cost = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)
     prices = []
     for alone in (False, True):

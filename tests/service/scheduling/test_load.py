@@ -11,7 +11,7 @@ BULK = Flow("m@1", 1, "theirs")
 
 
 def singles(*tokens: int) -> Backlog:
-    """What waits are single texts of so many tokens."""
+    """Waiting single texts of this many tokens each."""
     return Backlog.of(*[RemainingWork(count, 1) for count in tokens])
 
 
@@ -35,7 +35,7 @@ def test_nothing_waits_before_the_first() -> None:
 
 
 def test_a_bundle_of_unknown_speed_is_not_waited_for() -> None:
-    """Whoever is to say how long says nothing, and the request is tried."""
+    """Without an estimate, the request is accepted."""
     assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
 
 
@@ -79,7 +79,7 @@ def test_what_was_sent_since_counts() -> None:
 
 
 def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
-    """Its speed is not known yet, so nobody can tell how long others wait for it."""
+    """Its speed is not known yet, so the wait of the other requests is unknown."""
     told = load(ours=singles(100))
     told.add(Flow("new"), RemainingWork(5000, 1))
     assert told.wait_s(Flow("new"), 100) == 0.0

@@ -60,7 +60,7 @@ class Answer:
 
 
 class Client:
-    """A connection, and what is heard on it."""
+    """A connection, and the bytes received on it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -225,7 +225,7 @@ async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
 
 
 async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
-    """Nobody waits for the log and the metrics."""
+    """A response does not wait for the log and the metrics."""
     metrics, heard = Metrics(), []
     app = create_app(Settings(), engines.open, metrics)
     async with (
@@ -318,7 +318,7 @@ async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
 
 
 async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
-    """A chunked body may have headers behind it, which nobody asked for."""
+    """A chunked body may have trailers, which are ignored."""
     behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * connection_module.HEADERS))
     async with listen() as server, server.client() as client:
         for _ in range(2):
@@ -327,7 +327,7 @@ async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
 
 
 async def test_a_slow_head_is_given_up(listen: Listen) -> None:
-    """Who drips headers is told, and closed, however steadily it drips."""
+    """A client that sends headers too slowly, at any steady rate, gets 408 and is disconnected."""
     async with listen(header_timeout_s=0.2) as server, server.client() as client:
 
         async def drip() -> None:
@@ -345,7 +345,7 @@ async def test_a_slow_head_is_given_up(listen: Listen) -> None:
 
 @pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "blank-lines"])
 async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
-    """Who connects and asks nothing is closed without a word."""
+    """A client that connects and sends nothing is disconnected without a response."""
     async with listen(idle_s=0.2) as server, server.client() as client:
 
         async def drip() -> None:
@@ -521,11 +521,11 @@ async def test_who_sent_ahead_and_hangs_up_is_not_answered(
         await until(lambda: not server.state.tasks)
 
 
-# -- refusals that have to reach those who still send -----------------------------------------------
+# -- refusals that must reach clients that still send -----------------------------------------------
 
 
 async def test_a_refused_body_is_heard_out(listen: Listen, engine: FakeEngine) -> None:
-    """A client that sends all of a large body before it listens hears why it was refused, and may ask again."""
+    """A client that reads only after sending a large body gets the refusal, and may reuse the connection."""
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         client.send(post(b"x" * 20_000_000))
         await client.writer.drain()
@@ -577,7 +577,7 @@ async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> N
         assert await client.ended()
 
 
-# -- answers that nobody reads -----------------------------------------------------------------------
+# -- responses that the client does not read -----------------------------------------------------------------------
 
 LARGE = b"x" * 50_000_000  # more than the system keeps for a connection
 
@@ -589,7 +589,7 @@ def large() -> ASGIApp:
 
 
 async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
-    """Who is being answered before it has said all, and then says nonsense, is cut off."""
+    """A client that sends invalid data in the middle of a body, while it is answered, is disconnected."""
     async with listening(large, Settings()) as server, server.client() as client:
         client.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
         await until(lambda: server.state.total_requests == 1)
@@ -677,7 +677,7 @@ async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[Even
 
 @pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/metrics"])
 async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) -> None:
-    """Whoever looks after the service hears of it, however many connections there are."""
+    """Probes are answered at any number of connections."""
     async with listen(max_connections=1) as server, server.client():
         await until(lambda: len(server.state.connections) == 1)
         async with server.client() as prober:
@@ -801,7 +801,7 @@ async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: Non
 async def test_who_goes_while_held_back_leaves_nothing(
     listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its refusal is written to nobody, and recorded as of one that went."""
+    """Its refusal is not sent, and it is recorded as a disconnect."""
     monkeypatch.setattr("service.middleware.refusal_throttle.REFUSALS_PER_S", 1)
     async with listen() as server:
         for _ in range(3):

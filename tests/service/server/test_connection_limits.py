@@ -19,7 +19,7 @@ from service.settings import Settings
 
 @contextmanager
 def files(soft: int) -> Iterator[None]:
-    """The test's process may have so many open, and may raise that."""
+    """Set the number of files that the test's process may have open, and the number to which it may raise that."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
