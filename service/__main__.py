@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check-config",
         action="store_true",
-        help="print each setting and where it is from, and end; with 2 and the reasons where it cannot be served with",
+        help="print each setting and its origin, and end; the exit status is 2 if a setting is invalid",
     )
     for name, field in Settings.model_fields.items():
         if name not in NOT_FLAGS:

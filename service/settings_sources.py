@@ -131,7 +131,7 @@ def read_file(path: Path) -> Given:
 def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
     """Raise ConfigError for settings that are set to an empty value."""
     if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
-        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
+        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out for the default")
 
 
 def is_empty(value: object) -> bool:

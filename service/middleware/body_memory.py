@@ -49,10 +49,10 @@ class MemoryReservation:
         if self._held <= SMALL:
             return
         if self._budget.left < 0:
-            raise Overloaded("too many large request bodies are in memory")
+            raise Overloaded("too many large request bodies are in flight")
         if self._budget.held[self._tenant] > self._budget.left:
             raise Overloaded(
-                "too many large request bodies of this client are in memory: send fewer at once"
+                "too many large request bodies of this client are in flight: send fewer at once"
             )
 
     def release(self) -> None:

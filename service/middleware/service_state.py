@@ -41,13 +41,13 @@ class Service:
         """Return the engines. Raises NotReady before they are open, Draining after they are closed."""
         if self.engines is None:
             self.refuse_draining()
-            raise NotReady("the bundles are still being opened")
+            raise NotReady("the bundles are still loading")
         return self.engines
 
     def check_ready(self) -> None:
         """Check whether new requests should be sent to this process. Raises NotReady or Draining if not."""
         if self.leaving:
-            raise Draining("the server is about to shut down")
+            raise Draining("the server will shut down")
         self.refuse_draining()
         if problem := self.open_engines().load().problem:
             raise NotReady(problem)

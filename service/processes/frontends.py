@@ -243,7 +243,7 @@ class Frontends:
 
     async def _greet(self, frontend: Frontend) -> None:
         if problem := await frontend.adopt(next(self._catalogues), *self._served):
-            log.error("an HTTP process cannot answer for what is served", problem=problem)
+            log.error("an HTTP process cannot activate the served models", problem=problem)
         frontend.tell(self._device.load())
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:

@@ -271,7 +271,10 @@ class Processes:
             if child.repeated < health.CHANNEL_REPEATS:
                 self._connect(child, other)
             else:
-                log.error("a channel cannot be sent", pids=[child.process.pid, other.process.pid])
+                log.error(
+                    "cannot send a channel to a process",
+                    pids=[child.process.pid, other.process.pid],
+                )
                 self._end(child)
                 self._end(other)
 

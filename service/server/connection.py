@@ -229,11 +229,11 @@ class Protocol(HttpToolsProtocol, Connection):
 
     def on_headers_complete(self) -> None:
         if len(self.url) > ADDRESS_BYTES:
-            raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
+            raise HeadersTooLarge(f"the request target is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
         if not self.url.startswith(b"/") and parse_url(self.url).path is None:
-            raise BadRequest("the address in the request line has no path")
+            raise BadRequest("the request target has no path")
         self.in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
         self.in_head, self.in_body = False, True

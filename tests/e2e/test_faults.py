@@ -217,7 +217,7 @@ def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> N
     ("flags", "said"),
     [
         (["--precision", "fp16"], "it has no fp16 graph, only fp32, int8"),
-        (["--provider", "cuda"], "CUDA was asked for, but"),
+        (["--provider", "cuda"], "provider is cuda, but"),
     ],
 )
 def test_what_is_not_to_be_had(tiny_bundle: Path, flags: list[str], said: str) -> None:

@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def locked(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    """A service that answers those who have a key."""
+    """A service that answers requests with a key only."""
     key, keys = make_key(), tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(record("visitor", key))
     with serving(tiny_bundle, "--api-keys", keys) as server:
@@ -456,7 +456,7 @@ def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> N
     """The page takes a key, sends it with every call, and shows it in no command."""
     page = browser.new_page()
     page.goto(locked.url)
-    expect(page.locator("#models-error")).to_contain_text("those who have a key")
+    expect(page.locator("#models-error")).to_contain_text("requires an API key")
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type(locked.key)
     page.keyboard.press("Enter")
@@ -491,7 +491,7 @@ def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
     page.goto(locked.url)
     page.fill("#key", "guessed")
     page.click("#key-form button")
-    expect(page.locator("#models-error .error")).to_contain_text("this key is not known")
+    expect(page.locator("#models-error .error")).to_contain_text("the key is unknown")
     page.fill("#key", locked.key)
     page.click("#key-form button")
     expect(page.locator("#model")).to_be_enabled()

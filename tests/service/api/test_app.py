@@ -63,13 +63,13 @@ async def test_a_failed_start_is_told_in_one_line() -> None:
 
     @asynccontextmanager
     async def fail(_: Settings) -> AsyncIterator[FakeEngines]:
-        raise BundleError("bundles/x", "no such bundle directory")
+        raise BundleError("bundles/x", "the bundle directory does not exist")
         yield
 
     assert await live(create_app(Settings(), fail, Metrics())) == [
         {
             "type": "lifespan.startup.failed",
-            "message": "cannot start: bundles/x: no such bundle directory",
+            "message": "cannot start: bundles/x: the bundle directory does not exist",
         }
     ]
 

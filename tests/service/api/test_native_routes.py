@@ -167,7 +167,7 @@ async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "", "prompt_name": "query"}, "give prompt or prompt_name, not both"),
+        ({"prompt": "", "prompt_name": "query"}, "send prompt or prompt_name, not both"),
         ({"prompt": "a" * 2049}, "prompt: must have at most 2048 characters"),
         ({"input_type": "passage"}, "input_type: must be one of 'query' or 'document'"),
         ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),

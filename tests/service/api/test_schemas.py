@@ -162,7 +162,7 @@ def test_a_question_comes_alone_or_in_a_list() -> None:
         ({}, "question and context: required", "question"),
         ({"question": "Who?"}, "context: required", "context"),
         ({**PAIR, "context": " \n"}, "context: must not be empty", "context"),
-        ({"inputs": [PAIR], "question": "a"}, "give question and context, or inputs, not both", "inputs"),
+        ({"inputs": [PAIR], "question": "a"}, "send question and context, or inputs, not both", "inputs"),
         ({"inputs": []}, "inputs: must not be empty", "inputs"),
         ({"inputs": "a"}, "inputs: must be a list", "inputs"),
         ({"inputs": [PAIR, 1]}, "inputs[1]: must be an object", "inputs[1]"),

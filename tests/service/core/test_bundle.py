@@ -156,8 +156,8 @@ class TestLoad:
         """A path where nothing is, or a file, is no bundle."""
         (tmp_path / "file").touch()
 
-        assert refusal(tmp_path / "none") == "no such bundle directory"
-        assert refusal(tmp_path / "file") == "no such bundle directory"
+        assert refusal(tmp_path / "none") == "the bundle directory does not exist"
+        assert refusal(tmp_path / "file") == "the bundle directory does not exist"
 
     def test_no_manifest(self, tmp_path: Path) -> None:
         """A directory without a manifest is no bundle."""

@@ -236,7 +236,7 @@ def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
 def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA that was asked for and cannot be ends with what to install."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
-    line = "CUDA was asked for, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
+    line = "provider is cuda, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
     with pytest.raises(ProviderError, match=line):
         open_session(opened, provider="cuda", options=ONE_THREAD)
 
@@ -353,7 +353,7 @@ def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
     assert reason == cuda_problem()
     assert CPU == find_provider("auto")
-    with pytest.raises(ProviderError, match=f"CUDA was asked for, but {reason}"):
+    with pytest.raises(ProviderError, match=f"provider is cuda, but {reason}"):
         find_provider("cuda")
 
 
@@ -379,7 +379,7 @@ def test_gpu_that_cannot_be_used(
     vars(gpu_driver).update(facts)
     with pytest.raises(ProviderError) as raised:
         find_provider("cuda")
-    assert str(raised.value).startswith(f"CUDA was asked for, but {reason}")
+    assert str(raised.value).startswith(f"provider is cuda, but {reason}")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
         session = open_session(opened, options=ONE_THREAD)

@@ -115,7 +115,7 @@ async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
     shutil.rmtree(watched.curated.models_dir / "a")
     with capture_logs() as logs:
         assert ["tiny@2 current"] == await watched.looks(4)
-    assert ["tiny@2 is the last one that is served"] == [line["reason"] for line in logs]
+    assert ["tiny@2 is the last served model"] == [line["reason"] for line in logs]
     watched.save("b", "3", name="other")
     assert ["other@3 current"] == await watched.looks()
 
@@ -136,7 +136,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
         await leaving
         assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
     reasons = [line["reason"] for line in logs if line["event"] == "refused"]
-    assert ["tiny@2 is being unloaded: try again when it is gone"] == reasons
+    assert ["tiny@2 is being unloaded: try again later"] == reasons
     shutil.rmtree(back)
     assert ["tiny@1 current"] == await watched.looks()
 

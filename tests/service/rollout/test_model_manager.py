@@ -158,7 +158,7 @@ async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
 
 async def test_there_and_back(curated: Curated) -> None:
     """A step back needs nothing to be loaded; there is none behind the first."""
-    with pytest.raises(Conflict, match="nothing that answered for tiny before is there"):
+    with pytest.raises(Conflict, match="tiny has no previous version"):
         await curated.roll_back("tiny")
     with pytest.raises(UnknownModel):
         await curated.roll_back("huge")
@@ -227,7 +227,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "format": (lambda folder: restate(folder, format_version=99), "manifest.json is not valid"),
     "no graph": (break_the_graph, "fp32.onnx"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
-    "nothing": (shutil.rmtree, "no such bundle directory"),
+    "nothing": (shutil.rmtree, "the bundle directory does not exist"),
 }
 
 
@@ -308,7 +308,7 @@ async def test_unloading(curated: Curated) -> None:
     assert {"unloaded": "tiny@2", "current": "tiny@1"} == await curated.unload("tiny@2")
     assert ["tiny@1"] == [*curated.device.texts]
     assert ["tiny@1 current"] == await curated.shown()
-    with pytest.raises(Conflict, match="tiny@1 is the last one that is served"):
+    with pytest.raises(Conflict, match="tiny@1 is the last served model"):
         await curated.unload("tiny@1")
     with pytest.raises(UnknownModel, match="no model 'tiny@2'; loaded here: tiny@1"):
         await curated.unload("tiny@2")
@@ -556,6 +556,6 @@ async def test_nothing_left_is_an_error(curated: Curated) -> None:
     curated.save("2")
     await curated.load("2", keep_old=False)
     shutil.rmtree(curated.models_dir / "2")
-    with pytest.raises(BundleError, match="no such bundle directory"):
+    with pytest.raises(BundleError, match="the bundle directory does not exist"):
         async with AsyncExitStack() as stack:
             await again(curated, stack)
