@@ -275,7 +275,7 @@ def test_image_installs_nothing_of_training(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_extra_is_installed_where_it_is_asked_for(tmp_path, target):
+def test_a_selected_extra_is_installed(tmp_path, target):
     """What the stage hands to pip are the requirements of the device and of EXTRAS."""
     (script,) = STAGES[f"build-{target}"].all("RUN")
     called = tmp_path / "python3"
@@ -291,7 +291,7 @@ def test_an_extra_is_installed_where_it_is_asked_for(tmp_path, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_image_runs_as_nobody_in_particular(target):
+def test_image_runs_as_an_unprivileged_user(target):
     """The image's user is a number, so that a platform can see that it is not root."""
     user = image(target).all("USER")[-1]
 

@@ -220,7 +220,7 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
 
 
 @every_case
-def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
+def test_attention_weights(case: Case, tmp_path: Path) -> None:
     """The weights of every layer and head equal transformers' weights."""
     peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
     perturb(peer).save_pretrained(tmp_path)
@@ -594,7 +594,7 @@ def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_company(exported: Exported, precision: Precision) -> None:
+def test_batch_invariance(exported: Exported, precision: Precision) -> None:
     """A text's logits are the same alone as with others."""
     session = exported.session(precision)
     packed = exported.batch(MIXED)

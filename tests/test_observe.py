@@ -160,7 +160,7 @@ def test_observers_are_wanted_pinned_and_locked_down(name):
     assert all((ROOT / volume.split(":")[0]).exists() for volume in ours)
 
 
-def test_nobody_gets_into_grafana_without_a_name():
+def test_grafana_has_no_anonymous_access():
     """Anonymous access and sign-up are off."""
     environment = COMPOSE["services"]["grafana"]["environment"]
 

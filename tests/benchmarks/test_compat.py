@@ -46,7 +46,7 @@ def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> 
     assert bool(counted) == (not tally.unexplained)
 
 
-def test_a_wrong_reading_is_told() -> None:
+def test_a_wrong_reading_is_reported() -> None:
     """Where our reading is not what the pipeline answers, it explains nothing."""
     tally = Tally("anything")
     tally.add("text", THIRD, THIRD, read, ("x", "y"))

@@ -34,7 +34,7 @@ def test_a_family_is_measured(tmp_path, monkeypatch):
     assert row.speed > 0
 
 
-def test_a_difference_is_told(tmp_path):
+def test_a_difference_is_reported(tmp_path):
     """A model that is not transformers' is far from it."""
     peer = families.save_peer("distilbert", tmp_path)
     model = families.reader.load_model(tmp_path)

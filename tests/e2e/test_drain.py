@@ -187,7 +187,7 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM] * 2])
-def test_who_is_in_a_hurry_waits_for_no_delay(
+def test_an_urgent_signal_skips_the_delay(
     tiny_bundle: Path, workers: str, signals: list[signal.Signals]
 ) -> None:
     """SIGINT drains at once, and so does a second SIGTERM; what was accepted is answered."""

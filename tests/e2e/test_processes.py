@@ -116,7 +116,7 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
 
 
-def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) -> None:
+def test_a_deadline_holds_without_an_inference_process(tiny_bundle: Path) -> None:
     """A request that waits for a successor waits no longer than its deadline; here no successor comes."""
     body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "4000"}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
@@ -134,7 +134,7 @@ def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) ->
     assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
 
 
-def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> None:
+def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle: Path) -> None:
     """Inference is started again while the service drains, for what was accepted is to be answered."""
     body = {"inputs": samples.text(60, seed=1)}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
@@ -181,7 +181,7 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.exclusive
-def test_nobody_is_blamed_for_a_machine_that_slept(tiny_bundle: Path) -> None:
+def test_time_of_a_suspended_machine_does_not_count(tiny_bundle: Path) -> None:
     """When all stood still, and the children wake up after the main process, none is killed."""
     with serving(tiny_bundle, "--hang-s", "5") as server:
         before = children(server)
@@ -278,7 +278,7 @@ def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path:
         assert any("cannot start" in line for line in server.log)
 
 
-def test_the_first_scrape_knows_what_will_be_asked(tiny_bundle: Path) -> None:
+def test_the_first_scrape_has_every_series(tiny_bundle: Path) -> None:
     """Routes are known to HTTP processes, models to the inference process; the page has both, at zero."""
     count = 'quartet_request_duration_seconds_count{model="tiny@1",route="/embed",status="200"}'
     stage = 'quartet_stage_seconds_count{model="tiny@1",stage="serialise"}'

@@ -219,7 +219,7 @@ def crowded(tiny_bundle: Path) -> Iterator[Server]:
 
 
 @each_client
-def test_every_client_hears_that_there_are_too_many(crowded: Server, client: str) -> None:
+def test_every_excess_client_gets_503(crowded: Server, client: str) -> None:
     """A connection too many is closed with a status, though its client is still sending."""
     assert 503 == CLIENTS[client](crowded.url, Refused(503))
 
@@ -282,7 +282,7 @@ def answers(port: int) -> bool:
 
 
 @each_refusal
-def test_a_proxy_hears_the_status(proxy: str, refusal: str) -> None:
+def test_a_proxy_gets_the_status(proxy: str, refusal: str) -> None:
     """Nginx forwards the status of the service and does not replace it by 502."""
     refused = REFUSED[refusal]
     assert refused.status == ask_http_client(proxy, refused)

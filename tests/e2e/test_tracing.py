@@ -134,7 +134,7 @@ def test_the_last_spans_are_delivered_at_the_end(
 
 
 @pytest.mark.parametrize("collects", ["nobody", "a sloth"])
-def test_a_collector_that_is_away_or_slow_holds_up_nobody(
+def test_an_unreachable_or_slow_collector_delays_no_request(
     tiny_bundle: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, collects: str
 ) -> None:
     """Requests are answered as ever, the log says it once, and the end does not wait."""

@@ -275,7 +275,9 @@ def taught_copy(folder: Path, told: str, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("training", ["", 'training = "In a day."'])
-def test_who_taught_it(training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_the_teachers_of_a_checkpoint(
+    training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path
+) -> None:
     """The teachers that a checkpoint names are in the manifest and on the card, next to the given provenance."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
     (tmp_path / "told.toml").write_text(f"{training}\n[provenance]\nseed = 7\n")
@@ -319,7 +321,7 @@ def test_other_folders_are_not_replaced_by_an_encoder(
     assert (tmp_path / "notes" / "letter.txt").read_text() == "keep me"
 
 
-def test_nobody_taught_it(tiny_bundle: Path) -> None:
+def test_a_checkpoint_without_teachers(tiny_bundle: Path) -> None:
     """Without teachers, the manifest names none."""
     assert () == bundle.load(tiny_bundle).manifest.provenance.teachers
     assert "Distilled" not in (tiny_bundle / "README.md").read_text()
@@ -597,7 +599,7 @@ def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32 packed", "int8 packed"])
-def test_company_failure(
+def test_batch_dependence_is_an_error(
     precision: str,
     tiny_checkpoint: Path,
     out: Path,

@@ -79,13 +79,13 @@ def test_parity_of_large_numbers() -> None:
         check_parity(expected, prices(2.0), ENCODINGS, "fp32")
 
 
-def test_company_may_not_matter() -> None:
+def test_results_do_not_depend_on_the_batch() -> None:
     """Answers that are the same in a batch as alone pass, wherever they are wrong."""
     assert 0 == check_batch_invariance(answering(lambda _: 7.0), ENCODINGS, "int8")
 
 
 @pytest.mark.parametrize("moved", [1e-3, np.nan])
-def test_company_that_matters_is_refused(moved: float) -> None:
+def test_a_batch_dependent_graph_is_refused(moved: float) -> None:
     """Answers that depend on the size of their batch do not."""
     with pytest.raises(
         ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"

@@ -584,7 +584,7 @@ def test_blocks_are_read_by_one_tokenizer(
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
-def test_text_asks_who_answers_for_a_head(
+def test_a_head_has_its_own_teacher_on_text(
     joint: Path, other: Path, corpus_file: Path, tokenizer_file: Path, tmp_path: Path, start: Start
 ) -> None:
     """A head's own teacher, which may be wider than the run's teacher, distills it on plain text, too."""

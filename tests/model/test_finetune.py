@@ -600,7 +600,7 @@ def test_steep_heads_weigh_no_more(
     assert lengths == pytest.approx(2 * [1.0, 1.0, 0.5, 1.0, 1.0], rel=1e-3)
 
 
-def test_few_rows_are_heard_less_at_first(
+def test_few_rows_are_sampled_less_at_first(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Annealed sampling: a quarter of the rows has a quarter of the batches at first, and equal shares at the end."""
@@ -737,7 +737,7 @@ def test_the_recipe_is_followed(
     assert norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
-def test_a_run_tells_what_was_asked_and_what_came_out(
+def test_a_run_records_its_settings_and_results(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
     """FinetuneSettings, metrics and a picture of the loss."""
@@ -797,7 +797,7 @@ def test_training_starts_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_heads_are_kept_where_that_was_asked(
+def test_heads_are_kept_with_keep_heads(
     data: Mapping[str, str], start: Start, tmp_path: Path, keep: bool
 ) -> None:
     """Those that the checkpoint has, too; others are new, and all of them are where nothing was asked."""

@@ -448,7 +448,7 @@ def test_share_of_hidden_tokens(
 
 @pytest.mark.parametrize("had", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_next_sentences_and_dropout_are_as_asked(
+def test_next_sentences_and_dropout_are_as_set(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: dict[str, Any],
@@ -654,7 +654,7 @@ def test_compiling(
         ({"corpus": ["nowhere.txt"]}, "nowhere.txt"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: dict[str, Any],

@@ -217,7 +217,7 @@ def keep_asking(address: Address) -> Counter[str]:
 
 
 @pytest.mark.parametrize("on_unix", [False, True])
-async def test_a_drain_loses_nobody(
+async def test_a_drain_loses_no_client(
     on_unix: bool,
     app: FastAPI,
     lines: list[EventDict],

@@ -165,7 +165,7 @@ RECORD = f'[keys.a]\nsha256 = "{"a" * 64}"\n'
         ('api_keys = "quartet.toml"', "quartet.toml: keys: Field required"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(text: str, reason: str) -> None:
+def test_faults_of_a_file_are_reported(text: str, reason: str) -> None:
     """Every name and every value, and where it stands."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -184,7 +184,7 @@ def test_what_is_wrong_in_a_file_is_told(text: str, reason: str) -> None:
         ("CONFIG", "none.toml", "none.toml: No such file or directory"),
     ],
 )
-def test_what_is_wrong_with_a_variable_is_told(
+def test_faults_of_a_variable_are_reported(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
     """A service whose keys cannot be read is not left open."""
@@ -262,7 +262,7 @@ def test_a_kubernetes_service_sets_nothing(
     assert [] == unknown_variables(given)
 
 
-def test_settings_go_on_beside_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_apply_next_to_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is a setting by its value holds, and a wrong one is refused as ever."""
     for name, value in links("QUARTET").items():
         monkeypatch.setenv(name, value)

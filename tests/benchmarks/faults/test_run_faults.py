@@ -82,7 +82,7 @@ def suffered(fault, server, model, scratch):
 
 @pytest.mark.slow
 @pytest.mark.exclusive
-def test_who_is_not_restarted_is_said_to_be(tmp_path):
+def test_a_server_without_restart_is_reported(tmp_path):
     """A killed process without a supervisor loses all requests that it had accepted."""
     found = suffered(run_faults.killed, lone(), tmp_path, tmp_path)
 
@@ -93,7 +93,7 @@ def test_who_is_not_restarted_is_said_to_be(tmp_path):
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.exclusive
-def test_who_is_restarted_answers_again(tiny_bundle, tmp_path, monkeypatch):
+def test_a_restarted_server_answers_again(tiny_bundle, tmp_path, monkeypatch):
     """Quartet loses no request when its inference process is killed, and the benchmark finds that process."""
     monkeypatch.setattr(run_faults, "WATCH_S", 20.0)
     found = suffered(run_faults.killed, servers.quartet("fp32"), tiny_bundle, tmp_path)
@@ -128,7 +128,7 @@ def test_silence_is_noticed_by_its_probe(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.exclusive
-def test_each_bad_body_is_told_something(tmp_path):
+def test_each_bad_body_gets_an_error(tmp_path):
     """What a server answers is shown as it is, and so is what it makes of the next good one."""
     found = suffered(run_faults.malformed, lone(), tmp_path, tmp_path)
 
@@ -180,7 +180,7 @@ def test_slow_clients_are_counted(tmp_path):
     assert {"200"} == found["others meanwhile"].keys()
 
 
-def test_nobody_is_no_answer():
+def test_a_missing_server_is_no_answer():
     """The report says that no server accepts connections."""
 
     async def found():
@@ -206,7 +206,7 @@ def test_answers_in_time_are_counted_apart():
     assert (1.5, 1.0) == (found.figures()["goodput"], found.figures()["goodput_in_time"])
 
 
-def test_who_is_cut_off_while_insisting_is_counted(tmp_path):
+def test_a_client_disconnected_while_retrying_is_counted(tmp_path):
     """A crowd that the server ends has no goodput, and no figure is made up for it."""
     requests = [request_bytes("/embed", b"{}")]
     found = overload.retry_at_once(servers.free_port(), requests, 2, 0.2)

@@ -724,7 +724,7 @@ def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixt
     assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
 
 
-def test_a_precision_cannot_be_asked_for(folder: Path, out: Path) -> None:
+def test_an_external_graph_takes_no_precision(folder: Path, out: Path) -> None:
     """The graph has the one that it has."""
     with pytest.raises(SystemExit) as ended:
         main(["--onnx", str(write(folder, "ner")), str(out), "--precision", "int8"])

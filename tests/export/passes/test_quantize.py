@@ -205,7 +205,7 @@ class TestWholeModel:
     def quantized(cls, traced: Traced) -> onnx.ModelProto:
         return quantize(traced.packed)
 
-    def test_the_trunk_is_whole(self, quantized: onnx.ModelProto) -> None:
+    def test_the_encoder_is_quantized(self, quantized: onnx.ModelProto) -> None:
         """The four products of every layer are whole; the heads' stay exact, as does attention."""
         kinds = [node.op_type for node in quantized.graph.node]
         assert 2 * 4 == kinds.count("MatMulIntegerToFloat")

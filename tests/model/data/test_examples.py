@@ -666,7 +666,7 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
         list(examples.examples(found, head, encoder, 0))
 
 
-def test_one_label_that_nobody_named_is_a_mistake() -> None:
+def test_a_single_unnamed_label_is_a_mistake() -> None:
     """There would be nothing to tell apart."""
     with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
         examples.describe(HeadSettings("classification", []), [Text("f:1", "a", None, ("x",))], 32)

@@ -247,7 +247,7 @@ def test_named_columns_are_all_that_count(tmp_path: Path) -> None:
     assert [Text(f"{name}: row 0", "t", None, ("x",))] == labelled_rows.read(name, "classification")
 
 
-def test_the_whole_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_name_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     """A revision, too; and once in a run, however often it is read."""
     asked = []
 

@@ -235,7 +235,7 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TestHiding:
-    def test_as_many_as_asked(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
+    def test_as_many_as_requested(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
         """Each row has the requested number of masked tokens, also if the numbers differ."""
         ids, _, hidden = masked
         assert (hidden.sum(dim=1) == 12).all()

@@ -89,7 +89,7 @@ def test_an_encoder_that_cannot_is_refused(
         init_token_matching(encoder, layers, seed=1)
 
 
-def test_nothing_is_asked_of_layers_that_are_none() -> None:
+def test_missing_layers_are_not_captured() -> None:
     """Any family may have none."""
     encoder = encoder_of("bert")
     init_token_matching(encoder, 0, seed=1)

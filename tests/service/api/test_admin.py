@@ -133,7 +133,7 @@ async def test_refusals_come_through(
     assert (error.status, error.body) == (response.status_code, response.json())
 
 
-async def test_without_keys_nobody_administers(
+async def test_without_keys_there_is_no_administration(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """Without keys, every client may send inference requests, and none may change the models."""

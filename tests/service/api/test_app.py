@@ -58,7 +58,7 @@ async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -
     assert lines == [{**opened, "runs": FakeEngine.fingerprint}]
 
 
-async def test_a_failed_start_is_told_in_one_line() -> None:
+async def test_a_failed_start_is_logged_in_one_line() -> None:
     """The server gets the reason, without a traceback."""
 
     @asynccontextmanager

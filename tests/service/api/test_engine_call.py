@@ -56,6 +56,6 @@ def test_a_timeout_is_a_whole_number(service: Service, header: str) -> None:
     assert caught.value.param == "X-Request-Timeout-Ms"
 
 
-def test_stages_are_told_in_milliseconds() -> None:
+def test_stages_are_reported_in_milliseconds() -> None:
     """The header has the form of the Server Timing specification."""
     assert server_timing(encode=0.0012, total=1.5) == "encode;dur=1.200, total;dur=1500.000"

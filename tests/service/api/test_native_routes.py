@@ -73,7 +73,7 @@ async def test_classify_answers_with_labels(client: Client) -> None:
     }
 
 
-async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+async def test_classify_sends_its_texts(client: Client, engine: FakeEngine) -> None:
     """Every field reaches the engine."""
     body = {
         "inputs": "a",
@@ -308,7 +308,7 @@ async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngin
     assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate="window", stride=8)
 
 
-async def test_zero_shot_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) -> None:
     """Every field reaches the engine."""
     body = {
         "inputs": ["a"],
@@ -565,7 +565,7 @@ async def test_metrics_are_text(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank"}))
-async def test_bad_inputs_are_null_when_asked_for(
+async def test_bad_inputs_are_null_with_on_error_null(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
     """`errors` has their indices, codes and reasons; without bad inputs it is empty."""
@@ -586,7 +586,7 @@ async def test_bad_inputs_are_null_when_asked_for(
 
 
 @each_task
-async def test_bad_inputs_fail_the_request_unless_asked_for(
+async def test_bad_inputs_fail_the_request_by_default(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
     """The engine gets this option, and the response then has no `errors`."""

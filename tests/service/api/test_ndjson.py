@@ -36,7 +36,7 @@ def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
         ("application/x-ndjson-seq", False),
     ],
 )
-def test_who_wants_lines_says_so(accept: str, lines: bool) -> None:
+def test_the_accept_header_selects_ndjson(accept: str, lines: bool) -> None:
     """One JSON object is the default, also where anything is accepted."""
     assert lines is wants_lines(accept)
 

@@ -240,7 +240,7 @@ async def test_a_failure_is_passed_on() -> None:
     [((GONE,), 5.0, ClientDisconnected), ((), 0.01, DeadlineExceeded), ((), -1, DeadlineExceeded)],
     ids=["client-leaves", "deadline-passes", "deadline-has-passed"],
 )
-async def test_work_that_nobody_waits_for_is_cancelled(
+async def test_work_without_a_client_is_canceled(
     messages: tuple[Message, ...], patience_s: float, error: type[Exception]
 ) -> None:
     """When the client goes or the time is up, the work is cancelled before the error is raised."""
@@ -250,7 +250,7 @@ async def test_work_that_nobody_waits_for_is_cancelled(
     assert work.cancelled
 
 
-async def test_a_server_that_tells_who_left_is_not_asked() -> None:
+async def test_a_server_that_reports_disconnects_is_not_polled() -> None:
     """It detects a connection that was lost before `receive` could be awaited."""
     work, leaving = Work(), asyncio.get_running_loop().create_future()
 
@@ -267,7 +267,7 @@ async def test_a_server_that_tells_who_left_is_not_asked() -> None:
     assert work.cancelled
 
 
-async def test_a_task_that_is_cancelled_beside_its_deadline_is_cancelled() -> None:
+async def test_a_task_canceled_at_its_deadline_is_canceled() -> None:
     """The canceling code waits for the task; a deadline alone leaves the task as it was."""
 
     async def work(others: int) -> None:

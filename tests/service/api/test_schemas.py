@@ -62,7 +62,7 @@ def test_every_bad_index_is_named() -> None:
     assert (message, param) == ("inputs[1], inputs[3]: must be a string", "inputs[1]")
 
 
-def test_every_fault_of_a_body_is_told_at_once() -> None:
+def test_every_fault_of_a_body_is_reported_at_once() -> None:
     """One answer says all that is wrong."""
     message, _ = refused(ClassifyRequest, {"inputs": [7], "top_k": 0, "topk": 1})
     assert message == (

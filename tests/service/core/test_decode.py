@@ -720,7 +720,7 @@ class TestQa:
         assert [answer.answer for answer in answers] == ["a", "b", ""]
         assert answers[0].score == answers[2].score
 
-    def test_no_null_unless_asked(self) -> None:
+    def test_no_null_by_default(self) -> None:
         """The null answer does not appear by itself, however likely it is."""
         encoding = encode(["a"], sequence=1)
         logits = np.zeros((5, 2), np.float32)

@@ -429,7 +429,7 @@ async def test_entries(tiny_bundle: Path) -> None:
     assert {("tiny@1", "r", 12.5, 1, "t", ("embeddings",))} == told
 
 
-async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
+async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
     """An input's result is reported when its last window is done, in any order, and the reply has all results."""
     told: list[tuple[int, float]] = []
 
@@ -467,7 +467,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
 @each_task
-async def test_told_and_returned_are_the_same(
+async def test_reported_and_returned_results_are_equal(
     task: Callable[..., EngineTask[Any]], tiny: Engine
 ) -> None:
     """The callback gets the same results as the caller gets at the end."""
@@ -552,7 +552,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     assert 3 == len(encoded)
 
 
-async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
+async def test_a_request_canceled_before_its_thread_costs_nothing(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The long texts of canceled requests are never encoded."""

@@ -64,7 +64,7 @@ async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
     assert device.load().ready
 
 
-def test_what_failed_alone_is_told_of_without_its_text(
+def test_an_isolated_failure_is_logged_without_its_text(
     device: LocalDevice, lines: list[EventDict]
 ) -> None:
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""

@@ -89,7 +89,7 @@ async def test_answers_are_compared() -> None:
     assert 0 == copied.users
 
 
-async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
+async def test_a_mirrored_request_has_no_tenant_and_low_priority() -> None:
     """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))

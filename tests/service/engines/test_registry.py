@@ -199,7 +199,7 @@ async def test_engines_stay_what_they_are(shelf: Shelf) -> None:
     assert engine.encoder.tokenizer is shelf.engines.get("tiny").encoder.tokenizer
 
 
-async def test_an_engine_is_left_when_nobody_needs_it(shelf: Shelf) -> None:
+async def test_an_engine_without_requests_is_closed(shelf: Shelf) -> None:
     """Not while a request is with it, though no other can come."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
@@ -215,7 +215,7 @@ async def test_an_engine_is_left_when_nobody_needs_it(shelf: Shelf) -> None:
     assert not shelf.engines._leaving
 
 
-async def test_nobody_waits_for_what_is_not_there(shelf: Shelf) -> None:
+async def test_a_missing_bundle_is_not_waited_for(shelf: Shelf) -> None:
     """A bundle that was never adopted is left already."""
     await asyncio.wait_for(shelf.engines.left("tiny@none"), 30)
 

@@ -147,7 +147,7 @@ async def test_a_key_is_for_what_it_says(
 
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/bundles"])
-async def test_without_keys_nobody_may_administrate(client: httpx.AsyncClient, path: str) -> None:
+async def test_without_keys_administration_is_refused(client: httpx.AsyncClient, path: str) -> None:
     """What changes the service is never open to all."""
     response = await client.post(path, json={})
     assert code(response) == (403, "forbidden")
@@ -175,7 +175,7 @@ async def test_a_request_may_only_lower_its_priority(
     assert (engine.ticket.tenant, engine.ticket.priority) == (name, priority)
 
 
-async def test_without_keys_requests_are_nobodys(
+async def test_without_keys_requests_have_no_tenant(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     """They are interactive unless they say otherwise."""
@@ -202,7 +202,7 @@ async def test_what_is_open_has_no_priority(
         assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
 
 
-async def test_a_request_above_its_rate_is_told_when_to_come_back(client_with: Connect) -> None:
+async def test_a_request_above_its_rate_gets_retry_after(client_with: Connect) -> None:
     """One key's rate is no concern of another's."""
     keys = {"slow": kept("slow", requests_per_minute=2), "search": KEYS["search"]}
     async with client_with(keys=keys) as client:

@@ -70,7 +70,7 @@ async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEng
     assert (await client.get("/models")).status_code == 200
 
 
-async def test_the_least_asked_bundle_decides(
+async def test_the_bundle_with_the_least_load_decides(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """Which one is asked stands in the body: only if all would be late it need not be read."""
@@ -79,7 +79,7 @@ async def test_the_least_asked_bundle_decides(
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
 
-async def test_who_is_never_asked_decides_nothing(
+async def test_an_unused_model_decides_nothing(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """A version that is kept for a rollback is idle whatever waits for the others."""
@@ -147,7 +147,7 @@ def let_in(door: EarlyRejection, at: float = 0.0, **fields: Any) -> list[Request
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_who_is_on_the_way_is_reckoned_with(door: EarlyRejection, priority: int) -> None:
+def test_arriving_requests_are_counted(door: EarlyRejection, priority: int) -> None:
     """At most half a second's work is accepted at once, until the device reports its load."""
     assert len(let_in(door, priority=priority)) == 4
 
@@ -168,7 +168,7 @@ def test_what_comes_for_another_bundle_does_not_matter(
     assert len(let_in(door)) == 100
 
 
-def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
+def test_an_arrived_request_is_no_longer_expected(door: EarlyRejection) -> None:
     """The device reports the requests whose texts it has; requests that are over take no capacity."""
     first, second, *_ = let_in(door)
     assert first.on_submit is not None
@@ -180,7 +180,7 @@ def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
     assert len(let_in(door)) == 2
 
 
-def test_who_is_slow_is_not_waited_for(door: EarlyRejection) -> None:
+def test_a_slow_body_is_not_waited_for(door: EarlyRejection) -> None:
     """A body that never ends does not hold the door shut."""
     let_in(door, at=0.0)
     assert not let_in(door, at=COMING_S - 0.1)

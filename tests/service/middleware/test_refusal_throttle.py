@@ -63,7 +63,7 @@ async def test_many_take_turns() -> None:
 
 
 @on_leaping_loop
-async def test_nobody_is_held_longer_than_that() -> None:
+async def test_no_refusal_is_delayed_longer() -> None:
     """Whatever the crowd."""
     held = await turns(RefusalThrottle(per_s=10, held_s=0.2), 100)
     assert max(held) == pytest.approx(0.2)
@@ -83,7 +83,7 @@ async def test_no_more_are_held_than_that() -> None:
 
 
 @on_leaping_loop
-async def test_who_is_gone_is_let_go() -> None:
+async def test_a_disconnected_client_ends_its_delay() -> None:
     """A delay that no client waits for any more has no effect."""
     throttle = RefusalThrottle(per_s=20, held_s=1, most=100)
     waiting = [asyncio.create_task(throttle.turn()) for _ in range(25)]

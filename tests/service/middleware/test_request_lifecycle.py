@@ -100,7 +100,7 @@ async def test_other_traces_are_left_out(
     assert (lines[-1]["event"], "trace_id" in lines[-1]) == ("request", False)
 
 
-async def test_an_unexpected_error_is_told_to_the_log_only(
+async def test_an_unexpected_error_is_in_the_log_only(
     client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
 ) -> None:
     """The client gets a code and an id, the log the traceback under the same id."""

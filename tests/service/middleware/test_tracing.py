@@ -241,7 +241,7 @@ async def test_of_a_flood_no_more_is_traced_than_logged(
     assert len(spans) == len(logged) < 40
 
 
-async def test_a_tracer_that_fails_fails_nobody(
+async def test_a_failing_tracer_fails_no_request(
     client: httpx.AsyncClient, app: FastAPI, lines: list[EventDict]
 ) -> None:
     """The request is answered and logged, and the failure is logged once."""
@@ -298,7 +298,7 @@ async def test_the_resource_is_ours_unless_it_is_named(monkeypatch: pytest.Monke
         ),
     ],
 )
-async def test_what_cannot_be_exported_keeps_nobody_from_being_served(
+async def test_a_failing_span_export_stops_no_request(
     monkeypatch: pytest.MonkeyPatch,
     lines: list[EventDict],
     variables: dict[str, str],
@@ -356,7 +356,7 @@ def propagating() -> Iterator[logging.Logger]:
     assert not any(isinstance(handler, tracing.SdkWarnings) for handler in logger.handlers)
 
 
-def test_a_collector_that_is_away_is_told_of_now_and_then(
+def test_an_unreachable_collector_is_logged_at_intervals(
     propagating: logging.Logger, lines: list[EventDict]
 ) -> None:
     """One line, however often it is said; what is no warning is not told."""

@@ -73,7 +73,7 @@ def test_foreign_lines_look_alike(stream: io.StringIO) -> None:
     assert (line["event"], line["level"]) == ("Invalid HTTP request received.", "warning")
 
 
-def test_a_failed_start_is_not_told_twice(stream: io.StringIO) -> None:
+def test_a_failed_start_is_logged_once(stream: io.StringIO) -> None:
     """Uvicorn's own last words add nothing."""
     logs.configure("info", "json", stream)
     logging.getLogger("uvicorn.error").error("Application startup failed. Exiting.")

@@ -49,7 +49,7 @@ async def test_orders_end_with_the_main_process() -> None:
         end.close()
 
 
-async def test_orders_end_though_reports_were_not_heard() -> None:
+async def test_commands_end_without_reports() -> None:
     """A main process that is gone with reports unread is as gone as any."""
     link, given, heard = linked()
     link.give(DRAIN)

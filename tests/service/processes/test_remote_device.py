@@ -216,7 +216,7 @@ async def test_nothing_is_answered_with_nothing() -> None:
         assert [] == both.device.seen
 
 
-async def test_outcomes_are_told_one_by_one() -> None:
+async def test_outcomes_are_reported_one_by_one() -> None:
     """The first outcome is reported before the second exists."""
     entries, told = [text(1), text(2)], []
     async with pair() as both:
@@ -233,7 +233,7 @@ async def test_outcomes_are_told_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
-async def test_entries_that_failed_cross_beside_the_others(each: bool) -> None:
+async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     """Each in its place, as the error that it was."""
     entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
     on_outcome = told.__setitem__ if each else None
@@ -290,7 +290,7 @@ async def test_what_is_unexpected_is_our_bug(lines: list[EventDict]) -> None:
     assert ["unexpected error"] == [line["event"] for line in lines]
 
 
-async def test_who_leaves_takes_the_work_along() -> None:
+async def test_a_disconnect_cancels_the_work() -> None:
     """A request that is cancelled here is cancelled there."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -349,7 +349,7 @@ async def test_a_device_that_is_lost_is_not_our_fault() -> None:
         assert not both.broken.is_set()
 
 
-async def test_what_cannot_be_received_is_told() -> None:
+async def test_a_failed_receive_is_reported() -> None:
     """A process that lost the connection to a living device must end, or it would never be ready again."""
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -360,7 +360,7 @@ async def test_what_cannot_be_received_is_told() -> None:
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
-async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
+async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
     """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
     async with pair() as both, under_way(both, *entries) as asked:
@@ -376,7 +376,7 @@ async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
     assert [False, False, True, True] == [entry.unbatched for entry in [*first, *again]]
 
 
-async def test_what_was_told_is_not_asked_again() -> None:
+async def test_a_reported_result_is_not_requested_again() -> None:
     """In a request with reported results, only the missing entries are sent again; each result is reported once."""
     entries, told = [text(1), text(2), text(3)], []
 
@@ -407,7 +407,7 @@ async def test_what_is_lost_twice_fails_by_name() -> None:
             await asked
 
 
-async def test_requests_are_asked_again_one_at_a_time() -> None:
+async def test_requests_are_sent_again_one_at_a_time() -> None:
     """So an entry that kills the device again takes no other entry along: the others get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
@@ -424,7 +424,7 @@ async def test_requests_are_asked_again_one_at_a_time() -> None:
         assert 2 == len(await asyncio.wait_for(first, 30))
 
 
-async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
+async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
     """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
@@ -456,7 +456,7 @@ async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
         assert 1 == len(await asyncio.wait_for(asked, 30))
 
 
-async def test_who_has_left_is_not_asked_for_again() -> None:
+async def test_a_disconnected_client_is_not_polled_again() -> None:
     """A request that was cancelled between two devices costs the second one nothing."""
     async with pair() as both, under_way(both, text(1)) as gone, under_way(both, text(2)) as asked:
         both.lose()
@@ -469,7 +469,7 @@ async def test_who_has_left_is_not_asked_for_again() -> None:
         assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
 
-async def test_a_device_that_dies_at_once_is_not_asked() -> None:
+async def test_a_device_that_dies_at_once_gets_no_request() -> None:
     """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
     remote = RemoteDevice()
     ours, theirs = socket.socketpair()
@@ -480,7 +480,7 @@ async def test_a_device_that_dies_at_once_is_not_asked() -> None:
         await remote.submit([text(1)])
 
 
-async def test_the_load_is_told_unasked() -> None:
+async def test_the_load_is_reported_regularly() -> None:
     """What waits, how fast it drains and whether more may come are known without asking."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
@@ -501,7 +501,7 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         await asked
 
 
-async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request and its cancellation may arrive together."""
     sent: list[bytes] = []
     async with pair() as both:
@@ -646,7 +646,7 @@ async def test_texts_cross_once(texts: BundleTexts) -> None:
         assert {} == both.subscriber.texts
 
 
-async def test_what_cannot_be_adopted_is_told(texts: BundleTexts) -> None:
+async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
     """The model manager gets the error, and the HTTP process continues as before."""
     async with pair() as both:
         both.subscriber.error = ValueError("the tokenizer cannot be read")
@@ -697,7 +697,7 @@ async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
         await asyncio.wait_for(both.frontends.adopt((), {}), 30)
 
 
-async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -> None:
+async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
@@ -708,7 +708,7 @@ async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -
         await asyncio.wait_for(adopting, 30)
 
 
-async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
+async def test_a_process_without_the_served_models_is_not_ready() -> None:
     """The inference process may be ready, but the HTTP process would find no engine."""
     async with pair() as both:
         both.lose()

@@ -178,7 +178,7 @@ async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
     assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
 
 
-async def test_what_must_not_be_served_is_told_of_once(watched: Watched) -> None:
+async def test_a_refused_bundle_is_logged_once(watched: Watched) -> None:
     """It is loaded again after a change; the current version keeps serving."""
     good = watched.save("good", "2")
     await watched.looks()

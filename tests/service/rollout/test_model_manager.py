@@ -190,7 +190,7 @@ async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
     assert ["tiny@1 current"] == await curated.shown()
 
 
-async def test_who_goes_is_not_loaded_again_before_it_is_gone(curated: Curated) -> None:
+async def test_an_unloading_bundle_is_not_loaded_again(curated: Curated) -> None:
     """Two bundles of one id could not be told apart."""
     curated.save("2")
     curated.subscriber.hold.clear()
@@ -248,7 +248,7 @@ async def test_what_must_not_be_served_changes_nothing(
     assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
 
 
-async def test_what_cannot_be_adopted_is_taken_back(curated: Curated) -> None:
+async def test_a_failed_activation_is_reverted(curated: Curated) -> None:
     """A bundle that one HTTP process cannot read is served by none."""
     curated.save("2")
     curated.subscriber.problem = "the tokenizer cannot be read"
@@ -287,7 +287,7 @@ async def test_loading_is_seen_and_serving_goes_on(
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
 
 
-async def test_who_leaves_does_not_stop_it(curated: Curated) -> None:
+async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
     """The command of a client that disconnects is completed."""
     curated.save("2")
     order = asyncio.create_task(curated.load("2"))
@@ -539,7 +539,7 @@ async def test_what_cannot_be_opened_again_is_left_out(
     assert [("not served again", "tiny@2")] == told
 
 
-async def test_what_has_changed_is_told(curated: Curated, lines: list[EventDict]) -> None:
+async def test_a_changed_bundle_is_logged(curated: Curated, lines: list[EventDict]) -> None:
     """A directory with another bundle in it is served, but does not answer for the name of the one that was there."""
     curated.save("2")
     await curated.load("2")

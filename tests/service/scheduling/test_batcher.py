@@ -227,7 +227,7 @@ def test_plan_keeps_to_the_bundle_of_its_head() -> None:
     assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
-def test_plan_gives_who_is_to_be_alone_no_company() -> None:
+def test_plan_batches_an_unbatched_entry_alone() -> None:
     """Such an entry is batched with no other entry."""
     ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
@@ -331,7 +331,7 @@ def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
     assert len(plan([text(10), text(10), text(11)], cost, ROOMY, 0.0)) == 1
 
 
-def test_plan_stops_where_company_gains_next_to_nothing() -> None:
+def test_plan_stops_where_companions_gain_little() -> None:
     """Nine texts come within a hundredth of the speed of sixty, in a seventh of the time."""
     cost = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
     assert len(plan(texts(60), cost, ROOMY, 0.0)) == 9
@@ -403,7 +403,7 @@ async def test_outcomes_tell_of_their_batch() -> None:
     assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
 
 
-async def test_outcomes_are_told_as_their_batches_end() -> None:
+async def test_outcomes_are_reported_as_their_batches_end() -> None:
     """Each entry's outcome is reported once, before the request is answered."""
     gate, told = Gate(), []
     async with serving(gate, max_batch_size=1) as batcher:
@@ -642,7 +642,7 @@ async def test_the_classes_share_eight_to_one() -> None:
 
 
 @pytest.mark.parametrize("crowd", [1, POOL_MOST + 50], ids=["a few", "more than a plan looks at"])
-async def test_nobody_is_passed_over_for_ever(crowd: int) -> None:
+async def test_no_entry_is_skipped_for_ever(crowd: int) -> None:
     """A second text gets its seat although new single texts, due before it, keep coming."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
@@ -677,7 +677,7 @@ async def test_a_seat_starts_the_count_again() -> None:
         assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
 
 
-async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
+async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows() -> None:
     """An entry that is due by skips may also be next by virtual time, and is scheduled once."""
     gate = Gate()
     rng = random.Random(0)
@@ -858,7 +858,7 @@ async def test_max_wait_ends() -> None:
     assert outcome.queue_s >= 0.002 - 1e-6
 
 
-async def test_nobody_is_held_beyond_its_deadline() -> None:
+async def test_no_entry_is_held_beyond_its_deadline() -> None:
     """A text that could wait a minute for company leaves in time to be answered."""
     clock = asyncio.get_running_loop().time
     async with serving(echo, max_wait_ms=60_000, clock=clock) as batcher:
@@ -866,7 +866,7 @@ async def test_nobody_is_held_beyond_its_deadline() -> None:
     assert outcome.queue_s < 1.5
 
 
-async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
+async def test_no_entry_is_held_while_another_bundle_waits() -> None:
     """A slot does not stand idle for one bundle's company while texts of another wait."""
     gate = Gate()
     async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
@@ -876,13 +876,13 @@ async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
         assert (await gate.batch()).bundle == "a@1"
 
 
-async def test_nobody_is_held_who_is_to_be_alone() -> None:
+async def test_an_unbatched_entry_is_not_held() -> None:
     """There is no company to wait for."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         assert len(await asyncio.wait_for(batcher.submit([text(unbatched=True)]), 30)) == 1
 
 
-async def test_draining_does_not_wait_for_company() -> None:
+async def test_draining_does_not_wait_for_companions() -> None:
     """Once no request can come, a held batch leaves."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         held = await submitted(batcher, texts(1))
@@ -933,7 +933,7 @@ async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
         assert gate.started == 5
 
 
-async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
+async def test_a_prefetched_batch_counts_as_waiting_until_it_begins() -> None:
     """It counts as waiting, like the rest of the queue, until it runs."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -949,7 +949,9 @@ async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
-async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: bool) -> None:
+async def test_a_batch_that_waits_for_companions_is_not_prefetched(
+    waiting: int, set_out: bool
+) -> None:
     """Where as many as it takes are left behind, those that come could make it no better."""
     gate = Gate()
     async with serving(gate, FIXED, max_batch_size=2) as batcher:
@@ -960,7 +962,7 @@ async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: 
         await asyncio.gather(*requests)
 
 
-async def test_a_part_of_a_large_request_is_set_out() -> None:
+async def test_a_part_of_a_large_request_is_prefetched() -> None:
     """With no other flow waiting, no slot waits for the event loop."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -971,7 +973,7 @@ async def test_a_part_of_a_large_request_is_set_out() -> None:
         await large
 
 
-async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> None:
+async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one() -> None:
     """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -990,7 +992,7 @@ async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> No
         assert sorted(ran) == sorted(map(number, [*many, late]))
 
 
-async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
+async def test_a_prefetch_is_canceled_for_another_flow() -> None:
     """The flow with the smallest virtual time gets the slot; the canceled prefetch is next, each entry once."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
@@ -1005,7 +1007,7 @@ async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
         assert ran == [[number(entry)] for entry in (other, *ours[1:])]
 
 
-async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
+async def test_a_batch_is_prefetched_while_several_flows_wait() -> None:
     """Whose turn it is is known: those that come behind others of their flow change nothing of it."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
@@ -1019,7 +1021,7 @@ async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
         await asyncio.gather(*requests)
 
 
-async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
+async def test_a_prefetch_is_canceled_for_a_probe() -> None:
     """Under load no slot would be idle for it."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -1032,7 +1034,7 @@ async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
         await asyncio.gather(probe, *requests)
 
 
-async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
+async def test_a_canceled_entry_of_a_prefetch_is_not_computed() -> None:
     """The next in line takes its place, while the thread still runs the batch before."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -1049,7 +1051,7 @@ async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
         assert gate.started == 4
 
 
-async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
+async def test_an_entry_canceled_at_its_start_has_no_receiver() -> None:
     """The thread began before the cancellation; the waiting entries are still counted right."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -1066,7 +1068,7 @@ async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
         assert batcher.load().queue_tokens == 0
 
 
-async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
+async def test_a_prefetched_batch_ends_with_the_batcher() -> None:
     """What is not answered in time is not begun either."""
     gate = Gate()
     batcher = Batcher(gate, clock=Clock())
@@ -1284,7 +1286,7 @@ async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
             await batcher.submit([text(100, deadline=1.0)])
 
 
-async def test_a_full_queue_has_room_for_who_has_less_than_a_part() -> None:
+async def test_a_full_queue_accepts_a_tenant_below_its_share() -> None:
     """One tenant's flood takes from another what it does not use, and nothing else."""
     gate = Gate()
     async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
@@ -1340,7 +1342,7 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     assert gate.started == 2
 
 
-async def test_cancelling_a_running_request_harms_nobody() -> None:
+async def test_canceling_a_running_request_affects_no_other() -> None:
     """Its companions in the batch are answered, and the rest of it never runs."""
     gate = Gate()
     async with serving(gate, max_batch_size=2) as batcher:
@@ -1505,7 +1507,7 @@ def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Hea
     )
 
 
-async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
+async def test_only_the_requested_head_is_checked_and_returned() -> None:
     """A head whose output overflows on this text does not fail requests for another head."""
     async with serving(two_heads) as batcher:
         (outcome,) = await batcher.submit([text(heads=("h",))])

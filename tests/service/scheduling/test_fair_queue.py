@@ -115,7 +115,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "cancelled"])
-def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
+def test_a_disconnected_client_is_forgotten(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
     """A lane in which nothing waits holds on to no text, whether it was looked at or not."""
     lane = FlowQueue(FLOW, ModelStatistics({1: Estimator()}))
     for looked_at in (True, False):

@@ -39,7 +39,7 @@ def test_a_bundle_of_unknown_speed_is_not_waited_for() -> None:
     assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
 
 
-def test_who_waits_in_the_same_flow_is_waited_for() -> None:
+def test_an_entry_of_the_same_flow_is_waited_for() -> None:
     """Ten texts of ten tokens are before ours."""
     assert load(ours=singles(*[10] * 10)).wait_s(OURS, 10) == pytest.approx(1.1)
 

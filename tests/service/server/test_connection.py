@@ -508,7 +508,7 @@ async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
         assert await client.ended()
 
 
-async def test_who_sent_ahead_and_hangs_up_is_not_answered(
+async def test_pipelined_requests_of_a_disconnected_client_are_dropped(
     listen: Listen, engine: FakeEngine
 ) -> None:
     """The request that is worked on is given up, though another was the last to come."""
@@ -524,7 +524,7 @@ async def test_who_sent_ahead_and_hangs_up_is_not_answered(
 # -- refusals that must reach clients that still send -----------------------------------------------
 
 
-async def test_a_refused_body_is_heard_out(listen: Listen, engine: FakeEngine) -> None:
+async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEngine) -> None:
     """A client that reads only after sending a large body gets the refusal, and may reuse the connection."""
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         client.send(post(b"x" * 20_000_000))
@@ -565,7 +565,7 @@ async def test_a_refused_body_without_end_is_not(
             await go_on()
 
 
-async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> None:
+async def test_a_closing_response_reaches_a_client_that_still_sends(listen: Listen) -> None:
     """An answer that ends the connection is not taken away from a client that listens only afterwards."""
     async with listen(body_timeout_s=0.05) as server, server.client() as client:
         client.send(HEAD + b"Content-Length: 10000000\r\n\r\n")
@@ -599,7 +599,7 @@ async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
-async def test_an_answer_that_nobody_reads_is_dropped(
+async def test_an_unread_response_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
 ) -> None:
     """A client that reads none of a large answer is cut off, and nothing of it is kept."""
@@ -612,7 +612,7 @@ async def test_an_answer_that_nobody_reads_is_dropped(
         assert 1 == server.state.total_requests
 
 
-async def test_a_short_answer_that_nobody_reads_is_dropped(
+async def test_a_short_unread_response_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is what is too short to make the server wait, when its connection has been idle for long."""
@@ -625,7 +625,7 @@ async def test_a_short_answer_that_nobody_reads_is_dropped(
         await until(lambda: not server.state.connections)
 
 
-async def test_an_answer_to_who_said_all_and_reads_nothing_is_dropped(
+async def test_an_unread_response_to_a_complete_request_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it kept for a client that has closed its side, and left the other open."""
@@ -711,7 +711,7 @@ async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
             assert 200 == (await prober.answer()).status
 
 
-async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
+async def test_an_excess_connection_takes_no_other_place(listen: Listen) -> None:
     """When there is room again, the next is welcome, though one that was too many is still there."""
     async with listen(max_connections=1) as server:
         async with server.client():
@@ -789,7 +789,9 @@ async def test_requests_sent_ahead_are_refused_in_their_order(
     assert statuses == [429] * 5 + [200] + [429] * 4
 
 
-async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: None) -> None:
+async def test_a_refused_client_with_connection_close_is_disconnected(
+    listen: Listen, busy: None
+) -> None:
     """With the header that says so."""
     async with listen() as server, server.client() as client:
         client.writer.write(embed(headers="Connection: close\r\n") + EMBED)
@@ -798,7 +800,7 @@ async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: Non
         assert await client.ended()
 
 
-async def test_who_goes_while_held_back_leaves_nothing(
+async def test_a_disconnect_during_a_delayed_refusal_leaves_nothing(
     listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its refusal is not sent, and it is recorded as a disconnect."""

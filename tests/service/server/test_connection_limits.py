@@ -49,7 +49,7 @@ def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
         assert 1000 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def test_too_little_room_is_told(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_limits_are_logged(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows less, the log says how much less."""
     allowed: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
