@@ -189,7 +189,7 @@ async def test_self_measured_with_a_noop_server(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_as_many_as_another_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a no-op server is asked is what the service answered so far; before that, the service is asked first."""
+    """The no-op server gets as many requests as the service has answered; before that, the service is first."""
     one = rounds.Contender(NOOP, Running(0, None, 0.0), REQUESTS, np.ones(3), rounds.Tested("one"))
     first = rounds.Window(8, 70.0, 1.0, 2.0, 3.0, 0.1)
     monkeypatch.setattr(rounds, "working", lambda _: nullcontext())

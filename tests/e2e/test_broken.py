@@ -24,7 +24,7 @@ BAD = f"Ada drew a {faulty.WORD} at dawn."
 
 
 def problem(server: Server) -> str:
-    """What /health/ready says is wrong; nothing when it is ready."""
+    """The reason in the response of /health/ready, or an empty text."""
     reply = server.get("/health/ready")
     return "" if reply.status == 200 else reply.json()["error"]["message"]
 
@@ -177,7 +177,7 @@ def limit_memory(pid: int, megabytes: int) -> None:
 def test_silence_is_noticed_within_a_second(
     tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
 ) -> None:
-    """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
+    """A stopped inference process makes the service not ready, although it is connected, until it continues."""
     with serving(tiny_bundle) as server:
         (inference,) = children(server)["inference"]
         time.sleep(0.5)

@@ -47,7 +47,7 @@ def metrics(server: Server) -> Server:
     ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
 )
 def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> None:
-    """Keys of a file and of a variable reach them all, on no command line; the log has names of keys alone."""
+    """Keys of a file and of a variable reach all processes, but no command line; the log has only names of keys."""
     headers = {"Authorization": f"Bearer {key}"}
     statuses = [locked.post("/embed", BODY, headers).status for _ in range(20)]
     assert [200] * 20 == statuses

@@ -61,7 +61,7 @@ def computed(server: Server) -> float:
 
 @contextmanager
 def stopped(server: Server) -> Iterator[None]:
-    """With an inference process that stands still."""
+    """A service with a stopped inference process."""
     (inference,) = children(server)["inference"]
     os.kill(inference, signal.SIGSTOP)
     try:

@@ -282,7 +282,7 @@ def break_the_tokenizer(folder: Path) -> None:
 def test_what_must_not_be_served_is_refused(
     at: Desk, breaking: Callable[[Path], None], said: str
 ) -> None:
-    """With its reason; the one that answers goes on."""
+    """The response has the reason; the current version keeps serving."""
     before, states = at.vector("tiny"), at.states()
     breaking(at.models_dir / at.save("bad"))
     reply = at.order("POST", "/admin/models", {"path": "bad"})

@@ -192,7 +192,7 @@ def test_emoji_before_an_entity_do_not_shift_its_mark(page: Page) -> None:
 
 
 def test_service_and_page_agree_on_offsets_after_emoji(page: Page) -> None:
-    """What the real service finds after emoji is marked as the words it says it found."""
+    """The page marks exactly the service's words after emoji."""
     text = "🚀👨‍👩‍👧 Angela Merkel 🎉 came to Berlin."
     entities = run(page, "entities", inputs=text)["results"][0]
     spans = [text[entity["start"] : entity["end"]] for entity in entities]
@@ -486,7 +486,7 @@ def test_a_key_is_kept_for_the_tab_alone(browser: Browser, locked: Locked) -> No
 
 
 def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
-    """What the service says of a key is shown, and another can be given."""
+    """The page shows the service's error, and accepts another key."""
     page = browser.new_page()
     page.goto(locked.url)
     page.fill("#key", "guessed")

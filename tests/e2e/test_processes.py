@@ -82,7 +82,7 @@ def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> 
 
 
 def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
-    """An answer in lines that was cut off goes on with those that were missing, and no line comes twice."""
+    """An interrupted NDJSON stream continues with the missing lines, and no line is sent twice."""
     texts = [samples.text(60 + number % 40, seed=number) for number in range(1000)]
     headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
     with serving(tiny_bundle) as server:
@@ -102,7 +102,7 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
 
 @pytest.mark.promise("A request that is lost twice fails with its own code, alone.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
-    """A request has two chances; nothing hangs after them, and the service goes on."""
+    """A request has two attempts; after them it fails, and the service continues."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
     with serving(tiny_bundle, *SLOWLY) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.post, "/embed", body)
@@ -152,7 +152,7 @@ def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle: Path) -> None:
 @pytest.mark.promise("A process that hangs is replaced like a dead one.")
 @pytest.mark.exclusive
 def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
-    """One that is there and does nothing is killed after `hang_s`; what it was asked is answered by the next one."""
+    """A process that does nothing is killed after `hang_s`; its successor answers its requests."""
     body = {"inputs": samples.text(60, seed=1)}
     options = ["--hang-s", "1", "--max-wait-ms", "20000"]
     with serving(tiny_bundle, *options) as server, ThreadPoolExecutor(1) as clients:
@@ -263,7 +263,7 @@ def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path: Path) -> None:
-    """A service that has served does not end when its bundle is gone for a while: it says so, and goes on trying."""
+    """A service that has served does not end while its bundle is missing: it logs this, and tries again."""
     path, away = shutil.copytree(tiny_bundle, tmp_path / "tiny"), tmp_path / "away"
     with serving(path) as server:
         path.rename(away)

@@ -14,7 +14,7 @@ PUBLIC = [kind for kind in kinds() if kind is not errors.RetryableError]
 
 
 def drawn() -> dict[str, str]:
-    """What stands above each class in the module's docstring, less indented."""
+    """The classes in the drawing of the module's docstring, each with its parent."""
     above: dict[str, str] = {}
     line: list[tuple[int, str]] = []
     for spaces, name in re.findall(r"^( {4,})(\w+)", errors.__doc__, re.M):

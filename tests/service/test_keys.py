@@ -105,7 +105,7 @@ def test_a_name_that_toml_would_quote_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_record_cannot_be_changed() -> None:
-    """What was read stands."""
+    """Fields of a record are read-only."""
     key = Key(**tomllib.loads(RECORD)["keys"]["search"])
     with pytest.raises(ValidationError, match="frozen"):
         key.may = ("admin",)

@@ -30,7 +30,7 @@ def test_bundles_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command line says goes before the environment."""
+    """The command line overrides the environment."""
     monkeypatch.setenv("QUARTET_PORT", "1")
     assert Settings(port=2).port == 2
 
@@ -143,7 +143,7 @@ def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, i
     ("bundles", "threads"), [(2, {1: 1, 4: 4}), (3, {1: 1, 2: 2}), (8, {1: 1}), (99, {1: 1})]
 )
 def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int]) -> None:
-    """What sleeps until a lone text comes is shared out among the bundles."""
+    """The threads for single texts are divided among the bundles."""
     assert Settings().slots(on_cpu=True, cores=8, bundles=bundles) == (8, threads)
 
 

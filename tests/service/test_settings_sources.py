@@ -57,7 +57,7 @@ def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch: pytest.Monke
 
 
 def test_a_file_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a flag or by a variable, and then it alone is read."""
+    """A flag or a variable names it, and no other file is read."""
     write("quartet.toml", "port = 1\nthreads = 1")
     write("one.toml", "port = 2")
     write("other.toml", "port = 3")
@@ -128,7 +128,7 @@ def test_keys_in_a_variable_go_before_those_in_the_file(monkeypatch: pytest.Monk
 
 
 def test_a_report_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys it tells the names."""
+    """The report has the names of keys only."""
     write("keys.toml", f'[keys.filed]\nsha256 = "{"a" * 64}"')
     monkeypatch.setenv("QUARTET_API_KEY", PLAIN)
     configuration = with_bundle(api_keys="keys.toml")
@@ -224,7 +224,7 @@ def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_an_empty_flag_or_line_is_a_mistake(flags: dict[str, Any], text: str, reason: str) -> None:
-    """It would name the working directory, or every address; the line says where it is from."""
+    """It would select the working directory, or every address; the error has its origin."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
         configure({"bundles": ["x"], **flags} if "bundles" not in text else flags)
@@ -277,7 +277,7 @@ def test_settings_apply_next_to_a_kubernetes_service(monkeypatch: pytest.MonkeyP
 
 
 def test_an_empty_key_is_warned_of() -> None:
-    """The line says whether the service is open without it."""
+    """The warning says whether the service is open without the key."""
     assert ["QUARTET_API_KEY is empty, which counts as unset"] == ignored_variables(
         {"QUARTET_API_KEY": "", "QUARTET_PORT": ""}, closed=True
     )

@@ -75,7 +75,7 @@ async def test_a_bomb_is_refused_as_soon_as_it_is_too_large() -> None:
 
 
 async def test_what_inflates_to_nothing_is_too_large_in_the_end() -> None:
-    """A stream may go on for ever and say nothing; what comes of it is counted, too."""
+    """A stream without output may continue for ever, so its compressed bytes are counted, too."""
     stream = Inflater("gzip")
     parts = [GZIP[:HEADER_BYTES], *[EMPTY_BLOCK] * 1000]
     assert b"" == b"".join(piece for part in parts for piece in stream.feed(part))

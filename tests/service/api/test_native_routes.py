@@ -287,7 +287,7 @@ async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -
 
 
 async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
-    """They are in `errors`; without the vector of the query, nothing can be ranked."""
+    """They are in `errors`; if the query fails, the request fails."""
     engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
     body = {"query": "q", "documents": ["a", "b", "c"], "on_error": "null"}
     content = (await client.post("/rerank", json=body)).json()

@@ -86,7 +86,7 @@ async def test_a_proxy_is_to_pass_each_line_on(client: httpx.AsyncClient) -> Non
 async def test_bad_inputs_have_lines_and_are_named_at_the_end(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """A line with null, when asked for so, and its reason where one object would have it."""
+    """With `on_error: null` a bad input has a line with null, and its reason in the last line."""
     engine.bad = {0: errors.InvalidInput("too long")}
     body = {"inputs": ["a", "b"], "on_error": "null"}
     whole = (await client.post("/ner", json=body)).json()
@@ -98,7 +98,7 @@ async def test_bad_inputs_have_lines_and_are_named_at_the_end(
 
 
 async def test_vectors_in_lines_may_be_base64(client: httpx.AsyncClient) -> None:
-    """What a body asks for holds for each line."""
+    """The options of a body apply to each line."""
     body = {"inputs": "a", "encoding_format": "base64"}
     first, _ = lines_of(await client.post("/embed", json=body, headers=IN_LINES))
     assert isinstance(first["embedding"], str)

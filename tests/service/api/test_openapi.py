@@ -73,7 +73,7 @@ def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> 
 
 
 def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
-    """As a task's may: for how it is compressed, and for want of room."""
+    """The document declares 415 for its encoding, and 429 for too many bodies."""
     responses = document["paths"]["/admin/models"]["post"]["responses"]
     assert "`unsupported_encoding`" in responses["415"]["description"]
     assert "`overloaded`" in responses["429"]["description"]

@@ -475,7 +475,7 @@ class TestFiles:
                 assert "packed.onnx reads b'other.bin'" in refusal(folder)
 
     def test_other_files(self, folder: Path) -> None:
-        """Files that the manifest does not know, a model card say, are let be."""
+        """Files that the manifest does not name, such as a model card, are ignored."""
         (folder / "README.md").write_text("A card.")
 
         assert bundle.load(folder).manifest.name == "quartet-test"
@@ -647,7 +647,7 @@ class TestCheckGoldens:
         [([1, 0], [2, 0], 1), ([1, 0], [0, 3], 0), ([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0)],
     )
     def test_cosine_of(self, a: list[float], b: list[float], expected: float) -> None:
-        """A cosine goes by direction; a zero is like a zero and like nothing else."""
+        """A cosine depends on directions only; a zero vector equals zero vectors only."""
         found = bundle.cosine(np.array(a, np.float32), np.array(b, np.float32))
 
         assert found == pytest.approx(expected)
@@ -661,7 +661,7 @@ def write_and_fail(path: Path, error: type[BaseException], replace: bool = False
 
 class TestWriting:
     def test_success(self, tmp_path: Path) -> None:
-        """What was written is there under its name, for all to read, and nothing else is."""
+        """The written files have their final name and are readable for all; there are no other files."""
         with bundle.writing(tmp_path / "new" / "b") as folder:
             save(folder, write(folder))
             assert not (tmp_path / "new" / "b").exists()
@@ -743,7 +743,7 @@ class TestWriting:
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
     def test_link(self, folder: Path, tmp_path: Path) -> None:
-        """Where the name is a link, what it stands for is replaced."""
+        """If the path is a link, its target is replaced."""
         (tmp_path / "current").symlink_to(folder)
         with bundle.writing(tmp_path / "current", replace=True) as new:
             (new / "only.txt").write_text("new")

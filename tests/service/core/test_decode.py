@@ -339,7 +339,7 @@ class TestNer:
         ],
     )
     def test_strategies(self, strategy: str, expected: list[tuple[str, str]]) -> None:
-        """Tokens stand alone, join by type, or follow the first token of their word."""
+        """Tokens are separate results, are joined by type, or have the label of their word's first token."""
         words = ["Ada", "Love|lace", "Bob", "ran"]
         encoding = encode(words)
         logits = one_hot(encoding, "B-PER", "I-PER", "I-LOC", "B-PER", "O")

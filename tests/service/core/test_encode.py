@@ -451,7 +451,7 @@ class TestQuestions:
             assert len(own(encoded.windows[0], 1)) == 1
 
     def test_one_window(self, encoder: Encoder) -> None:
-        """With plain truncation there is one window, and what was cut off is said."""
+        """With plain truncation there is one window, and the encoding reports the truncation."""
         short, long = encoder.questions(["the?"] * 2, ["river", "river " * 20], truncate=True)
 
         assert [len(item.windows) for item in (short, long)] == [1, 1]

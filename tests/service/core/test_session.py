@@ -257,7 +257,7 @@ def test_auto_without_the_library(opened: Bundle) -> None:
 
 
 def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime for the CPU serves on it, and there is nothing to say."""
+    """The CPU build of ONNX Runtime serves on the CPU without a warning."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
     session = open_session(opened, options=ONE_THREAD)
     assert (CPU, None) == (session.provider, unused_gpu(session))
@@ -275,7 +275,7 @@ def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) 
 def test_auto_with_a_gpu_that_does_not_work(
     opened: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where CUDA loads and its device cannot be used, `auto` serves on the CPU and says why."""
+    """If CUDA loads but its device is not usable, `auto` serves on the CPU and logs the reason."""
     monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     session = open_session(opened, options=ONE_THREAD)

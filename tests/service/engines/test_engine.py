@@ -76,7 +76,7 @@ def runner(tiny_bundle: Path) -> Runner:
 
 
 def outputs(runner: Runner, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
-    """What a head gives for each window, each alone."""
+    """The outputs of a head for each window, computed alone."""
     return [runner.run(1, [window])[0][head] for window in encoded.windows]
 
 
@@ -240,7 +240,7 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
-    """Vectors are of length one, as the head says, or as they come when asked for so."""
+    """Vectors have length one, or the head's setting, or the request's."""
     unit = np.stack((await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).results)
     plain = np.stack(
         (
@@ -343,7 +343,7 @@ async def test_head_of_another_task(tiny: Engine) -> None:
 
 
 async def test_too_long(tiny: Engine) -> None:
-    """Told not to cut, every text that is too long is named, and nothing is computed."""
+    """If truncation is off, the error has every text that is too long, and nothing is computed."""
     how = {**CLASSIFY, "truncate": False}
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
@@ -534,7 +534,7 @@ async def test_long_texts_are_encoded_in_a_thread(
 async def test_more_than_may_ever_wait_is_not_encoded(
     isolate_errors: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request becomes is counted part by part, and nothing of it is submitted."""
+    """The tokens of a request are counted as they are encoded, and none is submitted."""
     encoded: list[str] = []
 
     def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
@@ -733,7 +733,7 @@ async def test_texts_that_are_too_long_have_no_result(
 
 @each_task
 async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
-    """Then nothing is computed, and nothing fails."""
+    """Without a good text, no batch runs, and the request succeeds."""
     reply = await tiny.answer(task(texts=[LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results
     assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)

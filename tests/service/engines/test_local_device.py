@@ -109,7 +109,7 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its costs say whether padding is computed, and what runs alone is measured on nothing else."""
+    """The layout decides whether padding costs time, and unbatched graphs are measured with single texts only."""
     path = shutil.copytree(tiny_bundle, tmp_path / "copy")
     manifest = json.loads((path / "manifest.json").read_text())
     graphs = {

@@ -77,7 +77,7 @@ class Copied:
 
 
 async def test_answers_are_compared() -> None:
-    """By head and input: one that had no answer is compared with nothing, and one that had must have one again."""
+    """By head and input: an input without a result is not compared; an input with one must have one again."""
     copied = Copied()
     answered = reply(GOOD, GOOD, GOOD, GOOD, None, None)
     await copied.copied(answered, reply(GOOD, BAD, None, None, BAD, None))
@@ -90,7 +90,7 @@ async def test_answers_are_compared() -> None:
 
 
 async def test_a_mirrored_request_has_no_tenant_and_low_priority() -> None:
-    """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
+    """The copy is for the head that answered, isolates errors, and does not arrive for the finished request."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
     task, ticket, heads = copied.asked[0]

@@ -232,7 +232,7 @@ async def test_a_changed_bundle_of_the_same_name_is_another(
 
 
 async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: BundleTexts) -> None:
-    """One that can be read, and knows neither a word nor what to say of one that it does not know."""
+    """A readable tokenizer without any word and without an unknown token is refused."""
     document = json.loads(texts.tokenizer)
     special = {token["content"]: token["id"] for token in document["added_tokens"]}
     document["model"]["vocab"] = {t: i for t, i in special.items() if t in ("[CLS]", "[SEP]")}

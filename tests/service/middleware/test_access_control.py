@@ -178,7 +178,7 @@ async def test_a_request_may_only_lower_its_priority(
 async def test_without_keys_requests_have_no_tenant(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """They are interactive unless they say otherwise."""
+    """They are interactive unless their header has another priority."""
     await client.post("/embed", json=BODY)
     assert (engine.ticket.tenant, engine.ticket.priority) == ("", 0)
     await client.post("/embed", json=BODY, headers={"X-Priority": "bulk"})
@@ -290,7 +290,7 @@ def test_keys_may_be_replaced() -> None:
 async def test_metrics_may_have_a_port_of_their_own(
     client_with: Connect, keys: dict[str, Key], port: int, path: str, status: int
 ) -> None:
-    """They need no key there, and are not elsewhere; nothing but health is there."""
+    """The metrics need no key on their own port, are on no other, and share it with health only."""
     async with client_with(metrics_port=9100, keys=keys) as client:
         assert (await client.get(f"http://quartet:{port}{path}")).status_code == status
 

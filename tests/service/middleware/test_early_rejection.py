@@ -42,7 +42,7 @@ async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: Fake
 async def test_what_would_be_late_is_not_read(
     client: httpx.AsyncClient, engines: FakeEngines, engine: FakeEngine
 ) -> None:
-    """Two seconds wait before one that has one: the engine is not asked, and nothing is parsed."""
+    """Two seconds of work wait and the request has one: it is refused without being parsed."""
     engines.told = waiting(*[1] * 200)
     response = await client.post("/embed", content=b"no JSON", headers=SECONDS)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
@@ -73,7 +73,7 @@ async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEng
 async def test_the_bundle_with_the_least_load_decides(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
-    """Which one is asked stands in the body: only if all would be late it need not be read."""
+    """The body names the model, so it is not read only if every model would be late."""
     busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
@@ -128,7 +128,7 @@ def come(made: EarlyRejection, at: float, **fields: Any) -> RequestContext:
 
 @pytest.fixture
 def door(engines: FakeEngines) -> EarlyRejection:
-    """Of a device that does 100 tokens a second and tells nothing new; bodies have ten."""
+    """An early rejection for a device of 100 tokens a second with an unchanged load; bodies have ten tokens."""
     engines.told = waiting(1)
     service = Service(Settings(), Metrics())
     service.engines = cast(Engines, engines)

@@ -64,7 +64,7 @@ async def test_many_take_turns() -> None:
 
 @on_leaping_loop
 async def test_no_refusal_is_delayed_longer() -> None:
-    """Whatever the crowd."""
+    """The delay has a limit for any number of refusals."""
     held = await turns(RefusalThrottle(per_s=10, held_s=0.2), 100)
     assert max(held) == pytest.approx(0.2)
 

@@ -167,7 +167,7 @@ async def test_a_client_that_does_not_sample_is_heeded(
 async def test_a_trace_that_begins_here_is_named_in_the_log(
     client: httpx.AsyncClient, made: Any, lines: list[EventDict]
 ) -> None:
-    """So that the line is found from the span, and the span from the line."""
+    """So the span leads to the log line, and the log line to the span."""
     await client.post("/classify", json=BODY, headers={"traceparent": "not valid"})
     span = server_span(made)
     assert span.parent is None
@@ -304,7 +304,7 @@ async def test_a_failing_span_export_stops_no_request(
     variables: dict[str, str],
     reason: str,
 ) -> None:
-    """There are no spans, and one line says why."""
+    """There are no spans, and one line has the reason."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     async with tracing.tracing() as trace:
@@ -359,7 +359,7 @@ def propagating() -> Iterator[logging.Logger]:
 def test_an_unreachable_collector_is_logged_at_intervals(
     propagating: logging.Logger, lines: list[EventDict]
 ) -> None:
-    """One line, however often it is said; what is no warning is not told."""
+    """One line per interval is written; messages below a warning are not."""
     inner = logging.getLogger("opentelemetry.exporter")
     with limited_warnings():
         for number in range(50):

@@ -128,7 +128,7 @@ def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> None:
-    """Whatever printable characters an id has, it is one value of one line."""
+    """A request id with any printable characters is one value of one line."""
     forged = 'a status=200 "b", "status": 200, \\'
     logs.configure("info", form, stream)
     structlog.get_logger().info("request", request_id=forged, status=500)
@@ -142,7 +142,7 @@ def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> No
 def test_a_record_that_cannot_be_formatted_is_named(
     stream: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A library's mistake is a line that says where, and not a traceback on standard error."""
+    """A library's malformed log call becomes a line with its place, not a traceback on standard error."""
     logs.configure("info", "json", stream)
     logging.getLogger("another").error("%d files", "some")
     (line,) = objects(stream)

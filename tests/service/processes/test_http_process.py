@@ -57,7 +57,7 @@ async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.Mo
 
 
 async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as none comes: an order may get lost on its way, or the other end at its."""
+    """It reports this until a channel comes, because a command or the channel's other end may be lost."""
     monkeypatch.setattr(health, "CHANNEL_MISSING_S", 0.001)
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()

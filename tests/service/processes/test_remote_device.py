@@ -301,7 +301,7 @@ async def test_a_disconnect_cancels_the_work() -> None:
 
 
 async def test_an_http_process_that_dies_takes_its_work_along() -> None:
-    """What it had asked is cancelled, and it is forgotten."""
+    """Its requests are canceled, and the inference process forgets it."""
     async with pair() as both, under_way(both, text(1)):
         assert both.remote._channel is not None
         both.remote._channel.close()
@@ -470,7 +470,7 @@ async def test_a_disconnected_client_is_not_polled_again() -> None:
 
 
 async def test_a_device_that_dies_at_once_gets_no_request() -> None:
-    """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
+    """A socket whose other end is closed before its first use fails all requests by name; none waits."""
     remote = RemoteDevice()
     ours, theirs = socket.socketpair()
     theirs.close()
@@ -723,7 +723,7 @@ async def test_a_process_without_the_served_models_is_not_ready() -> None:
 
 
 async def test_orders_are_forwarded() -> None:
-    """What an administrator asks of an HTTP process is done by the inference process."""
+    """The inference process executes the commands that an HTTP process received."""
     async with pair() as both:
         command = LoadModel(path="a", by="ops", shadow=0.5)
         answer = await both.remote.execute(command)

@@ -89,7 +89,7 @@ async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
 
 
 async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watched) -> None:
-    """What comes under another directory's name is there before the old one goes."""
+    """The bundle in the new directory is served before the bundle in the old one is unloaded."""
     watched.save("a", "2")
     watched.save("b", "1", name="other")
     await watched.looks()
@@ -144,7 +144,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
 async def test_what_cannot_be_read_stays_as_it_is(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is neither gone nor changed; when it can be read again, it is what it was."""
+    """It counts neither as removed nor as changed, and is unchanged when it can be read again."""
     kept, new = watched.save("a", "2"), watched.curated.models_dir / "b"
     expected = await watched.looks()
     able = directory_watcher.examine

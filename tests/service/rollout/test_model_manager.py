@@ -412,7 +412,7 @@ def check(counts: Counts) -> None:
 
 
 def test_so_many_answers_may_change() -> None:
-    """Of each head; those that were left out say nothing."""
+    """The limit holds for each head; dropped copies do not count."""
     check({"a": {"same": 99, "changed": 1, "dropped": 50}, "b": {"same": 1}})
 
 
@@ -482,7 +482,7 @@ def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    """What they stand for may change, or be elsewhere."""
+    """The target of a link may change, or be outside of the directory."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for path in ("link", "link/inside"):
@@ -497,7 +497,7 @@ def test_paths_that_are_none(tmp_path: Path) -> None:
 
 
 def test_without_a_directory_nothing_comes() -> None:
-    """It is for the operator to say where bundles may be from."""
+    """The operator decides from where bundles may be loaded."""
     with pytest.raises(Forbidden, match="no models_dir is set"):
         locate(None, "a")
 

@@ -346,7 +346,7 @@ def test_plan_stops_where_companions_gain_little() -> None:
 def test_plan_is_never_dearer_than_its_head_alone(
     sizes: list[int], terms: tuple[float, float, float], tokens: int, size: int
 ) -> None:
-    """Whatever the cost and the budget, company makes a token cheaper, and the budget holds."""
+    """For all costs and budgets, companions make a token cheaper, and the budget holds."""
     cost = Cost(*terms)
     batch = lengths(plan([text(size) for size in sizes], cost, Budget(tokens, size), 0.0))
     assert batch[0] == sizes[0]
@@ -867,7 +867,7 @@ async def test_no_entry_is_held_beyond_its_deadline() -> None:
 
 
 async def test_no_entry_is_held_while_another_bundle_waits() -> None:
-    """A slot does not stand idle for one bundle's company while texts of another wait."""
+    """A slot is not kept idle for companions of one bundle while texts of another wait."""
     gate = Gate()
     async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
         await submitted(batcher, texts(1, bundle="a@1"))
@@ -1008,7 +1008,7 @@ async def test_a_prefetch_is_canceled_for_another_flow() -> None:
 
 
 async def test_a_batch_is_prefetched_while_several_flows_wait() -> None:
-    """Whose turn it is is known: those that come behind others of their flow change nothing of it."""
+    """The next flow is known: new entries of waiting flows do not change it."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
@@ -1175,7 +1175,7 @@ async def test_a_request_is_refused_whole() -> None:
 
 @pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
 async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: float) -> None:
-    """Neither for want of room nor for want of time."""
+    """An admitted request is not refused later, neither for the queue's limit nor for its deadline."""
     gate = Gate()
     async with serving(gate, max_queue_tokens=limit) as batcher:
         for entry in texts(2, 40):
@@ -1567,7 +1567,7 @@ async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture
 
 
 async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """What goes wrong with metrics is logged, and answers go on."""
+    """An error in the metrics is logged, and requests are answered."""
 
     def broken(stats: BatchStats) -> None:
         raise ZeroDivisionError

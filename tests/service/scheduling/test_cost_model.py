@@ -126,7 +126,7 @@ def test_fit_agrees_with_an_exhaustive_search() -> None:
 
 
 def test_one_sample_is_shared_evenly_by_the_terms() -> None:
-    """What cannot be told apart is split, and the measured batch is still predicted."""
+    """Terms that one sample cannot separate share its cost, and the measured batch is predicted exactly."""
     cost = fit([Sample(tokens=100, size=2, longest=50, seconds=0.3)])
     assert cost.per_run == pytest.approx(0.1)
     assert cost.per_token * 100 == pytest.approx(0.1)
@@ -135,7 +135,7 @@ def test_one_sample_is_shared_evenly_by_the_terms() -> None:
 
 @pytest.mark.parametrize("none", [[], [Sample(10, 1, 10, 0.0)]], ids=["no sample", "no time"])
 def test_without_evidence_the_cost_is_a_guess(none: list[Sample]) -> None:
-    """A clock that did not move says nothing."""
+    """A duration of zero is no evidence."""
     assert fit(none) == GUESS
     assert Estimator(none).cost == GUESS
 
@@ -214,7 +214,7 @@ def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
 
 
 def test_estimator_ignores_a_batch_without_duration() -> None:
-    """A clock that stands still teaches nothing."""
+    """A duration of zero does not change the estimate."""
     estimator = Estimator(samples())
     for _ in range(100):
         estimator.refine(Sample(10, 1, 10, 0.0))
@@ -273,7 +273,7 @@ def test_measure_stays_within_the_longest_window() -> None:
 
 
 def test_measure_stays_within_the_largest_batch() -> None:
-    """What is never batched is measured on lone inputs only."""
+    """Unbatched graphs are measured with single inputs only."""
     measured = Model(CPU).measure(max_size=1)
     assert {taken.size for taken in measured} == {1}
     assert {taken.longest for taken in measured} == {16, 32, 128, 512}

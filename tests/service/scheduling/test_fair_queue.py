@@ -93,7 +93,7 @@ def test_an_empty_queue_expects_typical_texts() -> None:
 def test_late_requests_are_found_once_their_deadline_is_here(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    """Early looks cost nothing and change nothing; a request is as late as its first entry."""
+    """Earlier checks cost and change nothing; a request is late as soon as its first entry is."""
     line = FairQueue()
     line.models["m@1"] = ModelStatistics({1: Estimator()})
     requests = [

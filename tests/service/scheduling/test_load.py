@@ -52,7 +52,7 @@ def test_a_larger_request_lets_a_smaller_one_pass() -> None:
 
 
 def test_another_tenant_holds_up_by_its_part() -> None:
-    """Whatever waits of them, one token of theirs goes with each of ours; and no more than they have."""
+    """For each token of the tenant, at most one token of each other tenant is computed first."""
     assert load(theirs=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
     assert load(theirs=singles(30)).wait_s(OURS, 100) == pytest.approx(1.3)
 
@@ -69,7 +69,7 @@ def test_a_slow_bundle_is_charged_by_its_time() -> None:
 
 
 def test_what_was_sent_since_counts() -> None:
-    """A load told a moment ago does not know of what came after."""
+    """The load that was reported a moment ago does not contain the requests sent since."""
     told = load()
     told.add(OURS, RemainingWork(50, 1))
     told.add(OURS, RemainingWork(50, 1))

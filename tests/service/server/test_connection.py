@@ -550,7 +550,7 @@ async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
 async def test_a_refused_body_without_end_is_not(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body that was refused and goes on for ever is cut off in the end."""
+    """The connection is closed if a refused body continues without end."""
     monkeypatch.setattr(connection_module, "HEARING_S", 0.2)
     async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
 
@@ -602,7 +602,7 @@ async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
 async def test_an_unread_response_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
 ) -> None:
-    """A client that reads none of a large answer is cut off, and nothing of it is kept."""
+    """A client that does not read a large response is disconnected, and the response is dropped."""
     monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
     async with listening(large, Settings()) as server, server.client() as client:
         client.writer.transport.pause_reading()
@@ -654,7 +654,7 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
 
 
 async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
-    """It is answered, told to come back, counted in the log, and closed; those that are there go on."""
+    """It gets 503 with `Retry-After`, is logged and closed; other connections stay."""
     async with listen(max_connections=2) as server, server.client() as first:
         async with server.client() as second:
             await until(lambda: len(server.state.connections) == 2)
@@ -768,7 +768,7 @@ async def test_an_overloaded_service_answers_like_the_application(
 async def test_a_refused_body_is_dropped_and_the_connection_stays(
     listen: Listen, busy: None, engines: FakeEngines
 ) -> None:
-    """What is still sent of a large body does no harm, and the next request on the connection is answered."""
+    """The rest of a large body is discarded, and the next request on the connection is answered."""
     async with listen() as server, server.client() as client:
         client.writer.write(embed(3_000_000) + b"a" * 1_000_000)
         assert (await client.answer()).status == 429
@@ -792,7 +792,7 @@ async def test_requests_sent_ahead_are_refused_in_their_order(
 async def test_a_refused_client_with_connection_close_is_disconnected(
     listen: Listen, busy: None
 ) -> None:
-    """With the header that says so."""
+    """The refusal has the header `Connection: close`."""
     async with listen() as server, server.client() as client:
         client.writer.write(embed(headers="Connection: close\r\n") + EMBED)
         answer = await client.answer()

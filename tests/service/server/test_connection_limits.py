@@ -50,7 +50,7 @@ def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
 
 
 def test_too_low_limits_are_logged(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system allows less, the log says how much less."""
+    """If the system's limit is lower, the log has the difference."""
     allowed: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
