@@ -35,7 +35,7 @@ class Inflater:
     def finish(self) -> None:
         """Check that the stream is complete. Raises BadRequest if it is truncated."""
         if not self._stream.eof:
-            raise BadRequest(f"the body ends before the end of its {self._encoding} stream does")
+            raise BadRequest(f"the body ends before the end of its {self._encoding} stream")
 
 
 def inflater(content_encoding: str) -> Inflater | None:

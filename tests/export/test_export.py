@@ -367,7 +367,7 @@ def test_what_is_no_bundle_is_not_replaced(
     (out / "bundle" / "manifest.json").touch()
     assert 1 == export(tiny_checkpoint, out, "--replace")
     said = capsys.readouterr()
-    assert f"export: {out} is not replaced: it is no bundle" in said.err
+    assert f"export: {out} is not replaced: it is not a bundle" in said.err
     assert "tracing" not in said.out
     assert ({"bundle"}, {"manifest.json"}) == (files(out), files(out / "bundle"))
 

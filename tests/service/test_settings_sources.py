@@ -214,7 +214,7 @@ def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("flags", "text", "reason"),
     [
-        ({"models_dir": ""}, "", "--models-dir: models_dir: is empty; leave it out to have"),
+        ({"models_dir": ""}, "", "--models-dir: models_dir: is empty; leave it out for"),
         ({"host": ""}, "", "--host: host: is empty"),
         ({"config": ""}, "", "--config: config: is empty"),
         ({"bundles": [""]}, "", "arguments: bundles: is empty"),

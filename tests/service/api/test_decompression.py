@@ -93,7 +93,7 @@ async def test_the_very_limit_may_be_inflated() -> None:
 async def test_a_torn_stream_is_a_bad_request() -> None:
     """Wherever it ends too soon."""
     for end in range(len(GZIP)):
-        with pytest.raises(BadRequest, match="ends before its gzip stream does"):
+        with pytest.raises(BadRequest, match="ends before the end of its gzip stream"):
             await read(GZIP[:end])
 
 
@@ -115,7 +115,7 @@ async def test_a_corrupt_stream_is_a_bad_request() -> None:
 async def test_what_goes_on_behind_its_stream_is_a_bad_request(rest: bytes) -> None:
     """One stream is one body; thousands of empty ones would be work for nothing."""
     for parts in ((GZIP + rest,), (GZIP, rest)):
-        with pytest.raises(BadRequest, match="goes on behind its gzip stream"):
+        with pytest.raises(BadRequest, match="continues after its gzip stream"):
             await read(*parts)
 
 

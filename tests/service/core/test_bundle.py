@@ -681,7 +681,7 @@ class TestWriting:
     def test_existing(self, folder: Path) -> None:
         """What exists is not overwritten unasked."""
         with (
-            pytest.raises(FileExistsError, match="exists; give another name"),
+            pytest.raises(FileExistsError, match="exists; choose another path"),
             bundle.writing(folder),
         ):
             raise AssertionError("nothing is written")
@@ -700,7 +700,7 @@ class TestWriting:
         """Not a directory of bundles, and not a file: neither loses anything."""
         for path in (folder.parent, folder / "golden.npz"):
             with (
-                pytest.raises(FileExistsError, match="is no bundle, having no manifest"),
+                pytest.raises(FileExistsError, match="it is not a bundle, because it has no manifest"),
                 bundle.writing(path, replace=True),
             ):
                 raise AssertionError("nothing is written")

@@ -151,7 +151,7 @@ async def test_without_keys_administration_is_refused(client: httpx.AsyncClient,
     """What changes the service is never open to all."""
     response = await client.post(path, json={})
     assert code(response) == (403, "forbidden")
-    assert "none is configured" in response.json()["error"]["message"]
+    assert "no key is configured" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

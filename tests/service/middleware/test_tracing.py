@@ -322,7 +322,7 @@ async def test_without_the_extra_one_line_says_so(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     async with tracing.tracing() as trace:
         assert trace is None
-    assert ["quartet[otel]" in line["event"] for line in lines] == [True]
+    assert ["quartet-serving[otel]" in line["event"] for line in lines] == [True]
 
 
 async def test_a_collector_that_is_away_holds_up_no_end(

@@ -498,7 +498,7 @@ def test_paths_that_are_none(tmp_path: Path) -> None:
 
 def test_without_a_directory_nothing_comes() -> None:
     """The operator decides from where bundles may be loaded."""
-    with pytest.raises(Forbidden, match="no models_dir is set"):
+    with pytest.raises(Forbidden, match="models_dir is unset"):
         locate(None, "a")
 
 

@@ -85,7 +85,7 @@ def test_the_socket_of_another_program_is_not_replaced(path: Path) -> None:
 def test_another_file_is_not_replaced(path: Path) -> None:
     """A file with contents stays, and the message says what it is."""
     path.write_text("precious")
-    with pytest.raises(OSError, match="a file that is not a socket"):
+    with pytest.raises(OSError, match="exists and is not a socket"):
         UnixListener.bind_to(path, 0o600)
     assert "precious" == path.read_text()
 
