@@ -294,7 +294,7 @@ def test_nomic_bert_drops_where_transformers_does() -> None:
 
 
 def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
-    """By what is added to the second one's tokens; to the first nothing is, and transformers reads that."""
+    """A learnt vector is added to the second text's tokens only, and transformers reads the checkpoint."""
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
     model = EncoderWithHeads(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
@@ -485,7 +485,7 @@ def test_what_electra_shares(tmp_path: Path) -> None:
 
 @every_case
 def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
-    """Where the family has one, and by whatever name."""
+    """The pooler is part of the head if the family has one, under any name."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     described = {"a": Head(task="classification", labels=("x", "y"))}
@@ -670,7 +670,7 @@ def server(request: pytest.FixtureRequest, exports: Callable[[str], Exported]) -
 
 
 def scores(folder: Path, texts: list[Any]) -> list[dict[str, float]]:
-    """What transformers says of each text or pair."""
+    """Transformers' scores of each text or pair."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     told = []

@@ -57,7 +57,7 @@ def labels(expression):
 
 @pytest.fixture(scope="module")
 def samples(tiny_bundle):
-    """What a service that has just been started tells."""
+    """The metrics of a service that has just started."""
 
     async def scrape():
         metrics = Metrics()

@@ -301,8 +301,8 @@ class Engine:
                 errors[index] = InvalidInput(reason, param=ticket.place.format(index))
             tokens += sum(item.tokens for item in own if item is not None)
             if tokens > self._device.max_queue_tokens:
-                limit = f"the {self._device.max_queue_tokens} that may ever wait"
-                raise TooLarge(f"{tokens} tokens or more are more than {limit}")
+                limit = f"max_queue_tokens, {self._device.max_queue_tokens}"
+                raise TooLarge(f"at least {tokens} tokens exceed {limit}")
 
         if ticket.on_encode is not None:
             ticket.on_encode(characters)

@@ -70,7 +70,9 @@ async def tracing() -> AsyncIterator[Trace | None]:
         try:
             provider = open_provider(names)
         except ImportError:
-            log.warning("OTEL_ variables request spans, but the extra quartet-serving[otel] is not installed")
+            log.warning(
+                "OTEL_ variables request spans, but the extra quartet-serving[otel] is not installed"
+            )
             yield None
             return
         except Exception as error:

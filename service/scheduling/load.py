@@ -176,6 +176,6 @@ class Load:
         wait_s = before_s + self.wait_s(flow, tokens, coming)
         if wait_s > share * left_s and (self.queue_tokens or coming or before_s):
             raise Overloaded(
-                f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
+                f"estimated completion in {wait_s:.1f} s is too late: the deadline is in {left_s:.1f} s",
                 retry_after_s=wait_s - share * left_s,
             )

@@ -47,7 +47,7 @@ def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> 
 
 
 def test_a_wrong_reading_is_reported() -> None:
-    """Where our reading is not what the pipeline answers, it explains nothing."""
+    """A name explains a difference only if our result for it equals the pipeline's."""
     tally = Tally("anything")
     tally.add("text", THIRD, THIRD, read, ("x", "y"))
 

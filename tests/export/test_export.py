@@ -97,7 +97,7 @@ def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixt
 
 class TestFullBundle:
     def test_files(self, tiny_bundle: Path) -> None:
-        """By default a bundle has all graphs, and nothing that its manifest does not answer for."""
+        """By default a bundle has all graphs, and no file that the manifest does not list."""
         manifest = bundle.load(tiny_bundle).manifest
         assert FULL == files(tiny_bundle)
         assert FULL - {"README.md", "manifest.json"} == set(manifest.files())
@@ -227,7 +227,7 @@ def test_export_is_reproducible(tiny_checkpoint: Path, out: Path) -> None:
 
 
 def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """What the provenance file says is in the manifest and on the card."""
+    """The contents of the provenance file are in the manifest and on the card."""
     (tmp_path / "told.toml").write_text(PROVENANCE)
     assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
     manifest = bundle.load(out).manifest
@@ -254,7 +254,7 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
 def test_terms_of_each_head_are_on_the_card(
     tiny_checkpoint: Path, out: Path, tmp_path: Path
 ) -> None:
-    """Where they differ, a table says which head may be used for what."""
+    """If the terms differ, a table has the terms of each head."""
     told = PROVENANCE.replace('used_for = "nothing either"', 'used_for = "entities"')
     assert told != PROVENANCE
     (tmp_path / "told.toml").write_text(told)
@@ -476,7 +476,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What cannot be exported as asked ends in one line that names it."""
+    """A refused export ends with one line that has the option or file."""
     spoil, flags, said = REFUSED[case]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
@@ -514,7 +514,7 @@ def test_refused_provenance(
 
 
 def test_shipped_provenance_is_the_lock_s() -> None:
-    """Of its data sets the shipped bundle says what the lock says, and what its provenance file names."""
+    """The shipped bundle has the data sets that its provenance file names, with the terms in the lock."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
     told = read_metadata(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
     alike = {"name", "terms", "commercial_use", "used_for"}
@@ -668,7 +668,7 @@ def break_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]) -> None:
-    """What was measured at each precision stands in the manifest and on the card."""
+    """The metrics of each precision are in the manifest and on the card."""
     data = write_rows(tmp_path / "dev.jsonl", decided)
     assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--eval", data)
     metrics = bundle.load(out).manifest.metrics

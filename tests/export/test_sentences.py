@@ -137,7 +137,7 @@ def test_cross_encoders_of_several_labels(activation: str, tmp_path: Path) -> No
 
 
 def test_other_activations_are_refused(tmp_path: Path) -> None:
-    """By their names, wherever they are said."""
+    """The error has the activation's name, from every file that may state it."""
     hub.save_cross_encoder("bert", tmp_path / "a", torch.nn.Tanh())
     with pytest.raises(CheckpointError, match=r"cannot serve the activation torch.*\.Tanh"):
         read_source(tmp_path / "a")

@@ -150,7 +150,7 @@ def test_half_names_graph_head_and_figure(found: list[float], said: str) -> None
 
 
 def test_int8_leaves_a_margin() -> None:
-    """What the goldens will demand is the cosine over all inputs, less room for other processors."""
+    """The goldens' tolerance is the cosine over all inputs, less a margin for other processors."""
     demanded = check_int8(outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]), "int8 packed")
     assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded
 

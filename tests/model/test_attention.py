@@ -87,7 +87,7 @@ def test_bias_and_scale(lengths: list[int], each: bool) -> None:
 
 
 def test_padded_mask_hides() -> None:
-    """What stands in a padding slot of the trivial layout changes nothing."""
+    """The contents of padding positions of the trivial layout change no result."""
     qkv, _ = draw([6, 6])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
     changed = qkv.clone()

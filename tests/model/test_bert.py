@@ -157,7 +157,7 @@ def test_initial_weights() -> None:
 
 
 def test_dropout_is_for_training_only() -> None:
-    """In training every pass drops others; asked in eval mode, the encoder always says the same."""
+    """In training mode every pass has another dropout; in eval mode all passes give the same result."""
     encoder = Bert(shape(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3))
     arguments = ours(batch([8, 3]))
 

@@ -83,7 +83,7 @@ def test_a_question_needs_words() -> None:
 
 
 def test_a_question_does_not_say_the_answer() -> None:
-    """Where the sentence says it twice, only without the other."""
+    """If the sentence has the answer twice, both are removed from the question."""
     sentence = "Lorne was known as Lorne the old for a hundred years."
     rng = random.Random(1)
     found = [cloze.make_question(sentence, 0, "Lorne", rng) for _ in range(100)]

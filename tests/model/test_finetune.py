@@ -45,7 +45,7 @@ def jsonl(path: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def squad(path: Path, unanswerable: bool) -> str:
-    """What was drawn, and where; with `unanswerable`, every other question asks for a price."""
+    """Texts with drawn objects and prices; with `unanswerable`, every other question has no answer."""
     paragraphs = []
     for number, text in enumerate(TEXTS[::4]):
         thing = THINGS[number % 4]
@@ -442,7 +442,7 @@ def test_a_tenth_is_held_out(
 
 
 def test_no_row_is_held_out(unsplit: str, start: Start, tmp_path: Path) -> None:
-    """With a share of 0 all rows are trained on, and nothing is measured."""
+    """With a share of 0 the run trains on all rows, and evaluates nothing."""
     table = {"names": {"task": "classification", "train": [unsplit]}}
     assert {} == start(table, steps=2, dev_share=0.0)["heads"]
     assert not (tmp_path / "run/held_out.json").exists()
@@ -583,7 +583,7 @@ def test_heads_that_know_nothing_weigh_the_same(
 def test_steep_heads_weigh_no_more(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With equal gradients, what a head sends into the encoder is as long as its weight says, however steep it is."""
+    """With equal gradients, the norm of a head's gradient is its weight, independent of its loss."""
     lengths = []
     add = optim.add_normalized_gradients
 
@@ -752,7 +752,7 @@ def test_a_run_records_its_settings_and_results(
 def test_a_finished_run_says_the_same_again(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """Nothing is trained, and nothing that was measured is lost."""
+    """A finished run trains nothing, and keeps its results."""
     table = {"names": {**heads(data)["names"], "dev": data["names"]}}
     start(table, steps=2)
     first = (tmp_path / "run/metrics.json").read_text()
@@ -800,7 +800,7 @@ def test_training_starts_from_a_checkpoint(
 def test_heads_are_kept_with_keep_heads(
     data: Mapping[str, str], start: Start, tmp_path: Path, keep: bool
 ) -> None:
-    """Those that the checkpoint has, too; others are new, and all of them are where nothing was asked."""
+    """A kept head must exist in the checkpoint; without `keep_heads`, all heads are new."""
     tables = heads(data)
     start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
     first = str(tmp_path / "first/checkpoint")
@@ -817,7 +817,7 @@ def test_heads_are_kept_with_keep_heads(
 def test_kept_heads_answer_by_their_labels(
     data: Mapping[str, str], start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In whatever order the checkpoint has them; and it is said which heads are new."""
+    """The labels may be in any order in the checkpoint; new heads are logged."""
     tables = heads(data)
     turned = {
         "names": {**tables["names"], "labels": ["Sofya", "Ada", "Grace", "Emmy"]},
@@ -878,7 +878,7 @@ def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
 def test_heads_begin_by_matching(
     data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """As init_token_matching has it, in the layers that were asked for."""
+    """Token-matching initialization applies to the configured layers."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
     writer.save_encoder(tmp_path / "begun", encoder, tokenizer_file)

@@ -94,7 +94,7 @@ def test_losses(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
 
 
 def test_loss_at_masked_positions_only(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
-    """The loss says nothing about a token's state, or its id as a target, unless it is masked."""
+    """The state and the target of a token change the loss only if the token is masked."""
     model = model_for(small_tokenizer, next_sentence=False)
     states = []
     hook = model.encoder.register_forward_hook(lambda m, i, output: states.append(output))
@@ -134,7 +134,7 @@ def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenize
 
 
 def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
-    """With room for fewer tokens at once the losses are the same, and no batch is larger."""
+    """With a lower limit of tokens the losses are the same, and no batch exceeds the limit."""
     model, read = model_for(small_tokenizer), []
     model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
 
@@ -407,7 +407,7 @@ def test_it_learns(
 def test_weights_of_losses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """The whole is the sum of what is taught, each as much as asked, or as the family has it."""
+    """The total is the weighted sum of the losses, with weights of the settings or the family."""
     told: list[dict[str, float]] = []
     step = TrainingRun.step
 
@@ -455,7 +455,7 @@ def test_next_sentences_and_dropout_are_as_set(
     had: bool,
     wanted: bool,
 ) -> None:
-    """Whatever the checkpoint had that a run goes on from; what both have goes on."""
+    """The settings replace the checkpoint's; weights of both continue."""
     first = {**arguments, "steps": 1, "next_sentence": had}
     run(monkeypatch, tmp_path / "first", first)
     settings = {"init_from": str(tmp_path / "first/checkpoint"), "lr": 1e-9, "dropout": 0.0}
@@ -475,7 +475,7 @@ def test_next_sentences_and_dropout_are_as_set(
 def test_heads_that_match(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """They do in as many layers as asked, and go on from there."""
+    """Token-matching heads are made in the configured number of layers, and training continues from them."""
     settings = {"family": "nomic_bert", "steps": 1, "lr": 1e-9}
     for layers in (0, 1):
         run(

@@ -63,7 +63,7 @@ def test_word_pieces() -> None:
 
 
 def test_vocabulary_size_is_a_limit() -> None:
-    """No more tokens are learnt than asked for."""
+    """The vocabulary is not larger than the limit."""
     assert train(TEXTS, vocab_size=50).get_vocab_size() == 50
 
 

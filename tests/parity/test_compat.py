@@ -92,7 +92,7 @@ def ask(server: Server, family: str) -> Ask:
 
 
 def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
-    """What the answers differ by, for each way to ask. Fails for those that nothing listed explains."""
+    """The names of the differences, for each option. Fails for a difference without a listed reason."""
     found = [*tallies]
     for tally in found:
         assert [] == tally.unexplained, tally.what
@@ -158,7 +158,7 @@ def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_pipelines_have_their_own_ways(folder: Path) -> None:
-    """What docs/reference/compat.md says that they do where nothing, or too much, is asked of them."""
+    """The pipelines behave as docs/compat.md describes for empty and for too many requests."""
     long = samples.text(700)
     tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)
     classifier = pipelines.load("text-classification", folder / "bert" / "topic", MAX_LENGTH)

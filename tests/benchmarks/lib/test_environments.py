@@ -42,7 +42,7 @@ def test_build(peer, capsys):
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_build_fails(peer):
-    """What pip said is the reason, and nothing is left that could be taken for an environment."""
+    """The error has pip's message, and no incomplete environment is left."""
     (peer / "requirements.txt").write_text("./absent\n")
 
     with pytest.raises(Unavailable, match=r"cannot be built: ERROR: .*absent"):

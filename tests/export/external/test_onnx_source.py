@@ -453,7 +453,7 @@ def matmul() -> onnx.ModelProto:
     ("operators", "layout"), [(["Gather", "MatMul"], "padded"), (["MatMul"], "alone")]
 )
 def test_quantised(operators: list[str], layout: str, folder: Path, out: Path) -> None:
-    """Where one scale, found as it runs, is for a whole batch, answers depend on company: each text runs alone."""
+    """A dynamic scale per batch makes results depend on the batch, so each text runs unbatched."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     write(folder, "embedding", matmul())

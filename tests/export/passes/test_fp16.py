@@ -294,7 +294,7 @@ class TestOverflow:
         assert not np.isfinite(torch_outputs(model.half(), self.PACKED)["embeddings"]).any()
 
     def test_products_that_overflow_are_refused(self, tmp_path: Path) -> None:
-        """What a matrix is to multiply must fit fp16: where it does not, the check says so."""
+        """The inputs of a matrix product must fit fp16; otherwise the check reports the product."""
         model = huge(norm=9000)
         expected = torch_outputs(model, self.PACKED)
         path = save(pipeline.trace_cuda(model, self.PACKED), tmp_path)

@@ -93,7 +93,7 @@ def exported(request: pytest.FixtureRequest) -> tuple[EncoderWithHeads, onnx.Mod
 def test_same_as_torch(
     exported: tuple[EncoderWithHeads, onnx.ModelProto], lengths: list[int]
 ) -> None:
-    """The graph without masks answers as PyTorch does, whatever stands in the slots behind a text."""
+    """The graph without masks gives PyTorch's results for all contents of padding positions."""
     model, proto = exported
     assert {3} == {len(node.input) for node in attentions(proto)}
     packed = batch(lengths, 50)

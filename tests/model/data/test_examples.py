@@ -272,7 +272,7 @@ def test_entities_in_the_scheme_of_the_head(encoder: Encoder) -> None:
 
 
 def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
-    """Only what stands before a type says where in an entity a word is."""
+    """Only the prefix of a tag marks a word's position in its entity."""
     row = sentence("U.S. U.S.", "B-JOB-TITLE B-SUB-ORG")
     names = ("O", "B-JOB-TITLE", "I-JOB-TITLE", "B-SUB-ORG", "I-SUB-ORG")
     (labels,) = examples.token_labels(row, encoder.texts([row.text])[0].windows, names)
@@ -422,7 +422,7 @@ def test_an_epoch_takes_every_row_once() -> None:
 
 
 def test_a_batch_follows_from_seed_and_step_alone() -> None:
-    """Asked again, in any order, it is the same; another seed or head draws others."""
+    """The same seed and step give the same batch, in any order; other seeds and heads give others."""
     later, first = examples.draw(100, 8, (1, 0), 7), examples.draw(100, 8, (1, 0), 0)
     assert (examples.draw(100, 8, (1, 0), 0), examples.draw(100, 8, (1, 0), 7)) == (first, later)
     assert examples.draw(100, 8, (2, 0), 7) != later != examples.draw(100, 8, (1, 1), 7)
@@ -527,7 +527,7 @@ def pairs(count: int, negatives: Sequence[int] = ()) -> Batch:
 
 
 def test_every_loss_starts_at_its_chance() -> None:
-    """A model that knows nothing costs as much as guessing evenly, so heads start alike."""
+    """An untrained model has the loss of a uniform prediction, so heads start with similar losses."""
     spans = labelled([1, 2], [0, 0], lengths=[6, 6])
     for encoding in spans.encodings:
         encoding.offsets[:, 1] = 1
@@ -667,7 +667,7 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
 
 
 def test_a_single_unnamed_label_is_a_mistake() -> None:
-    """There would be nothing to tell apart."""
+    """A classification with one label has no classes to separate."""
     with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
         examples.describe(HeadSettings("classification", []), [Text("f:1", "a", None, ("x",))], 32)
 

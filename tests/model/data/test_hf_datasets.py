@@ -21,7 +21,7 @@ ENTAILED = ClassLabel(names=["entailment", "neutral", "contradiction"])
 
 @pytest.fixture(autouse=True)
 def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked of the hub, and what is made ready stays here."""
+    """Make no request to the hub, and cache prepared data in a temporary folder."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hf_datasets._load.cache_clear()
@@ -73,7 +73,7 @@ def test_labels_without_names_may_be_none_too(tmp_path: Path) -> None:
     ],
 )
 def test_pairs_have_many_names(tmp_path: Path, names: tuple[str, str]) -> None:
-    """They are classified, or learnt as texts that say the same."""
+    """Pairs are classified, or are positives of each other."""
     first, second = names
     columns = {second: STRING, first: STRING, "label": ENTAILED}
     folder = parquet(

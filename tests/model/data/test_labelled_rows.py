@@ -204,7 +204,7 @@ PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
-    """Whatever the library that unpacks it says, and however far it came."""
+    """The error names the file for every error of the decompressing library, at any position."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name} cannot be read beyond line \d: .*{reason}"):
         labelled_rows.read(tmp_path / name, "classification")

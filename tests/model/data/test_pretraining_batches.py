@@ -42,7 +42,7 @@ def within(share: float, expected: float, count: int) -> bool:
 class TestSpecials:
     @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
     def test_as_the_tokenizer_has_it(self, family: Family, documents: list[list[str]]) -> None:
-        """What stands around one text, and around two, is what the family's own tokenizer puts there."""
+        """Special tokens around one text, and around two, are the same as with the family's tokenizer."""
         words = [text for document in documents for text in document]
         trained = tokenizer.train(words, vocab_size=400, family=family)
         specials = Specials.of(trained, family)

@@ -139,7 +139,7 @@ def test_small_bites(start: Start, tmp_path: Path) -> None:
 
 
 def test_one_is_lost(start: Start, tmp_path: Path) -> None:
-    """A process that is killed ends the run, which says so; the same command goes on with the same losses."""
+    """A killed process ends the run with an error; the same command resumes it with the same losses."""
     finish(start("whole", 2, steps=SIGNALLED_STEPS))
 
     run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)

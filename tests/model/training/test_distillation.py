@@ -270,7 +270,7 @@ def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
 
 
 def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[str]]) -> None:
-    """Vocabulary, normalisation, how words are found, what stands around a text; or in nothing."""
+    """Vocabulary, normalization, word splitting, special tokens; or no difference."""
     texts = [text for document in documents for text in document]
     ours = load_tokenizer(tokenizer_file)
     assert distillation.tokenizer_difference(ours, load_tokenizer(tokenizer_file)) == ""
@@ -332,7 +332,7 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
 
 
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
-    """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
+    """The weight of the labels rises from 0 to 1, and the weight of the teacher falls (BAM)."""
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
     )

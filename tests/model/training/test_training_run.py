@@ -86,7 +86,7 @@ class TestSettings:
         assert read(monkeypatch, str(path), "--pairs", "false").pairs is False
 
     def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """What the command line says replaces what the file says."""
+        """The command line overrides the file."""
         path = tmp_path / "run.toml"
         path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
 

@@ -700,7 +700,9 @@ class TestWriting:
         """Not a directory of bundles, and not a file: neither loses anything."""
         for path in (folder.parent, folder / "golden.npz"):
             with (
-                pytest.raises(FileExistsError, match="it is not a bundle, because it has no manifest"),
+                pytest.raises(
+                    FileExistsError, match="it is not a bundle, because it has no manifest"
+                ),
                 bundle.writing(path, replace=True),
             ):
                 raise AssertionError("nothing is written")

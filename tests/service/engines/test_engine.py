@@ -545,7 +545,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     monkeypatch.setattr(Encoder, "windows", texts)
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
-    with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
+    with pytest.raises(TooLarge, match="at least 27 tokens exceed max_queue_tokens, 20"):
         await engine_of(tiny_bundle, device(None, 20)).answer(
             Embedding(texts=["!!!!!!!"] * 9, **EMBED), asked
         )
