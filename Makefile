@@ -65,12 +65,16 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
 
-chaos: $(VENV)/.test ## Test every promise of docs/promises.md against real processes (ten minutes)
+chaos: $(VENV)/.test ## Test every promise of docs/reference/promises.md against real processes (ten minutes)
 	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
 format: $(VENV)/.test ## Format the code and apply the linter's fixes
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
+
+docs: $(VENV)/.test ## Build the documentation as a site, site/index.html, which can be read from disk
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "Open site/index.html"
 
 audit: ## Look up the known vulnerabilities of every pinned package (needs the internet)
 	@$(MAKE) --no-print-directory VENV=.venv-audit .venv-audit/.audit
@@ -112,7 +116,7 @@ tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and p
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environments and the files of tools
-	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments of clients that conflict with the tests' packages: a minute, 0.4 GB. Tests of missing ones are skipped.
@@ -142,7 +146,7 @@ $(VENV)/.audit: $(VENV)/.python
 # Compose 1.29 conflicts with newer packages; its tests need only its schema.
 $(VENV)/.test: $(VENV)/.serve
 	@echo "Installing the requirements of training, export and tests (some minutes; torch is large)"
-	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train test > $(VENV)/test.txt
+	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train docs test > $(VENV)/test.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
 	@touch $@

@@ -1,4 +1,4 @@
-"""Results equal the results of transformers' pipelines, but for docs/compat.md: a small share of `make compat`."""
+"""Results equal transformers' pipeline results, but for docs/reference/compat.md: a small share of `make compat`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_pipelines_have_their_own_ways(folder: Path) -> None:
-    """The pipelines behave as docs/compat.md describes for empty and for too many requests."""
+    """The pipelines behave as docs/reference/compat.md describes for empty and for too many requests."""
     long = samples.text(700)
     tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)
     classifier = pipelines.load("text-classification", folder / "bert" / "topic", MAX_LENGTH)
